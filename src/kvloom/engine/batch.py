@@ -1,0 +1,89 @@
+"""What crosses from the engine to a rank and back, once a step (MessagePack arrays).
+
+A rank keeps the tokens and the sampling state of each sequence; the engine sends only what changed.
+"""
+
+from typing import Protocol
+
+import msgspec
+
+from kvloom.engine.request import SamplingParams
+
+
+class NewSeq(msgspec.Struct, array_like=True):
+    """A sequence the rank has not seen. `seed` is resolved: every sequence has one."""
+
+    id: int
+    token_ids: list[int]  # the prompt
+    params: SamplingParams
+    seed: int
+
+
+class Work(msgspec.Struct, array_like=True):
+    """Compute `num_tokens` tokens of sequence `id` from position `start` on.
+
+    `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence).
+    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it.
+    """
+
+    id: int
+    start: int
+    num_tokens: int
+    first_block: int
+    blocks: list[int]
+
+
+class Batch(msgspec.Struct, array_like=True):
+    """One step: forget `drop`, learn `new`, run `work` as one ragged batch."""
+
+    new: list[NewSeq]
+    work: list[Work]
+    drop: list[int]
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Sample(msgspec.Struct, array_like=True):
+    """The token chosen for sequence `id`; log-probabilities where the request asked for them."""
+
+    id: int
+    token_id: int
+    logprob: Logprob | None = None
+
+
+class PromptLogprobs(msgspec.Struct, array_like=True):
+    """Log-probabilities of prompt tokens start+1 .. start+len(values) of sequence `id`, one chunk of them."""
+
+    id: int
+    start: int
+    values: list[Logprob]
+
+
+class StepOutput(msgspec.Struct, array_like=True):
+    samples: list[Sample]
+    prompt_logprobs: list[PromptLogprobs]
+    compute_s: float  # time the rank spent on the step
+
+
+class RankInfo(msgspec.Struct, array_like=True):
+    """What a rank says once its model is loaded."""
+
+    num_blocks: int  # KV blocks it holds
+    block_size: int  # tokens a block
+    vocab_size: int
+    max_seq_len: int  # tokens the model can attend to
+    backend: str  # "cpu", "reference", "fake", ...
+    kv_bytes: int = 0
+    weight_bytes: int = 0
+
+
+class Runner(Protocol):
+    """Runs steps of one model. Owned by one thread of a rank process."""
+
+    info: RankInfo
+
+    def run(self, batch: Batch) -> StepOutput: ...
