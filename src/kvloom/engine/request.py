@@ -23,7 +23,7 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0 (repetition 1) are off.
     logprobs: None = none, 0 = of the chosen token only, n = and of the n most likely ones (at most 20);
-    prompt_logprobs likewise for every prompt token. Log-probabilities are of the raw distribution, before temperature.
+    prompt_logprobs likewise for every prompt token. Log-probabilities are of the raw distribution.
     seed None = drawn by the engine. max_tokens None = until the context is full.
     Raises BadRequest when a value is outside its range.
     """
@@ -106,8 +106,8 @@ class TokenLogprob:
 class Delta:
     """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
 
-    `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the answer.
-    The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
+    `text` may be empty while `token_ids` is not (half a character, a possible stop string).
+    Joined texts are the answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
     """
 
     request_id: str

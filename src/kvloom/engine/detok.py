@@ -1,0 +1,24 @@
+"""Detokenizer: tokens to text, one at a time, never half a UTF-8 character."""
+
+import codecs
+from collections.abc import Callable
+
+
+class Detokenizer:
+    """Joins the bytes that tokens stand for and gives out whole characters.
+
+    `token_bytes(id)` gives a token's bytes. Bytes that are no UTF-8 come out as U+FFFD, an unfinished character at the
+    end (`finish`) likewise, so joined texts equal the whole answer's bytes decoded with errors="replace".
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def add(self, token_id: int) -> str:
+        """Characters completed by this token; may be empty."""
+        return self._decoder.decode(self._token_bytes(token_id))
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: "" or one U+FFFD."""
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,326 @@
+"""Engine: requests in, deltas out, one step at a time. No thread, no asyncio, no HTTP.
+
+A step has two halves, so that work for people overlaps work for the model:
+
+  start_step   plan -> hand the batch to the executor -> detokenise what the step before has sampled
+  finish_step  wait for the executor -> append tokens, publish blocks, end sequences
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
+from kvloom.engine.blocks import BlockPool, extend_chain
+from kvloom.engine.config import EngineConfig, Limits
+from kvloom.engine.detok import Detokenizer
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.executor import Executor
+from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.stats import Stats
+from kvloom.engine.stop import StopStrings, finish_of
+
+
+class Vocabulary(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> AbstractSet[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request in the engine: its sequence and the text side of its answer."""
+
+    request: Request
+    seq: Seq
+    seed: int
+    detok: Detokenizer
+    stops: StopStrings
+    is_known: bool = False  # the rank has its tokens
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fresh:
+    """A token sampled by the last step, not yet detokenised. token None: the request ended without one."""
+
+    live: _Live
+    token_id: int | None
+    logprob: Logprob | None
+    finish: FinishReason | None
+
+
+class Engine:
+    """Owns the sequences and the block pool of one model. Call it from one thread.
+
+    Requests wait in order of arrival; every added request gets exactly one delta with a finish_reason.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, vocabulary: Vocabulary) -> None:
+        self.config = config
+        self._executor = executor
+        self._vocabulary = vocabulary
+        self._seqs: dict[int, _Live] = {}  # arrival order
+        self._by_request: dict[str, _Live] = {}
+        self._next_id = 0
+        self._fresh: list[_Fresh] = []
+        self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
+        self._dropped: list[int] = []
+        self._plan = Plan()
+        self._counts = dict.fromkeys(_COUNTERS, 0)
+        self._compute_s = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Start over with the executor as it is now (a new rank knows nothing). Live requests must have been failed."""
+        info = self._executor.info
+        self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
+        self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
+        self._limits = Limits(self.config.max_batch, self.config.max_tokens_per_step, info.block_size)
+        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache)
+        self._plan = Plan()
+        self._dropped = []
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._seqs or self._fresh or self._outbox)
+
+    def add(self, request: Request) -> None:
+        """Accept a request. Raises BadRequest when it can never run."""
+        self._check(request)
+        params = request.params
+        seed = params.seed if params.seed is not None else self._draw_seed()
+        seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), request.cache_salt)
+        seq.may_reuse = params.prompt_logprobs is None
+        extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
+        live = _Live(request, seq, seed, self._detokenizer(request), StopStrings(params.stop, params.include_stop))
+        self._next_id += 1
+        self._counts["total_requests"] += 1
+        self._counts["total_prompt_tokens"] += seq.num_prompt
+        self._by_request[request.id] = live
+        if params.max_tokens == 0 and params.prompt_logprobs is None:  # nothing to compute
+            self._retire(live)
+            self._outbox.append(self._delta(live, finish=FinishReason.LENGTH))
+        else:
+            self._seqs[seq.id] = live
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its blocks are free at once. Unknown and finished ids are ignored."""
+        live = self._by_request.get(request_id)
+        if live is not None:
+            self._retire(live)
+            self._fresh = [fresh for fresh in self._fresh if fresh.live is not live]
+            self._outbox.append(self._delta(live, finish=FinishReason.ABORT))
+
+    def fail_all(self, error: str) -> list[Delta]:
+        """End every request with an error: the model under them is gone. Returns their last deltas."""
+        deltas = self._drain()  # tokens that were sampled before the failure still count
+        for live in list(self._by_request.values()):
+            self._retire(live)
+            deltas.append(self._delta(live, finish=FinishReason.ERROR, error=error))
+        return deltas
+
+    def step(self) -> list[Delta]:
+        """Both halves: the deltas are those of the step before."""
+        deltas = self.start_step()
+        self.finish_step()
+        return deltas
+
+    def start_step(self) -> list[Delta]:
+        """Start the next step on the model, then return what the last one brought. Raises RankDied."""
+        self._plan = plan_step([live.seq for live in self._seqs.values()], self._pool, self._limits)
+        if self._plan.steps or self._dropped:
+            work = apply_step(self._plan, self._pool)
+            self._executor.submit(Batch(self._introduce(), work, self._dropped))
+            self._dropped = []
+            self._counts["total_steps"] += 1
+            self._counts["total_preemptions"] += len(self._plan.preempted)
+        return self._drain()
+
+    def finish_step(self) -> None:
+        """Wait for the step and take its tokens. Raises RankDied."""
+        if not self._executor.is_busy:
+            return
+        output = self._executor.collect()
+        self._compute_s += output.compute_s
+        for chunk in output.prompt_logprobs:
+            self._take_prompt_logprobs(chunk)
+        samples = {sample.id: sample for sample in output.samples}
+        commit_step(self._plan, {id: s.token_id for id, s in samples.items()}, self._pool, self._limits.block_size)
+        for step in self._plan.steps:
+            if step.seq.status is Status.RUNNING and step.seq.id in samples:
+                self._take_sample(self._seqs[step.seq.id], samples[step.seq.id])
+
+    def stats(self) -> Stats:
+        num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
+        return Stats(
+            num_running=num_running,
+            num_waiting=len(self._seqs) - num_running,
+            num_blocks=self._pool.num_blocks,
+            num_free_blocks=self._pool.num_free,
+            num_cached_blocks=self._pool.num_cached,
+            max_batch=self._limits.max_batch,
+            total_compute_s=self._compute_s,
+            **self._counts,
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
+        check([live.seq for live in self._seqs.values()], self._pool, self._limits.block_size)
+
+    # -- requests
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise BadRequest("prompt", "is empty: give at least one token")
+        if length + (request.params.max_tokens != 0) > self.max_seq_len:
+            raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {self.max_seq_len}")
+        vocab_size = self._executor.info.vocab_size
+        bad = next((i for i in request.prompt_ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise BadRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab_size}")
+        bad = next((i for i in request.params.logit_bias if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise BadRequest("logit_bias", f"token id {bad} is outside the vocabulary of {vocab_size}")
+        if request.id in self._by_request:
+            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
+
+    def _draw_seed(self) -> int:
+        return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
+
+    def _detokenizer(self, request: Request) -> Detokenizer:
+        return Detokenizer(_text_bytes(self._vocabulary, request.params.skip_special_tokens))
+
+    def _introduce(self) -> list[NewSeq]:
+        """Sequences of the plan that the rank has not seen."""
+        new = []
+        for step in self._plan.steps:
+            live = self._seqs[step.seq.id]
+            if not live.is_known:
+                live.is_known = True
+                self._counts["total_cached_tokens"] += step.seq.num_cached
+                new.append(NewSeq(step.seq.id, list(live.request.prompt_ids), live.request.params, live.seed))
+        return new
+
+    def _retire(self, live: _Live) -> None:
+        """Take a request out: blocks freed, the rank told at the next step."""
+        del self._by_request[live.request.id]
+        if self._seqs.pop(live.seq.id, None) is not None:
+            release_seq(live.seq, self._pool, Status.FINISHED)
+            if live.is_known:
+                self._dropped.append(live.seq.id)
+        self._counts["total_finished"] += 1
+
+    # -- what a step brought
+
+    def _take_sample(self, live: _Live, sample: Sample) -> None:
+        seq, params = live.seq, live.request.params
+        if params.max_tokens == 0:  # only the prompt's log-probabilities were wanted
+            finish: FinishReason | None = FinishReason.LENGTH
+            self._fresh.append(_Fresh(live, None, None, finish))
+        else:
+            num_output = len(seq.token_ids) - seq.num_prompt
+            self._counts["total_output_tokens"] += 1
+            eos_ids = self._vocabulary.eos_ids
+            finish = finish_of(sample.token_id, num_output, len(seq.token_ids), params, eos_ids, self.max_seq_len)
+            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, finish))
+        if finish is not None:
+            del self._seqs[seq.id]
+            release_seq(seq, self._pool, Status.FINISHED)
+            self._dropped.append(seq.id)
+
+    def _take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
+        live = self._seqs.get(chunk.id)
+        if live is None:
+            return
+        known = live.prompt_logprobs or [None]
+        del known[chunk.start + 1 :]  # a preempted prompt is computed again
+        live.prompt_logprobs = known + [_logprob(value) for value in chunk.values]
+
+    def _drain(self) -> list[Delta]:
+        """Deltas of the tokens sampled last, and of requests that ended without a step."""
+        deltas, self._outbox = self._outbox, []
+        fresh, self._fresh = self._fresh, []
+        deltas += (delta for item in fresh for delta in self._emit(item))
+        return deltas
+
+    def _emit(self, fresh: _Fresh) -> Iterator[Delta]:
+        live, finish = fresh.live, fresh.finish
+        stop_reason: str | int | None = None
+        if live.request.id not in self._by_request:  # aborted meanwhile
+            return
+        text = self._text_of(live, fresh)
+        if live.stops.matched is not None:
+            finish, stop_reason = FinishReason.STOP, live.stops.matched
+        elif finish is FinishReason.STOP:
+            stop_reason = fresh.token_id
+        if finish is not None:
+            self._retire(live)
+        yield self._delta(live, text, fresh, finish, stop_reason)
+
+    def _text_of(self, live: _Live, fresh: _Fresh) -> str:
+        """Text that the token releases, stop strings applied; at the end also what was held back."""
+        params = live.request.params
+        text = ""
+        is_stop_token = fresh.finish is FinishReason.STOP and not params.include_stop
+        if fresh.token_id is not None and not is_stop_token:
+            text = live.stops.add(live.detok.add(fresh.token_id))
+        if fresh.finish is not None and live.stops.matched is None:
+            text += live.stops.add(live.detok.finish())
+            if live.stops.matched is None:
+                text += live.stops.finish()
+        return text
+
+    def _delta(
+        self,
+        live: _Live,
+        text: str = "",
+        fresh: _Fresh | None = None,
+        finish: FinishReason | None = None,
+        stop_reason: str | int | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        token_id = fresh.token_id if fresh else None
+        logprob = fresh.logprob if fresh else None
+        prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, []
+        params = live.request.params
+        return Delta(
+            request_id=live.request.id,
+            text=text,
+            token_ids=() if token_id is None else (token_id,),
+            logprobs=() if logprob is None else (_logprob(logprob),),
+            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs else None,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            num_cached_tokens=live.seq.num_cached,
+            seed=None if params.is_greedy else live.seed,
+            error=error,
+        )
+
+
+_COUNTERS = (
+    "total_steps",
+    "total_requests",
+    "total_finished",
+    "total_prompt_tokens",
+    "total_cached_tokens",
+    "total_output_tokens",
+    "total_preemptions",
+)
+
+
+def _logprob(value: Logprob) -> TokenLogprob:
+    return TokenLogprob(value.token_id, value.logprob, tuple((token, logprob) for token, logprob in value.top))
+
+
+def _text_bytes(vocabulary: Vocabulary, skips_special: bool) -> Callable[[int], bytes]:
+    if not skips_special:
+        return vocabulary.token_bytes
+    return lambda token_id: b"" if vocabulary.is_special(token_id) else vocabulary.token_bytes(token_id)

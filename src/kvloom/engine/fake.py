@@ -1,0 +1,167 @@
+"""A model without weights, for tests and for trying a deployment (the seed's modelInstanceType "StandardMock").
+
+FakeRunner keeps a paged cache of token ids where a real runner keeps keys and values, and reads the whole context back
+through the block table before it chooses a token. A wrong block, a lost or overwritten one, changes the answer: so the
+fake is an oracle of the scheduler and the block pool, with `fake_answer` as the truth.
+"""
+
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.request import SamplingParams
+
+BOS_ID, EOS_ID = 256, 257
+VOCAB_SIZE = 258
+_LETTERS = b"abcdefghijklmnopqrstuvwxyz      ,.\n"
+_EOS_EVERY = 97  # one context in so many ends the answer
+_FAKE_LOGPROB = -0.5
+
+
+class ByteTokenizer:
+    """A token is a byte; 256 begins and 257 ends a sequence."""
+
+    eos_ids = frozenset({EOS_ID})
+    bos_id = BOS_ID
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8", errors="replace"))
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        skipped = (BOS_ID, EOS_ID) if skip_special_tokens else ()
+        return b"".join(self.token_bytes(i) for i in ids if i not in skipped).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b"<bos>" if token_id == BOS_ID else b"<eos>"
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id >= 256
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        lines = [f"{message.get('role', 'user')}: {message.get('content') or ''}\n" for message in messages]
+        return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+
+def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
+    """The token that follows `context`: a checksum of all of it, and of the seed unless greedy."""
+    data = array("q", context).tobytes()
+    value = zlib.crc32(data, 0 if params.is_greedy else zlib.crc32(str(seed).encode()))
+    if value % _EOS_EVERY == 0:
+        return EOS_ID
+    return _LETTERS[value // _EOS_EVERY % len(_LETTERS)]
+
+
+def fake_answer(prompt_ids: Sequence[int], params: SamplingParams, seed: int, num_tokens: int) -> list[int]:
+    """What FakeRunner must answer, computed without blocks, batches or steps."""
+    context = list(prompt_ids)
+    for _ in range(num_tokens):
+        context.append(fake_next(context, params, seed))
+    return context[len(prompt_ids) :]
+
+
+@dataclass(slots=True)
+class _State:
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    num_prompt: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class FakeRunner:
+    """Implements batch.Runner. `sleep` is called with the time that a step would have taken."""
+
+    def __init__(
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_seq_len: int = 2048,
+        step_s: float = 0.0,
+        token_s: float = 0.0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake")
+        self._slots = [-1] * (num_blocks * block_size)
+        self._states: dict[int, _State] = {}
+        self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
+
+    def run(self, batch: Batch) -> StepOutput:
+        for id in batch.drop:
+            self._states.pop(id, None)
+        for new in batch.new:
+            self._learn(new)
+        duration_s = self._step_s + self._token_s * sum(work.num_tokens for work in batch.work)
+        if duration_s:
+            self._sleep(duration_s)
+        for work in batch.work:  # all writes before any read, as in a layer of a real model
+            self._write(work)
+        output = StepOutput([], [], duration_s)
+        for work in batch.work:
+            self._read(work, output)
+        return output
+
+    def _learn(self, new: NewSeq) -> None:
+        assert new.id not in self._states, f"sequence {new.id} is introduced twice"
+        self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
+
+    def _write(self, work: Work) -> None:
+        state = self._states[work.id]
+        state.blocks[work.first_block :] = work.blocks
+        for pos in range(work.start, work.start + work.num_tokens):
+            self._slots[self._slot(state, pos)] = state.token_ids[pos]
+
+    def _read(self, work: Work, output: StepOutput) -> None:
+        state = self._states[work.id]
+        end = work.start + work.num_tokens
+        if state.params.prompt_logprobs is not None and work.start < state.num_prompt:
+            following = state.token_ids[work.start + 1 : min(end, state.num_prompt - 1) + 1]
+            output.prompt_logprobs.append(
+                PromptLogprobs(work.id, work.start, [_fake_logprob(i, state) for i in following])
+            )
+        if end == len(state.token_ids):
+            context = [self._slots[self._slot(state, pos)] for pos in range(end)]
+            token_id = fake_next(context, state.params, state.seed)
+            state.token_ids.append(token_id)
+            logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None
+            output.samples.append(Sample(work.id, token_id, logprob))
+
+    def _slot(self, state: _State, pos: int) -> int:
+        size = self.info.block_size
+        return state.blocks[pos // size] * size + pos % size
+
+
+def _fake_logprob(token_id: int, state: _State) -> Logprob:
+    count = state.params.logprobs or state.params.prompt_logprobs or 0
+    others = ((token_id + i) % 256 for i in range(1, count))
+    top = [(token_id, _FAKE_LOGPROB), *((other, _FAKE_LOGPROB - 1 - i) for i, other in enumerate(others))]
+    return Logprob(token_id, _FAKE_LOGPROB, top[:count])
+
+
+def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> FakeRunner:
+    """The runner of a rank with backend "fake"."""
+    if config.model:
+        raise BadRequest("model", "the fake backend takes none")
+    progress(1, 1)
+    return FakeRunner(
+        config.num_blocks or 4096,
+        max_seq_len=config.max_seq_len or 2048,
+        step_s=config.fake_step_s,
+        token_s=config.fake_token_s,
+    )

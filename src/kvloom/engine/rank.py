@@ -1,0 +1,56 @@
+"""The rank process: `python -m kvloom.engine.rank FD` loads a model and runs batches until its socket closes."""
+
+import importlib
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from typing import cast
+
+from kvloom.engine.batch import Batch, Runner
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import ServingError
+from kvloom.engine.executor import Channel, Done, Failed, Loading, Progress, RankSetup, Ready
+
+OpenRunner = Callable[[EngineConfig, list[int], Progress], Runner]
+
+
+def open_runner(config: EngineConfig, eos_ids: list[int], progress: Progress) -> Runner:
+    """The runner of `config.backend`. The fake one is opened without importing torch. Raises ServingError."""
+    module = importlib.import_module("kvloom.engine.fake" if config.backend == "fake" else "kvloom.engine.runner")
+    return cast(OpenRunner, module.open_runner)(config, eos_ids, progress)
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer messages until the engine closes the socket. An exception in a step is reported and ends the process."""
+    hello = Channel(sock, RankSetup)
+    setup: RankSetup = hello.receive()
+    try:
+        runner = open_runner(setup.config, setup.eos_ids, lambda done, total: hello.send(Loading(done, total)))
+    except ServingError as error:
+        hello.send(Failed(str(error)))
+        return
+    channel = Channel(sock, Batch)
+    channel.send(Ready(runner.info))
+    while True:
+        batch: Batch = channel.receive()
+        try:
+            output = runner.run(batch)
+        except Exception as error:
+            traceback.print_exc()
+            channel.send(Failed(f"the model failed in a step: {type(error).__name__}: {error}"))
+            raise SystemExit(1) from None
+        channel.send(Done(output))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""What the next step computes: plan_step decides (pure), apply_step and commit_step carry it out on the bookkeeping.
+
+A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decodes and resumed sequences are all the
+same thing: a sequence with tokens whose keys and values are not computed yet.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvloom.engine.batch import Work
+from kvloom.engine.blocks import BlockPool, extend_chain
+from kvloom.engine.config import Limits
+
+
+class Status(Enum):
+    WAITING = "waiting"  # holds no block
+    RUNNING = "running"  # holds the blocks of its computed tokens
+    FINISHED = "finished"  # holds no block, will never run again
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One sequence. The engine thread owns it; plan_step only reads it."""
+
+    id: int
+    token_ids: list[int]  # prompt, then answer
+    num_prompt: int
+    salt: str = ""
+    may_reuse: bool = True  # False: every prompt token must be computed (their log-probabilities are wanted)
+    status: Status = Status.WAITING
+    num_computed: int = 0  # tokens whose keys and values are in block_table
+    block_table: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    num_published: int = 0  # blocks of block_table that the pool knows by hash
+    num_cached: int = 0  # prompt tokens found in the cache at first admission
+    num_preemptions: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class SeqStep:
+    """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
+
+    `hits` are cached blocks that a newly admitted sequence starts with.
+    """
+
+    seq: Seq
+    start: int
+    num_tokens: int
+    num_new_blocks: int
+    hits: tuple[int, ...] = ()
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the step reaches the last known token, so that the next one is sampled."""
+        return self.start + self.num_tokens == len(self.seq.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    steps: tuple[SeqStep, ...] = ()
+    preempted: tuple[Seq, ...] = ()
+
+
+def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
+    """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
+
+    Running sequences first, oldest first, then waiting ones while blocks last, none overtaking another. Decodes get
+    their token before prefills share what is left of the budget. A running one that finds no block preempts the
+    youngest; the oldest never is, so some sequence always advances.
+    """
+    running = [seq for seq in seqs if seq.status is Status.RUNNING]
+    share = _share_tokens(running, limits.max_tokens)
+    steps, preempted, free = _plan_running(running, share, pool, limits.block_size)
+    if not preempted:
+        waiting = (seq for seq in seqs if seq.status is Status.WAITING)
+        budget = limits.max_tokens - sum(step.num_tokens for step in steps)
+        places = limits.max_batch - len(running)
+        steps += _plan_waiting(waiting, places, budget, free, pool, limits.block_size)
+    return Plan(tuple(steps), tuple(preempted))
+
+
+def _share_tokens(running: Sequence[Seq], budget: int) -> dict[int, int]:
+    """Tokens a running sequence may compute: one for each decode, the rest to prefills in order of arrival."""
+    share = {seq.id: 1 for seq in running if seq.num_pending == 1}
+    budget -= len(share)
+    for seq in running:
+        if seq.num_pending > 1:
+            share[seq.id] = min(seq.num_pending, budget)
+            budget -= share[seq.id]
+    return share
+
+
+def _plan_running(
+    running: Sequence[Seq], share: dict[int, int], pool: BlockPool, block_size: int
+) -> tuple[list[SeqStep], list[Seq], int]:
+    """Steps of the running sequences, the preempted ones (youngest first), and the blocks left free."""
+    steps: list[SeqStep] = []
+    preempted: list[Seq] = []
+    free = pool.num_free
+    end = len(running)  # running[end:] are preempted
+    i = 0
+    while i < end:
+        seq, count = running[i], share[running[i].id]
+        need = _num_blocks(seq.num_computed + count, block_size) - len(seq.block_table)
+        while count and need > free and end > 1:
+            end -= 1
+            preempted.append(running[end])
+            free += pool.num_exclusive(running[end].block_table)
+            if end == i:
+                break
+        if i < end and count and need <= free:
+            steps.append(SeqStep(seq, seq.num_computed, count, need))
+            free -= need
+        i += 1
+    return steps, preempted, free
+
+
+def _plan_waiting(
+    waiting: Iterable[Seq], places: int, budget: int, free: int, pool: BlockPool, block_size: int
+) -> list[SeqStep]:
+    """Admit waiting sequences in order of arrival while there is a place, budget, and room for all known tokens."""
+    steps: list[SeqStep] = []
+    for seq in waiting:
+        if len(steps) == places or budget == 0:
+            break
+        length = len(seq.token_ids)
+        hits = pool.match(seq.hashes[: (length - 1) // block_size]) if seq.may_reuse else []
+        taken = sum(pool.is_idle(block) for block in hits)  # free blocks that become used
+        if taken + _num_blocks(length, block_size) - len(hits) > free:
+            break
+        start = len(hits) * block_size
+        count = min(length - start, budget)
+        need = _num_blocks(start + count, block_size) - len(hits)
+        steps.append(SeqStep(seq, start, count, need, tuple(hits)))
+        budget -= count
+        free -= taken + need
+    return steps
+
+
+def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
+    """Take and give blocks as planned; returns the rank's work. Sequences' counts change in commit_step."""
+    for seq in plan.preempted:
+        release_seq(seq, pool, Status.WAITING)
+        seq.num_preemptions += 1
+    for step in plan.steps:  # all hits before any allocation, which could evict them
+        pool.retain(step.hits)
+    return [_admit(step, pool) for step in plan.steps]
+
+
+def _admit(step: SeqStep, pool: BlockPool) -> Work:
+    seq = step.seq
+    new = pool.allocate(step.num_new_blocks)
+    assert new is not None, "the plan promised blocks that are not free"
+    first = 0
+    if seq.status is Status.WAITING:
+        seq.status = Status.RUNNING
+        seq.num_computed, seq.block_table = step.start, list(step.hits)
+        seq.num_published = len(step.hits)
+        if seq.num_preemptions == 0:
+            seq.num_cached = step.start
+    else:
+        first = len(seq.block_table)
+    seq.block_table += new
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:])
+
+
+def commit_step(plan: Plan, sampled: dict[int, int], pool: BlockPool, block_size: int) -> None:
+    """After the rank has run: advance the sequences, append sampled tokens (id -> token), publish full blocks.
+
+    A sequence that finished while the step ran (abort, stop string) stays as it is: its blocks are already gone.
+    """
+    for step in plan.steps:
+        seq = step.seq
+        if seq.status is not Status.RUNNING:
+            continue
+        seq.num_computed = step.start + step.num_tokens
+        if seq.id in sampled:
+            seq.token_ids.append(sampled[seq.id])
+        extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
+        for i in range(seq.num_published, seq.num_computed // block_size):
+            pool.publish(seq.block_table[i], seq.hashes[i])
+        seq.num_published = seq.num_computed // block_size
+
+
+def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
+    """Give up all blocks of `seq`: finished, or waiting to be computed again."""
+    pool.release(seq.block_table)
+    seq.block_table = []
+    seq.num_computed = seq.num_published = 0
+    seq.status = status
+
+
+def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int) -> None:
+    """Assert what must hold between steps."""
+    pool.check()
+    held: dict[int, int] = {}
+    for seq in seqs:
+        assert (seq.status is Status.RUNNING) == bool(seq.block_table)
+        assert len(seq.block_table) == _num_blocks(seq.num_computed, block_size)
+        assert 0 <= seq.num_computed <= len(seq.token_ids)
+        for block in seq.block_table:
+            held[block] = held.get(block, 0) + 1
+    for block in range(pool.num_blocks):
+        assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"
+
+
+def _num_blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

@@ -1,0 +1,24 @@
+"""Stats: a snapshot of what the engine does, for routes, metrics and people."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Gauges are of this moment, `total_` counters since the engine was made."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    max_batch: int = 0
+    total_steps: int = 0
+    total_requests: int = 0
+    total_finished: int = 0
+    total_prompt_tokens: int = 0
+    total_cached_tokens: int = 0
+    total_output_tokens: int = 0
+    total_preemptions: int = 0
+    total_compute_s: float = 0.0
+    total_restarts: int = 0
