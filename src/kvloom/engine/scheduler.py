@@ -55,11 +55,6 @@ class SeqStep:
     num_new_blocks: int
     hits: tuple[int, ...] = ()
 
-    @property
-    def is_sampling(self) -> bool:
-        """Whether the step reaches the last known token, so that the next one is sampled."""
-        return self.start + self.num_tokens == len(self.seq.token_ids)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

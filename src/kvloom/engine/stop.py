@@ -26,7 +26,8 @@ def finish_of(
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    Text that may be the beginning of a stop string is held back until it is known not to be.
+    The first to be complete wins, of those the longest, so the pieces make no difference. Text that may be the
+    beginning of a stop string is held back until it is known not to be.
     """
 
     def __init__(self, stops: Sequence[str], is_included: bool = False) -> None:
@@ -38,11 +39,11 @@ class StopStrings:
     def add(self, text: str) -> str:
         """The part of the text that may be given out now. After a match (`matched`) there is nothing more to come."""
         text = self._held + text
-        found = [(index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:
-            index, self.matched = min(found, key=lambda pair: (pair[0], len(pair[1])))
+            end, start, self.matched = min(found)
             self._held = ""
-            return text[: index + len(self.matched) if self._is_included else index]
+            return text[: end if self._is_included else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -1,0 +1,156 @@
+"""BlockPool: reference counts, the prefix cache, and what is evicted first."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvloom.engine.blocks import BlockPool, chain_hash, extend_chain, root_hash
+
+
+def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    hashes: list[bytes] = []
+    extend_chain(hashes, tokens, 2, salt)
+    return hashes
+
+
+def test_a_full_pool_answers_none_and_changes_nothing():
+    pool = BlockPool(2)
+    assert pool.allocate(3) is None
+    assert pool.num_free == 2
+    assert pool.allocate(2) == [0, 1]
+    assert pool.allocate(1) is None
+    assert pool.allocate(0) == []
+
+
+def test_a_published_block_is_found_after_its_last_holder_has_gone():
+    pool = BlockPool(3)
+    hashes = hashes_of([1, 2, 3, 4])
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    for block, key in zip(blocks, hashes, strict=True):
+        pool.publish(block, key)
+    pool.release(blocks)
+    assert pool.num_free == 3
+    assert pool.match(hashes) == blocks
+    assert pool.match(hashes_of([1, 2, 9, 9])) == blocks[:1]
+    assert pool.match(hashes_of([9, 9, 3, 4])) == []
+    pool.retain(blocks)
+    assert pool.num_free == 1
+    assert pool.num_exclusive(blocks) == 2
+    pool.retain(blocks)
+    assert pool.num_exclusive(blocks) == 0
+    assert pool.num_holders(blocks[0]) == 2
+    pool.check()
+
+
+def test_unpublished_blocks_are_given_away_before_cached_ones_and_the_end_of_a_prefix_before_its_beginning():
+    pool = BlockPool(4)
+    hashes = hashes_of([1, 2, 3, 4, 5, 6])
+    blocks = pool.allocate(4)
+    assert blocks is not None
+    for block, key in zip(blocks, hashes, strict=False):
+        pool.publish(block, key)
+    pool.release(blocks)
+    assert pool.allocate(1) == [blocks[3]]
+    assert pool.allocate(1) == [blocks[2]]
+    assert pool.match(hashes) == blocks[:2]
+    assert pool.num_evictions == 1
+    assert pool.num_cached == 2
+
+
+def test_the_first_block_of_a_hash_stays_the_one_found():
+    pool = BlockPool(2)
+    (key,) = hashes_of([1, 2])
+    pool.allocate(2)
+    pool.publish(0, key)
+    pool.publish(1, key)
+    pool.publish(0, b"another")
+    assert pool.match([key]) == [0]
+    assert pool.match([b"another"]) == []
+    pool.check()
+
+
+def test_without_caching_nothing_is_found():
+    pool = BlockPool(1, is_caching=False)
+    pool.allocate(1)
+    pool.publish(0, b"key")
+    assert pool.match([b"key"]) == []
+    pool.check()
+
+
+def test_releasing_twice_is_our_mistake():
+    pool = BlockPool(1)
+    pool.allocate(1)
+    pool.release([0])
+    with pytest.raises(AssertionError, match="released more often"):
+        pool.release([0])
+
+
+def test_clear_forgets_holders_and_hashes():
+    pool = BlockPool(2)
+    pool.allocate(2)
+    pool.publish(0, b"key")
+    pool.clear()
+    assert pool.num_free == 2
+    assert pool.match([b"key"]) == []
+
+
+def test_a_hash_covers_all_tokens_before_it_and_the_salt():
+    assert hashes_of([1, 2, 3, 4])[1] != hashes_of([9, 2, 3, 4])[1]
+    assert hashes_of([1, 2], "tenant a") != hashes_of([1, 2], "tenant b")
+    assert hashes_of([1, 2, 3]) == [chain_hash(root_hash(""), [1, 2])]
+
+
+def test_a_chain_grows_as_if_made_at_once():
+    grown: list[bytes] = []
+    tokens = list(range(7))
+    for length in range(8):
+        extend_chain(grown, tokens[:length], 2, "s")
+    assert grown == hashes_of(tokens, "s")
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random calls against a toy model: who holds which block, and what each published block contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(6)
+        self.tables: list[list[int]] = []
+        self.contents: dict[int, bytes] = {}
+
+    @rule(count=st.integers(0, 4), key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def allocate(self, count: int, key: bytes) -> None:
+        free = self.pool.num_free
+        blocks = self.pool.allocate(count)
+        assert (blocks is None) == (count > free)
+        if blocks is None:
+            return
+        assert len(set(blocks)) == count
+        assert not set(blocks) & {block for table in self.tables for block in table}
+        for block in blocks:
+            self.contents[block] = key
+            self.pool.publish(block, key)
+        self.tables.append(blocks)
+
+    @rule(key=st.sampled_from([b"a", b"b", b"c", b"d"]))
+    def reuse(self, key: bytes) -> None:
+        found = self.pool.match([key])
+        assert all(self.contents[block] == key for block in found)
+        self.pool.retain(found)
+        self.tables.append(found)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        self.pool.release(self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1))))
+
+    @invariant()
+    def holders_are_counted(self) -> None:
+        self.pool.check()
+        for block in range(6):
+            holders = sum(table.count(block) for table in self.tables)
+            assert self.pool.num_holders(block) == holders
+            assert self.pool.is_idle(block) == (holders == 0)
+
+
+TestPoolMachine = PoolMachine.TestCase

@@ -1,0 +1,64 @@
+"""SamplingParams: every value outside its range is refused by name."""
+
+import math
+
+import pytest
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.request import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("typical_p", 0.0),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -2.5),
+        ("max_tokens", -1),
+        ("min_tokens", -1),
+        ("seed", 2**64),
+        ("logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("stop", ("a", "")),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(BadRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0}, {"top_p": 1e-6}, {"seed": -(2**63)}, {"max_tokens": 0}])
+def test_values_at_the_edge_are_accepted(fields):
+    SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(("fields", "is_greedy"), [({"temperature": 0}, True), ({"top_k": 1}, True), ({}, False)])
+def test_temperature_zero_and_top_k_one_are_greedy(fields, is_greedy):
+    assert SamplingParams(**fields).is_greedy is is_greedy
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"backend": "tpu"}, "backend"),
+        ({"model": "", "backend": "auto"}, "model"),
+        ({"backend": "fake", "dtype": "int3"}, "dtype"),
+        ({"backend": "fake", "max_batch": 0}, "max_batch"),
+        ({"backend": "fake", "num_blocks": 1}, "num_blocks"),
+        ({"backend": "fake", "max_batch": 8, "max_tokens_per_step": 7}, "max_tokens_per_step"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused_by_name(fields, field):
+    with pytest.raises(BadRequest) as caught:
+        EngineConfig(**fields)
+    assert caught.value.field == field

@@ -1,0 +1,232 @@
+"""plan_step: who computes how much, who waits, who gives way. Lengths only, no tensors."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvloom.engine.batch import Work
+from kvloom.engine.blocks import BlockPool, extend_chain
+from kvloom.engine.config import Limits
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+
+BLOCK = 4
+
+
+def make_seq(id: int, length: int, first: int = 0, **fields: object) -> Seq:
+    seq = Seq(id, list(range(first, first + length)), length, **fields)  # type: ignore[arg-type]
+    extend_chain(seq.hashes, seq.token_ids, BLOCK, seq.salt)
+    return seq
+
+
+def run_step(seqs: list[Seq], pool: BlockPool, limits: Limits) -> Plan:
+    """Plan, apply and commit one step; every sampled token is 7."""
+    plan = plan_step(seqs, pool, limits)
+    apply_step(plan, pool)
+    commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+    check(seqs, pool, BLOCK)
+    return plan
+
+
+def sampling_ids(plan: Plan) -> list[int]:
+    """Sequences whose step reaches their last known token."""
+    return [s.seq.id for s in plan.steps if s.start + s.num_tokens == len(s.seq.token_ids)]
+
+
+def counts(plan: Plan) -> dict[int, int]:
+    return {step.seq.id: step.num_tokens for step in plan.steps}
+
+
+def test_nothing_to_do_is_an_empty_plan():
+    assert plan_step([], BlockPool(1), Limits(1, 1, BLOCK)) == Plan()
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    seqs = [make_seq(0, 20)]
+    pool, limits = BlockPool(8), Limits(4, 8, BLOCK)
+    assert [counts(run_step(seqs, pool, limits)) for _ in range(4)] == [{0: 8}, {0: 8}, {0: 4}, {0: 1}]
+
+
+def test_decodes_get_their_token_before_older_prefills_take_the_rest():
+    old, young = make_seq(0, 40), make_seq(1, 2, first=100)
+    pool, limits = BlockPool(32), Limits(4, 8, BLOCK)
+    assert counts(run_step([young], pool, limits)) == {1: 2}
+    assert counts(run_step([old, young], pool, limits)) == {1: 1, 0: 7}
+    assert counts(run_step([old, young], pool, limits)) == {1: 1, 0: 7}
+
+
+def test_no_more_sequences_run_than_max_batch():
+    seqs = [make_seq(i, 2, first=10 * i) for i in range(5)]
+    plan = run_step(seqs, BlockPool(32), Limits(3, 100, BLOCK))
+    assert counts(plan) == {0: 2, 1: 2, 2: 2}
+
+
+def test_a_waiting_sequence_needs_room_for_all_its_tokens_and_is_not_overtaken():
+    big, small = make_seq(0, 12), make_seq(1, 2, first=50)
+    pool = BlockPool(2)
+    assert plan_step([big, small], pool, Limits(4, 4, BLOCK)) == Plan()
+    assert counts(plan_step([small, big], pool, Limits(4, 4, BLOCK))) == {1: 2}
+
+
+def test_a_cached_prefix_is_not_computed_again_but_its_last_token_is():
+    pool, limits = BlockPool(16), Limits(4, 100, BLOCK)
+    first = make_seq(0, 8)
+    run_step([first], pool, limits)
+    again, other_salt, wants_all = make_seq(1, 8), make_seq(2, 8, salt="x"), make_seq(3, 8, may_reuse=False)
+    plan = run_step([first, again, other_salt, wants_all], pool, limits)
+    assert counts(plan) == {0: 1, 1: 4, 2: 8, 3: 8}
+    assert again.num_cached == 4
+    assert again.block_table[0] == first.block_table[0]
+    assert pool.num_holders(first.block_table[0]) == 2
+
+
+def test_cached_blocks_that_nobody_holds_count_as_taken_when_they_are_reused():
+    pool, limits = BlockPool(4), Limits(4, 100, BLOCK)
+    first = make_seq(0, 12)
+    run_step([first], pool, limits)
+    release_seq(first, pool, Status.FINISHED)
+    again, other = make_seq(1, 13), make_seq(2, 4, first=90)
+    plan = run_step([again, other], pool, limits)
+    assert counts(plan) == {1: 1}  # three hits and one new block fill the pool
+
+
+def test_a_sequence_without_a_block_preempts_the_youngest_and_the_oldest_is_never_preempted():
+    pool, limits = BlockPool(4), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 4), make_seq(1, 4, first=20), make_seq(2, 4, first=40)]
+    assert counts(run_step(seqs, pool, limits)) == {0: 4, 1: 4, 2: 4}
+    plan = plan_step(seqs, pool, limits)  # one block is free, three are needed
+    assert [seq.id for seq in plan.preempted] == [2]
+    assert counts(plan) == {0: 1, 1: 1}
+    work = apply_step(plan, pool)
+    assert seqs[2].status is Status.WAITING
+    assert seqs[2].num_preemptions == 1
+    assert work[0] == Work(0, 4, 1, 1, [3])
+    commit_step(plan, {0: 7, 1: 7}, pool, BLOCK)
+    check(seqs, pool, BLOCK)
+
+
+def test_the_youngest_preempts_itself_when_no_block_is_left():
+    pool, limits = BlockPool(2), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 4), make_seq(1, 4, first=20)]
+    run_step(seqs, pool, limits)
+    seqs[0].token_ids.pop()
+    seqs[0].token_ids.pop()
+    seqs[0].num_computed = 2  # the older one fits its block, so only the younger lacks one
+    plan = plan_step(seqs, pool, limits)
+    assert [seq.id for seq in plan.preempted] == [1]
+    assert counts(plan) == {0: 1}
+
+
+def test_nobody_is_admitted_in_a_step_that_preempts():
+    pool, limits = BlockPool(2), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 4), make_seq(1, 4, first=20)]
+    run_step(seqs, pool, limits)
+    late = make_seq(2, 1, first=60)
+    plan = plan_step([*seqs, late], pool, limits)
+    assert 2 not in counts(plan)
+
+
+def test_a_preempted_sequence_resumes_with_its_answer_as_part_of_the_prompt():
+    pool, limits = BlockPool(8), Limits(4, 100, BLOCK)
+    seq = make_seq(0, 6)
+    for _ in range(3):
+        run_step([seq], pool, limits)
+    pool_before = pool.num_free
+    release_seq(seq, pool, Status.WAITING)
+    seq.num_preemptions = 1
+    assert pool.num_free > pool_before
+    plan = run_step([seq], pool, limits)
+    assert plan.steps[0].start == 8  # two full blocks were still cached
+    assert len(seq.token_ids) == 10
+    assert seq.num_cached == 0  # what counts as cached for the caller was decided at first admission
+
+
+def test_a_sequence_that_ended_while_its_step_ran_stays_as_it_is():
+    pool, limits = BlockPool(8), Limits(4, 100, BLOCK)
+    seq = make_seq(0, 6)
+    plan = plan_step([seq], pool, limits)
+    apply_step(plan, pool)
+    release_seq(seq, pool, Status.FINISHED)
+    commit_step(plan, {0: 7}, pool, BLOCK)
+    assert seq.token_ids == list(range(6))
+    assert pool.num_cached == 0
+    pool.check()
+
+
+@pytest.mark.parametrize(("max_batch", "max_tokens"), [(0, 1), (4, 3)])
+def test_limits_refuse_a_budget_that_cannot_hold_the_batch(max_batch, max_tokens):
+    with pytest.raises(BadRequest, match="must be at least"):
+        Limits(max_batch, max_tokens, BLOCK)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, steps and aborts over a pool that is far too small."""
+
+    LIMITS = Limits(max_batch=3, max_tokens=7, block_size=BLOCK)
+    NUM_BLOCKS = 8
+    MAX_LENGTH = NUM_BLOCKS * BLOCK
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(self.NUM_BLOCKS)
+        self.seqs: list[Seq] = []
+        self.next_id = 0
+        self.in_flight: Plan | None = None
+
+    @rule(length=st.integers(1, 20), first=st.sampled_from([0, 100]))
+    def arrive(self, length: int, first: int) -> None:
+        self.seqs.append(make_seq(self.next_id, length, first))
+        self.next_id += 1
+
+    @precondition(lambda self: self.in_flight is None)
+    @rule()
+    def begin(self) -> None:
+        plan = plan_step(self.seqs, self.pool, self.LIMITS)
+        self.judge(plan)
+        works = apply_step(plan, self.pool)
+        for work, step in zip(works, plan.steps, strict=True):
+            assert work.blocks == step.seq.block_table[work.first_block :]
+            assert (work.start + work.num_tokens + BLOCK - 1) // BLOCK == len(step.seq.block_table)
+        self.in_flight = plan
+
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(token=st.integers(0, 3))
+    def end(self, token: int) -> None:
+        assert self.in_flight is not None
+        commit_step(self.in_flight, dict.fromkeys(sampling_ids(self.in_flight), token), self.pool, BLOCK)
+        self.in_flight = None
+        for seq in list(self.seqs):
+            if len(seq.token_ids) >= self.MAX_LENGTH:
+                self.finish(seq)
+
+    @precondition(lambda self: self.seqs)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.finish(data.draw(st.sampled_from(self.seqs)))
+
+    def finish(self, seq: Seq) -> None:
+        self.seqs.remove(seq)
+        release_seq(seq, self.pool, Status.FINISHED)
+
+    def judge(self, plan: Plan) -> None:
+        running = [seq for seq in self.seqs if seq.status is Status.RUNNING]
+        assert sum(step.num_tokens for step in plan.steps) <= self.LIMITS.max_tokens
+        assert all(step.num_tokens >= 1 for step in plan.steps)
+        assert len(running) - len(plan.preempted) + sum(bool(s.seq not in running) for s in plan.steps) <= 3
+        assert not running or running[0] not in plan.preempted
+        assert not {s.seq.id for s in plan.steps} & {seq.id for seq in plan.preempted}
+        assert [seq.id for seq in plan.preempted] == [seq.id for seq in reversed(running)][: len(plan.preempted)]
+        admitted = [step.seq for step in plan.steps if step.seq not in running]
+        waiting = [seq for seq in self.seqs if seq.status is Status.WAITING]
+        assert admitted == waiting[: len(admitted)], "a waiting sequence was overtaken"
+        assert not self.seqs or plan.steps or plan.preempted, "nobody advances"
+
+    @invariant()
+    def bookkeeping_holds(self) -> None:
+        if self.in_flight is None:
+            check(self.seqs, self.pool, BLOCK)
+        else:
+            self.pool.check()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,0 +1,39 @@
+"""Engines over the fake model, in this process."""
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.fake import ByteTokenizer, FakeRunner
+from kvloom.engine.request import Delta, Request
+
+
+def fake_engine(num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, **config: object) -> Engine:
+    """An engine whose answers `fake_answer` knows."""
+    runner = FakeRunner(num_blocks, block_size, max_seq_len)
+    return Engine(EngineConfig(backend="fake", **config), InProcessExecutor(runner), ByteTokenizer())  # type: ignore[arg-type]
+
+
+def run_all(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, list[Delta]]:
+    """Add the requests, step until nothing is left, check invariants at each step; deltas by request."""
+    for request in requests:
+        engine.add(request)
+    return drain(engine, max_steps)
+
+
+def drain(engine: Engine, max_steps: int = 10_000) -> dict[str, list[Delta]]:
+    found: dict[str, list[Delta]] = {}
+    for _ in range(max_steps):
+        if not engine.has_work:
+            return found
+        for delta in engine.step():
+            found.setdefault(delta.request_id, []).append(delta)
+        engine.check()
+    raise AssertionError(f"still working after {max_steps} steps")
+
+
+def tokens_of(deltas: list[Delta]) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def text_of(deltas: list[Delta]) -> str:
+    return "".join(delta.text for delta in deltas)
