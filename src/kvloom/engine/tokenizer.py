@@ -14,6 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
+from kvloom.engine.weights.metadata import read_metadata
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
@@ -92,10 +94,33 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Of a Hugging Face folder. Raises ModelError when it holds none that can be read."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ModelError(f"{folder}: a tokenizer is read from a model folder; tokenizers inside GGUF are not read yet")
+    """Of a Hugging Face folder or a GGUF file. Raises ModelError when it holds none that can be read."""
+    path = Path(path)
+    return _load_folder(path) if path.is_dir() else _load_gguf(path)
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    meta = read_metadata(path)
+    fast = build_fast_tokenizer(meta, str(path))
+    ids = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    prefix = "tokenizer.chat_template"
+    templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
+    if prefix in meta:
+        templates["default"] = meta[prefix]
+    return Tokenizer(
+        fast,
+        special_ids=frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special),
+        eos_ids=frozenset(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None),
+        bos_id=ids["bos"],
+        is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
+        templates=templates,
+        template_values={
+            f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")
+        },
+    )
+
+
+def _load_folder(folder: Path) -> Tokenizer:
     try:
         fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
     except Exception as error:  # the library raises bare Exception
