@@ -58,7 +58,7 @@ def make_app(
     max_body_bytes: int,
     on_start: Callable[[], None] = lambda: None,
 ) -> tuple[Starlette, Health]:
-    """The app and the switch that makes it refuse new requests. `on_start` runs on the loop before the first request."""
+    """The app, and the switch that makes it refuse requests. `on_start` runs on the loop before the first request."""
     health = Health(service)
 
     async def chat(request: Request) -> Response:
