@@ -41,18 +41,18 @@ class DrainingServer(uvicorn.Server):
         print(f"{READY_LINE}\n{self._greeting}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn on SIGTERM and SIGINT. Does not call its own, which would end with the signal, not with 0."""
         if self._health.is_draining:
-            self.force_exit = True
-            super().handle_exit(sig, frame)
-            return
-        self._health.is_draining = True
-        self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle(sig, frame))
+            self.should_exit = self.force_exit = True
+        else:
+            self._health.is_draining = True
+            self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle())
 
-    async def _stop_when_idle(self, sig: int, frame: FrameType | None) -> None:
+    async def _stop_when_idle(self) -> None:
         deadline = time.monotonic() + self._grace_s
         while self._health.service.admission.num_active and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        super().handle_exit(sig, frame)
+        self.should_exit = True
 
 
 def serve(config: ServerConfig) -> None:
