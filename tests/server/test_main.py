@@ -1,6 +1,5 @@
 """`kvloom serve` as a process: starting, stopping, mistakes, and a model process that is killed."""
 
-import contextlib
 import json
 import os
 import signal

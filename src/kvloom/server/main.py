@@ -23,6 +23,7 @@ from kvloom.server.generation import GenerationService
 
 READY_LINE = "Daemon start success!"
 _DRAIN_POLL_S = 0.05
+_FAREWELL_S = 1.0  # for the last events of requests that were cut off
 
 
 class DrainingServer(uvicorn.Server):
@@ -31,9 +32,12 @@ class DrainingServer(uvicorn.Server):
     A second signal stops at once.
     """
 
-    def __init__(self, config: uvicorn.Config, health: Health, grace_s: float, greeting: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, health: Health, engine: EngineThread, grace_s: float, greeting: str
+    ) -> None:
         super().__init__(config)
-        self._health, self._grace_s, self._greeting = health, grace_s, greeting
+        self._health, self._engine = health, engine
+        self._grace_s, self._greeting = grace_s, greeting
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -41,7 +45,7 @@ class DrainingServer(uvicorn.Server):
         print(f"{READY_LINE}\n{self._greeting}", flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn on SIGTERM and SIGINT. Does not call its own, which would end with the signal, not with 0."""
+        """Called by uvicorn on SIGTERM and SIGINT. Its own method would end the process by the signal, not with 0."""
         if self._health.is_draining:
             self.should_exit = self.force_exit = True
         else:
@@ -49,10 +53,15 @@ class DrainingServer(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle())
 
     async def _stop_when_idle(self) -> None:
-        deadline = time.monotonic() + self._grace_s
+        await self._wait_idle(self._grace_s)
+        await asyncio.to_thread(self._engine.close)  # what still runs ends with an error, which clients are told
+        await self._wait_idle(_FAREWELL_S)
+        self.should_exit = True
+
+    async def _wait_idle(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
         while self._health.service.admission.num_active and time.monotonic() < deadline:
             await asyncio.sleep(_DRAIN_POLL_S)
-        self.should_exit = True
 
 
 def serve(config: ServerConfig) -> None:
@@ -69,7 +78,7 @@ def serve(config: ServerConfig) -> None:
         settings = uvicorn.Config(
             app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536
         )
-        server = DrainingServer(settings, health, config.grace_s, _greeting(config, port))
+        server = DrainingServer(settings, health, engine, config.grace_s, _greeting(config, port))
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
     finally:
