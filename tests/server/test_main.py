@@ -68,15 +68,17 @@ def test_sigterm_lets_running_requests_finish_and_exits_0():
         assert server.process.wait(timeout=10) == 0
 
 
-def test_sigterm_cuts_off_what_runs_longer_than_the_grace(tmp_path):
+def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
     with serve(*MOCK, "--grace", "0.2", "--config", str(mock_config(tmp_path))) as server:
         body = {**BODY, "model": "llama_65b", "max_tokens": 2500, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()
+            next(lines)
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(timeout=10) == 0
-            with contextlib.suppress(httpx.HTTPError):
-                response.read()
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is stopping"
+        assert server.process.wait(timeout=10) == 0
 
 
 def test_a_killed_model_process_fails_its_requests_and_comes_back_without_the_server_restarting():
