@@ -68,7 +68,7 @@ def oracle(path: Path) -> Any:
         if parts[-2] in ("attn_q", "attn_k"):  # rows 0, 32, 1, 33, ... of each head of 64
             values = values.reshape(-1, 32, 2, shape[1]).swapaxes(1, 2).reshape(shape)
         prefix = f"model.layers.{parts[1]}." if parts[0] == "blk" else ""
-        state[f"{prefix}{NAMES[parts[-2]]}.weight"] = torch.from_numpy(np.ascontiguousarray(values))
+        state[f"{prefix}{NAMES[parts[-2]]}.weight"] = torch.from_numpy(np.array(values, order="C"))
     config = transformers.LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
