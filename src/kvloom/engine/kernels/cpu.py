@@ -22,12 +22,13 @@ BLOCK_SIZE = 16
 
 
 class CpuBackend:
-    """Weights packed for the vector unit, bf16 keys and values; a sequence's logits do not depend on the rest of a step.
+    """Weights packed for the vector unit, bf16 keys and values; a sequence's logits never depend on the rest of a step.
 
-    `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or Q4_1
-    file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and 4 bit
-    formats are quantised a token and group. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * 16 * head_dim]
-    are permuted (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
+    `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or
+    Q4_1 file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and
+    4 bit formats are quantised a token and group. Bytes inside a block of `kv`
+    [layers][k|v][blocks, kv_heads * 16 * head_dim] are permuted (`kv_layout`). Raises ModelError for shapes the kernels
+    do not have, or without compiler and library.
     """
 
     name = "cpu"
@@ -45,7 +46,7 @@ class CpuBackend:
         isa: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Loads tensor by tensor: peak memory is the packed weights plus one tensor. progress(done_bytes, total_bytes)."""
+        """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
         _check(spec, weight_format, kv_dtype)
         self.spec, self.num_blocks = spec, num_blocks
         self._lib = cpu_abi.load(Path(build.library(isa)))
@@ -84,10 +85,9 @@ class CpuBackend:
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return logits
 
-    def probe_bandwidth(self, num_bytes: int = 256 << 20, repeats: int = 3) -> float:
+    def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
-        data = torch.ones(num_bytes, dtype=torch.uint8)
-        return float(self._lib.kvl_probe_bandwidth(self._model, data.data_ptr(), num_bytes, repeats))
+        return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))
 
     def __del__(self) -> None:
         if getattr(self, "_model", None):

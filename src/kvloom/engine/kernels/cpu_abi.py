@@ -52,7 +52,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
-        "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _POINTER, _I64, _I32]),
+        "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(lib, name)

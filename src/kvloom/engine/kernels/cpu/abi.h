@@ -67,8 +67,8 @@ void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
 void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
 void kvl_step(kvl_model *model, const kvl_batch *batch);
 
-/* Reads `bytes` at `data` with every thread `repeats` times and returns bytes a second: the DRAM ceiling of this hour. */
-double kvl_probe_bandwidth(kvl_model *model, const uint8_t *data, int64_t bytes, int32_t repeats);
+/* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
+double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);
 
 #ifdef __cplusplus
 }
