@@ -29,8 +29,9 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json; the other options override it.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, reference, or fake (a mock without weights).")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
@@ -39,6 +40,7 @@ def serve(
     settings = Settings(load_settings(config) if config else {})
     settings.override(host=host, port=port, served_model_name=served_model_name, backend=backend, dtype=dtype)
     settings.override(max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace, model=model)
+    settings.override(weight_format=weight_format)
     run_server(settings.build(_model_path(settings)))
 
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from kvloom.engine.errors import BadRequest
 
-BACKENDS = ("auto", "cpu", "reference", "cuda", "npu", "fake")
+BACKENDS = ("auto", "cpu", "reference", "fake")
 DTYPES = ("auto", "float32", "bfloat16")
+WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ class EngineConfig:
     model: str = ""  # a folder or a .gguf file; empty for the fake backend
     backend: str = "auto"  # auto = cpu where its library can be had, else reference
     device: str = "cpu"
-    dtype: str = "auto"
+    dtype: str = "auto"  # float32 takes the reference backend
+    weight_format: str = "auto"  # of the cpu backend; auto = w8a8, or bf16 with that dtype
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
     kv_cache_bytes: int | None = None  # None = a share of the free memory
@@ -50,6 +52,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
+        _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         if not self.model and self.backend != "fake":
             raise BadRequest("model", "is missing: give a folder, a .gguf file or the name of a fetched model")
         for name, low in (("max_seq_len", 2), ("num_blocks", 2), ("kv_cache_bytes", 1), ("max_batch", 1)):

@@ -1,5 +1,6 @@
 """ModelRunner: batches to tensors, tensors to logits, logits to tokens. Lives in a rank process."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,16 @@ from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOut
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels.backend import Backend
+from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, sample
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
+
+log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
+_BF16_BYTES = 2
 
 
 @dataclass(slots=True)
@@ -121,12 +126,30 @@ class ModelRunner:
 def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> ModelRunner:
     """Load the model of `config` into the backend it names. Raises ServingError when that cannot be done."""
     checkpoint = open_checkpoint(Path(config.model))
-    spec = checkpoint.spec
-    max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
+    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
+    backend = _open_backend(config, checkpoint, max_seq_len, progress)
+    return ModelRunner(backend, checkpoint.spec.vocab_size, max_seq_len, eos_ids)
+
+
+def _open_backend(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+) -> Backend:
+    """The named backend; "auto" is the CPU kernels, or the reference where they cannot be had (and a log line)."""
+    wants_kernels = config.backend == "cpu" or (config.backend == "auto" and _kernels_fit(config))
+    if wants_kernels:
+        try:
+            num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, _BF16_BYTES)
+            return CpuBackend(
+                checkpoint.spec, checkpoint.weights, num_blocks, weight_format=_weight_format(config), progress=progress
+            )
+        except ModelError as error:
+            if config.backend == "cpu":
+                raise
+            log.warning("%s; the slower torch backend is used instead", error)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    num_blocks = config.num_blocks or _num_blocks_for(config, spec, max_seq_len, dtype.itemsize)
-    backend = ReferenceBackend(
-        spec,
+    num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, dtype.itemsize)
+    return ReferenceBackend(
+        checkpoint.spec,
         checkpoint.weights,
         num_blocks,
         device=config.device,
@@ -134,7 +157,16 @@ def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[in
         block_size=_BLOCK_SIZE,
         progress=progress,
     )
-    return ModelRunner(backend, spec.vocab_size, max_seq_len, eos_ids)
+
+
+def _kernels_fit(config: EngineConfig) -> bool:
+    return config.device == "cpu" and config.dtype != "float32"
+
+
+def _weight_format(config: EngineConfig) -> str:
+    if config.weight_format != "auto":
+        return config.weight_format
+    return "bf16" if config.dtype == "bfloat16" else "w8a8"
 
 
 def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, item_bytes: int) -> int:

@@ -198,4 +198,4 @@ class Settings:
 
 
 _SERVER_FIELDS = ("host", "port", "max_link_num", "grace_s", "validates_model")
-_ENGINE_FIELDS = ("backend", "device", "dtype", "max_seq_len", "num_blocks", "max_batch", "seed")
+_ENGINE_FIELDS = ("backend", "device", "dtype", "weight_format", "max_seq_len", "num_blocks", "max_batch", "seed")
