@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check bench wheel clean
+.PHONY: setup serve demo test check coverage mutants bench wheel clean
 
 setup: .venv/.installed
 
@@ -27,6 +27,17 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/lines.py
+	$(MAKE) --no-print-directory coverage
+
+# Every branch of the pure modules is taken by their tests.
+PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py
+coverage: setup
+	$(BIN)/coverage run --branch --include=$(PURE) -m pytest -q \
+	  tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_stop.py tests/engine/test_detok.py
+	$(BIN)/coverage report --show-missing --fail-under=100
+
+mutants: setup
+	$(BIN)/python tools/mutants.py
 
 bench: setup
 	$(BIN)/python -m benches

@@ -58,6 +58,23 @@ def test_unpublished_blocks_are_given_away_before_cached_ones_and_the_end_of_a_p
     assert pool.num_cached == 2
 
 
+def test_empty_blocks_are_given_away_before_cached_ones_released_earlier():
+    pool = BlockPool(2)
+    pool.allocate(2)
+    pool.publish(0, b"key")
+    pool.release([0])
+    pool.release([1])
+    assert pool.allocate(1) == [1]
+
+
+def test_a_prefix_ends_where_a_block_is_missing():
+    pool = BlockPool(2)
+    hashes = hashes_of([1, 2, 3, 4])
+    pool.allocate(1)
+    pool.publish(0, hashes[1])
+    assert pool.match(hashes) == []
+
+
 def test_the_first_block_of_a_hash_stays_the_one_found():
     pool = BlockPool(2)
     (key,) = hashes_of([1, 2])

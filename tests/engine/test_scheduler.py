@@ -61,6 +61,14 @@ def test_no_more_sequences_run_than_max_batch():
     assert counts(plan) == {0: 2, 1: 2, 2: 2}
 
 
+def test_running_sequences_count_towards_max_batch():
+    pool, limits = BlockPool(32), Limits(3, 100, BLOCK)
+    seqs = [make_seq(i, 2, first=10 * i) for i in range(5)]
+    run_step(seqs[:2], pool, limits)
+    assert counts(run_step(seqs, pool, limits)) == {0: 1, 1: 1, 2: 2}
+    assert counts(run_step(seqs, pool, limits)) == {0: 1, 1: 1, 2: 1}
+
+
 def test_a_waiting_sequence_needs_room_for_all_its_tokens_and_is_not_overtaken():
     big, small = make_seq(0, 12), make_seq(1, 2, first=50)
     pool = BlockPool(2)
@@ -115,6 +123,17 @@ def test_the_youngest_preempts_itself_when_no_block_is_left():
     plan = plan_step(seqs, pool, limits)
     assert [seq.id for seq in plan.preempted] == [1]
     assert counts(plan) == {0: 1}
+
+
+def test_the_oldest_waits_rather_than_preempt_itself():
+    pool = BlockPool(2)
+    blocks = pool.allocate(2)
+    assert blocks is not None
+    pool.retain(blocks)
+    seqs = [make_seq(id, 9, status=Status.RUNNING, num_computed=8, block_table=list(blocks)) for id in range(2)]
+    plan = plan_step(seqs, pool, Limits(4, 100, BLOCK))  # they share every block, so preempting one frees none
+    assert [seq.id for seq in plan.preempted] == [1]
+    assert plan.steps == ()
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts():

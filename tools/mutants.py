@@ -1,0 +1,160 @@
+"""Plant bugs in the pure modules, one at a time, and see that the tests catch each: `python tools/mutants.py`.
+
+Exits 1 and names the bugs that no test noticed. A bug whose text is no longer in its file is an error too.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.progress import track
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = "src/kvloom/engine"
+TESTS = ("test_blocks", "test_scheduler", "test_stop", "test_detok", "test_engine")
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    file: str
+    old: str
+    new: str
+
+
+BUGS = (
+    Bug("hash forgets what came before", "blocks.py", "sha256(parent + array", "sha256(array"),
+    Bug("hash ignores the salt", "blocks.py", "sha256(salt.encode())", "sha256(b'')"),
+    Bug("an evicted block is still found", "blocks.py", "            del self._block_of[key]\n", ""),
+    Bug(
+        "a reused block stays on the free list",
+        "blocks.py",
+        "                del self._free[block]\n",
+        "                pass\n",
+    ),
+    Bug(
+        "a block is freed while someone holds it",
+        "blocks.py",
+        "if self._refs[block] == 0:\n                self._free[block] = None",
+        "if True:\n                self._free[block] = None",
+    ),
+    Bug("the beginning of a prefix is evicted first", "blocks.py", "in reversed(blocks)", "in blocks"),
+    Bug("match skips over a gap", "blocks.py", "                break\n", "                continue\n"),
+    Bug("a second block takes over a hash", "blocks.py", " and key not in self._block_of", ""),
+    Bug(
+        "cached blocks are handed out before empty ones",
+        "blocks.py",
+        "self._free.move_to_end(block, last=False)",
+        "pass",
+    ),
+    Bug(
+        "a whole cached prompt leaves nothing to compute",
+        "scheduler.py",
+        "seq.hashes[: (length - 1) // block_size]",
+        "seq.hashes",
+    ),
+    Bug(
+        "cached idle blocks are not counted as taken",
+        "scheduler.py",
+        "taken + _num_blocks(length, block_size)",
+        "_num_blocks(length, block_size)",
+    ),
+    Bug("free blocks are promised twice", "scheduler.py", "        free -= taken + need\n", ""),
+    Bug("running sequences' blocks are promised twice", "scheduler.py", "            free -= need\n", ""),
+    Bug("a decode waits for older prefills", "scheduler.py", "    budget -= len(share)\n", ""),
+    Bug("the oldest is preempted", "scheduler.py", "need > free and end > 1", "need > free and end > 0"),
+    Bug("admission goes on in a step that preempts", "scheduler.py", "    if not preempted:\n", "    if True:\n"),
+    Bug(
+        "waiting sequences overtake each other",
+        "scheduler.py",
+        "- len(hits) > free:\n            break",
+        "- len(hits) > free:\n            continue",
+    ),
+    Bug(
+        "too many sequences run",
+        "scheduler.py",
+        "places = limits.max_batch - len(running)",
+        "places = limits.max_batch",
+    ),
+    Bug(
+        "hits are retained after allocations",
+        "scheduler.py",
+        "    for step in plan.steps:  # all hits before any allocation, which could evict them\n        pool.retain(step.hits)\n    return [_admit(step, pool) for step in plan.steps]",
+        "    works = [_admit(step, pool) for step in plan.steps]\n    for step in plan.steps:\n        pool.retain(step.hits)\n    return works",
+    ),
+    Bug(
+        "a block is published before it is full",
+        "scheduler.py",
+        "seq.num_computed // block_size):",
+        "len(seq.token_ids) // block_size):",
+    ),
+    Bug(
+        "a resumed sequence keeps its old progress",
+        "scheduler.py",
+        "    seq.num_computed = seq.num_published = 0\n",
+        "    seq.num_published = 0\n",
+    ),
+    Bug(
+        "a finished sequence is advanced by its last step",
+        "scheduler.py",
+        "if seq.status is not Status.RUNNING:",
+        "if seq.status is Status.WAITING:",
+    ),
+    Bug("prompt log-probabilities are skipped by a cache hit", "scheduler.py", " if seq.may_reuse else []", ""),
+    Bug("end-of-sequence before the minimum length", "stop.py", "if num_output >= params.min_tokens:", "if True:"),
+    Bug("ignore_eos is ignored", "stop.py", " and not params.ignore_eos", ""),
+    Bug("one token too many", "stop.py", "num_output >= params.max_tokens", "num_output > params.max_tokens"),
+    Bug("the context overflows by one", "stop.py", "num_total >= max_seq_len", "num_total > max_seq_len"),
+    Bug("a possible stop string is given out", "stop.py", "default=0)", "default=0) * 0"),
+    Bug(
+        "text held back is lost at the end",
+        "stop.py",
+        'held, self._held = self._held, ""\n',
+        'held, self._held = "", ""\n',
+    ),
+    Bug("half a character is lost at the end", "detok.py", 'decode(b"", final=True)', 'decode(b"")'),
+)
+
+
+def survives(bug: Bug) -> bool:
+    """Whether the tests pass with the bug planted in a copy of the sources."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
+        target = Path(folder) / ENGINE / bug.file
+        text = target.read_text()
+        if bug.old not in text:
+            raise SystemExit(f"{bug.file}: the text of {bug.what!r} is gone; write the bug anew")
+        target.write_text(text.replace(bug.old, bug.new))
+        tests = [str(ROOT / f"tests/engine/{name}.py") for name in TESTS]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:randomly",
+            "--rootdir",
+            str(ROOT),
+            *tests,
+        ]
+        environment = {**os.environ, "PYTHONPATH": f"{folder}/src"}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False).returncode == 0
+
+
+def main() -> int:
+    alive = [bug for bug in track(BUGS, description="planting bugs") if survives(bug)]
+    for bug in alive:
+        print(f"not caught: {bug.what} ({bug.file})")
+    print(f"{len(BUGS) - len(alive)} of {len(BUGS)} planted bugs caught")
+    return 1 if alive else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
