@@ -1,4 +1,4 @@
-"""Memory: the budget, who fits into it, who is evicted, and the pressure ladder. Pure; readings come in as arguments."""
+"""Memory: the budget, who fits into it, who is evicted, and the pressure ladder. Pure: readings are arguments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -108,7 +108,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_bytes(text: str) -> int:
-    """"512M", "2G", "1073741824". Raises ValueError."""
+    """ "512M", "2G", "1073741824". Raises ValueError."""
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in _UNITS else ""
     return int(float(number.removesuffix(unit)) * _UNITS[unit])

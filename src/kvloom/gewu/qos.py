@@ -62,6 +62,7 @@ class ClassPlanner:
         self.hard_floor = Level.BACKGROUND
         self.is_dropping = False  # paused sequences below hard_floor lose their blocks at the next step
         self.served: Level | None = None  # the class of the last plan; None when it was empty
+        self.has_steps = False  # the last plan had any
         self._clock = clock
         self._last_step_s: dict[int, float] = {}
         self._paused_since_s: dict[int, float] = {}
@@ -77,6 +78,7 @@ class ClassPlanner:
         plan = plan_step(chosen, pool, limits)
         for step in plan.steps:
             self._last_step_s[step.seq.id] = now_s
+        self.has_steps = bool(plan.steps)
         self.served = max((Level(step.seq.priority) for step in plan.steps), default=None)
         return plan
 
