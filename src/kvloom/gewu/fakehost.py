@@ -7,7 +7,6 @@ import msgspec
 from kvloom.engine.errors import ModelError
 from kvloom.gewu.messages import Abort, Event, Host, Job, OnDeath, OnEvents, Open, Order, Ready
 
-
 _TOKENS = ("LLM ", "is ", "a ", "model.", "\n", "It ", "predicts ", "tokens", ".")
 
 

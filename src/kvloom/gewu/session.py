@@ -4,7 +4,6 @@ import ctypes
 import functools
 import itertools
 import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
@@ -40,17 +39,19 @@ def load_library() -> ctypes.CDLL:
     return loaded
 
 
-_callbacks: dict[int, OnReply] = {}  # by context; the C side holds only the number
+_callbacks: dict[int, tuple[int, OnReply]] = {}  # context -> session, callback; the C side holds only the context
 _contexts = itertools.count(1)
 
 
-@_OnResponse
 def _dispatch(context: int, response: bytes) -> None:
     """Runs on a thread of the library."""
     reply = msgspec.json.decode(response)
-    on_reply = _callbacks.get(context) if reply["finish_reason"] is None else _callbacks.pop(context, None)
-    if on_reply is not None:
-        on_reply(reply)
+    found = _callbacks.get(context) if reply["finish_reason"] is None else _callbacks.pop(context, None)
+    if found is not None:
+        found[1](reply)
+
+
+_on_response = _OnResponse(_dispatch)
 
 
 class Request:
@@ -81,8 +82,6 @@ class Session:
         if result.error:
             raise Refused(Code(result.error), f"the session on {model} was refused")
         self.handle: int = result.handle
-        self._contexts: set[int] = set()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> "Session":
         return self
@@ -95,20 +94,21 @@ class Session:
     def submit(self, messages: Messages, on_reply: OnReply, *, stream: bool = True, **options: object) -> Request:
         """`on_reply` gets each reply on a thread of the library, the last with a finish_reason that is not None."""
         context = next(_contexts)
-        _callbacks[context] = on_reply
-        with self._lock:
-            self._contexts.add(context)
+        _callbacks[context] = (self.handle, on_reply)
         text = msgspec.json.encode({"messages": messages, "stream": stream, **options})
-        result = load_library().OH_QoS_GewuSubmitRequest(self.handle, text, _dispatch, context)
+        result = load_library().OH_QoS_GewuSubmitRequest(self.handle, text, _on_response, context)
         if result.error:
             _callbacks.pop(context, None)
             raise Refused(Code(result.error), "the request was refused")
         return Request(self.handle, result.handle, context)
 
-    def stream(self, messages: Messages, **options: object) -> Iterator[str]:
-        """Pieces of the answer. Leaving the loop early aborts. Raises Refused when the service fails under it."""
+    def stream(self, messages: Messages, *, stream: bool = True, **options: object) -> Iterator[str]:
+        """Pieces of the answer, one when `stream` is false. Leaving the loop early aborts.
+
+        Raises Refused when the service fails under it.
+        """
         replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        request = self.submit(messages, replies.put, **options)
+        request = self.submit(messages, replies.put, stream=stream, **options)
         is_finished = False
         try:
             while not is_finished:
@@ -128,6 +128,6 @@ class Session:
     def close(self) -> None:
         """Destroy the session; its requests end without a reply. A second call does nothing."""
         load_library().OH_QoS_GewuDestroySession(self.handle)
-        for context in self._contexts:
-            _callbacks.pop(context, None)
-        self._contexts.clear()
+        for context, (session, _) in list(_callbacks.items()):
+            if session == self.handle:
+                _callbacks.pop(context, None)
