@@ -1,6 +1,7 @@
 """The reference backend: plain torch on any device, the oracle of every other backend."""
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class ReferenceBackend:
         ids, pos, table = (t.to(device, torch.int64) for t in (ids, pos, block_table))
         starts, wanted = qstart.tolist(), rows.tolist()
         logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
-        for seq, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for seq, (start, end) in enumerate(pairwise(starts)):
             if start == end:
                 continue
             hidden = self._forward(ids[start:end], pos[start:end], table[seq])
@@ -96,7 +97,7 @@ class ReferenceBackend:
 
     def _heads(self, x: Tensor, name: str) -> Tensor:
         """A projection as [T, heads, head_dim]."""
-        return F.linear(x, self._w[name], self._w.get(name + "_bias")).unflatten(-1, (-1, self.spec.head_dim))
+        return F.linear(x, self._w[name], self._w.get(name + "_bias")).view(len(x), -1, self.spec.head_dim)
 
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
         gate = F.linear(x, self._w[f"layers.{layer}.gate"])

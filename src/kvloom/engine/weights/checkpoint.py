@@ -50,20 +50,20 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _open_gguf(path: Path) -> Checkpoint:
-    reader = gguf_file.open_gguf(path)
-    arch, config = gguf_file.config_of(reader, str(path))
+    file = gguf_file.GgufFile(path)
+    arch, config = gguf_file.config_of(file.header, str(path))
     family = family_of(arch, str(path))
     spec = family.spec(config)
-    factors = gguf_file.frequency_factors(reader, spec.head_dim, str(path))
+    factors = gguf_file.frequency_factors(file, spec.head_dim)
     if factors:
         freqs = tuple(f / factor for f, factor in zip(spec.rope.inv_freq, factors, strict=True))
         spec = replace(spec, rope=Rope(freqs, spec.rope.attention_factor))
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = (gguf_file.value_of(reader, f"tokenizer.ggml.{key}") for key in keys)
+    metadata = file.header.metadata
+    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return Checkpoint(
         path,
         spec,
-        gguf_file.GgufSource(reader, path, spec, family.permuted_gguf),
+        gguf_file.GgufSource(file, spec, family.permuted_gguf),
         frozenset(int(i) for i in ids if i is not None),
-        gguf_file.value_of(reader, "tokenizer.ggml.bos_token_id"),
+        metadata.get("tokenizer.ggml.bos_token_id"),
     )

@@ -1,5 +1,6 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.weights.metadata import Header, TensorInfo, read_header
 from kvloom.engine.weights.source import Bytes, RawTensor, as_rows, check_shape
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
@@ -50,75 +52,90 @@ def file_name(name: str) -> str:
     return f"blk.{index}.{LAYER_NAMES[part]}"
 
 
-def open_gguf(path: Path) -> gguf.GGUFReader:
-    """Maps the file. Raises ModelError when it is no GGUF file or is cut short."""
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-        if magic != b"GGUF":
-            raise ModelError(f"{path}: not a GGUF file (it begins with {magic!r})")
-        return gguf.GGUFReader(path)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
-        raise ModelError(f"{path}: damaged or cut short: {error}") from None
-
-
-def value_of(reader: gguf.GGUFReader, key: str) -> Any:
-    """A metadata value as plain Python, None where absent."""
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def config_of(reader: gguf.GGUFReader, file: str) -> tuple[str, dict[str, Any]]:
+def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     """(architecture, configuration in Hugging Face's key names)."""
-    arch = value_of(reader, "general.architecture")
+    metadata = header.metadata
+    arch = metadata.get("general.architecture")
     if not isinstance(arch, str):
         raise ModelError(f"{file}: metadata general.architecture is missing")
-    config = {key: value_of(reader, f"{arch}.{name}") for key, name in CONFIG_KEYS.items()}
+    config = {key: metadata.get(f"{arch}.{name}") for key, name in CONFIG_KEYS.items()}
     config = {key: value for key, value in config.items() if value is not None}
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if TOP_NAMES["embed"] not in tensors:
+    if TOP_NAMES["embed"] not in header.tensors:
         raise ModelError(f"{file}: tensor {TOP_NAMES['embed']} is missing")
-    config["vocab_size"] = int(tensors[TOP_NAMES["embed"]].shape[1])
-    config["tie_word_embeddings"] = TOP_NAMES["head"] not in tensors
+    config["vocab_size"] = header.tensors[TOP_NAMES["embed"]].shape[0]
+    config["tie_word_embeddings"] = TOP_NAMES["head"] not in header.tensors
     config["use_sliding_window"] = "sliding_window" in config
-    kind = value_of(reader, f"{arch}.rope.scaling.type")
+    kind = metadata.get(f"{arch}.rope.scaling.type")
     if kind not in (None, "none"):
         config["rope_scaling"] = {
             "rope_type": kind,
-            "factor": value_of(reader, f"{arch}.rope.scaling.factor"),
-            "original_max_position_embeddings": value_of(reader, f"{arch}.rope.scaling.original_context_length"),
-            "attention_factor": value_of(reader, f"{arch}.rope.scaling.attn_factor"),
+            "factor": metadata.get(f"{arch}.rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
+            "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
         }
     return arch, config
 
 
-def frequency_factors(reader: gguf.GGUFReader, dim: int, file: str) -> list[float] | None:
+class GgufFile:
+    """A mapped GGUF file: raw rows of any of its tensors, checked to lie within the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError when the file is no GGUF file or is cut short, naming the first tensor that is."""
+        self.path, self.header = path, read_header(path)
+        self._map = np.memmap(path, dtype=np.uint8, mode="r")
+        for info in self.header.tensors.values():
+            if info.offset + self._row_bytes(info) * math.prod(info.shape[:-1]) > self._map.size:
+                raise ModelError(f"{path}: cut short: tensor {info.name} lies behind the end of the file")
+
+    def kind(self, name: str) -> str:
+        """The tensor's type in lower case."""
+        return _type_of(self.header.tensors[name], self.path).name.lower()
+
+    def rows(self, name: str) -> Bytes:
+        """uint8 [rows, bytes a row], a view."""
+        info = self.header.tensors[name]
+        count = self._row_bytes(info) * math.prod(info.shape[:-1])
+        return as_rows(np.asarray(self._map[info.offset : info.offset + count]), info.shape)
+
+    def _row_bytes(self, info: TensorInfo) -> int:
+        block, size = gguf.GGML_QUANT_SIZES[_type_of(info, self.path)]
+        if not info.shape or info.shape[-1] % block:
+            raise ModelError(
+                f"{self.path}: tensor {info.name} of shape {list(info.shape)} does not fill blocks of {block}"
+            )
+        return info.shape[-1] // block * size
+
+
+def _type_of(info: TensorInfo, path: Path) -> gguf.GGMLQuantizationType:
+    try:
+        return gguf.GGMLQuantizationType(info.type)
+    except ValueError:
+        raise ModelError(f"{path}: tensor {info.name} has the unknown type {info.type}") from None
+
+
+def frequency_factors(file: GgufFile, dim: int) -> list[float] | None:
     """Divisors of the rotary frequencies (Llama 3 scaling), dim/2 of them; None where the file has none."""
-    for tensor in reader.tensors:
-        if tensor.name == "rope_freqs.weight":
-            check_shape(tensor.name, tuple(int(n) for n in tensor.shape), (dim // 2,), file)
-            return [float(value) for value in tensor.data]
-    return None
+    name = "rope_freqs.weight"
+    if name not in file.header.tensors:
+        return None
+    check_shape(name, file.header.tensors[name].shape, (dim // 2,), str(file.path))
+    return [float(value) for value in file.rows(name).view(np.float32).ravel()]
 
 
 class GgufSource:
     """Raw rows of a mapped GGUF file; the existence, shape and type of every tensor of `spec` is checked on opening."""
 
-    def __init__(self, reader: gguf.GGUFReader, path: Path, spec: DecoderSpec, permuted: bool) -> None:
-        self._path, self._spec, self._permuted = path, spec, permuted
+    def __init__(self, file: GgufFile, spec: DecoderSpec, permuted: bool) -> None:
+        self._file, self._spec, self._permuted = file, spec, permuted
         self._shapes = spec.tensor_shapes()
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         for name, shape in self._shapes.items():
             key = file_name(name)
-            if key not in self._tensors:
-                raise ModelError(f"{path}: tensor {key} is missing")
-            tensor = self._tensors[key]
-            check_shape(key, tuple(int(n) for n in reversed(tensor.shape)), shape, str(path))
-            if tensor.tensor_type.name.lower() not in KINDS:
+            if key not in file.header.tensors:
+                raise ModelError(f"{file.path}: tensor {key} is missing")
+            check_shape(key, file.header.tensors[key].shape, shape, str(file.path))
+            if file.kind(key) not in KINDS:
                 known = ", ".join(kind.upper() for kind in KINDS)
-                raise ModelError(f"{path}: tensor {key} is {tensor.tensor_type.name}; known are {known}")
+                raise ModelError(f"{file.path}: tensor {key} is {file.kind(key).upper()}; known are {known}")
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -126,13 +143,12 @@ class GgufSource:
     def tensor(self, name: str) -> RawTensor:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:
-            raise ModelError(f"{self._path}: tensor {name} is not part of this model")
-        found, shape = self._tensors[file_name(name)], self._shapes[name]
-        data = as_rows(np.ascontiguousarray(found.data).reshape(-1).view(np.uint8), shape)
+            raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
+        data = self._file.rows(file_name(name))
         part = name.rsplit(".", 1)[-1]
         if self._permuted and part in ("q", "k"):
             data = _neox_rows(data, self._spec.num_heads if part == "q" else self._spec.num_kv_heads)
-        return RawTensor(name, shape, found.tensor_type.name.lower(), data)
+        return RawTensor(name, self._shapes[name], self._file.kind(file_name(name)), data)
 
 
 def _neox_rows(data: Bytes, heads: int) -> Bytes:

@@ -65,7 +65,7 @@ class SafetensorsSource:
                 handle = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{path}: damaged or cut short: {error}") from None
-            for key in handle.keys():  # noqa: SIM118, the handle is no mapping
+            for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, no mapping
                 self._files[key], self._paths[key] = handle, path
         for name, shape in self._shapes.items():
             key = file_name(name)
