@@ -71,7 +71,7 @@ def run(
 ) -> None:
     """Stream the answer to one prompt."""
     messages = [{"role": "developer", "content": system}] if system else []
-    options = {} if max_tokens is None else {"max_tokens": max_tokens}
+    options: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
     try:
         with Session(model) as session:
             for piece in session.stream([*messages, {"role": "user", "content": prompt}], **options):

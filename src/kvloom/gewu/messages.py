@@ -13,6 +13,7 @@ class Open(msgspec.Struct, array_like=True):
     backend: str  # of EngineConfig
     max_seq_len: int | None
     kv_bytes: int  # budget of the KV cache
+    kv_tokens: int  # tokens it need not exceed
 
 
 class Job(msgspec.Struct, array_like=True, tag="job"):

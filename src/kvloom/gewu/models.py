@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 LINGER_S = 10.0  # a model without sessions is kept so long
 SHED_AFTER_S = 5.0  # of pressure level 2: running BACKGROUND requests are given up
-_KV_TOKENS = 16_384  # KV cache of a model, all sessions together, when there is room
+_KV_TOKENS = 8_192  # KV cache of a model, all sessions together, when there is room
 
 
 class State(Enum):
@@ -176,7 +176,7 @@ class Models:
         for eviction in evictions:
             await eviction
         began_s = time.monotonic()
-        setup = Open(f"/proc/self/fd/{model.fd}", self._settings.backend, model.max_ctx, kv_bytes)
+        setup = Open(f"/proc/self/fd/{model.fd}", self._settings.backend, model.max_ctx, kv_bytes, _KV_TOKENS)
         try:
             host = await self._opener(setup, model.fd, self._on_events, lambda why: self._died(model, why))
         except ModelError as error:

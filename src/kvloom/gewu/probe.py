@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.engine.models import FAMILIES
 from kvloom.gewu.codes import Code, Refused
 
 _WEIGHTS = (".safetensors", ".gguf")
@@ -25,18 +26,17 @@ class Found:
     path: str  # as opened, for people
     weight_bytes: int
     kv_bytes_per_token: int
-    max_seq_len: int | None
-    architecture: str | None
 
 
 def probe(fd: int) -> Found:
-    """Look at an open folder or .gguf file. Raises Refused: INVAL when it is no model, NOPERM when unreadable."""
+    """Look at an open folder or .gguf file. Raises Refused: INVAL when it is no model, NOPERM when
+    unreadable, NOSYS when the engine does not know its architecture."""
     path = os.readlink(f"/proc/self/fd/{fd}")
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
         if os.pread(fd, 4, 0) != b"GGUF":
             raise Refused(Code.INVAL, f"{path} is not a GGUF file")
-        return Found(_key(status, [("", status)]), path, status.st_size, _GGUF_KV_BYTES, None, None)
+        return Found(_key(status, [("", status)]), path, status.st_size, _GGUF_KV_BYTES)
     if not stat.S_ISDIR(status.st_mode):
         raise Refused(Code.INVAL, f"{path} is neither a folder nor a file")
     try:
@@ -49,14 +49,14 @@ def probe(fd: int) -> Found:
     if not weights:
         raise Refused(Code.INVAL, f"{path} holds no .safetensors or .gguf file")
     files = [*weights, ("config.json", os.stat("config.json", dir_fd=fd))]
-    architectures = config.get("architectures")
+    names = config.get("architectures")
+    if isinstance(names, list) and names and names[0] not in FAMILIES:
+        raise Refused(Code.NOSYS, f"architecture {names[0]!r} is not known; known are {', '.join(FAMILIES)}")
     return Found(
         _key(status, files),
         path,
         sum(file.st_size for _, file in weights),
         _kv_bytes_per_token(config),
-        _positive(config.get("max_position_embeddings")),
-        architectures[0] if isinstance(architectures, list) and architectures else None,
     )
 
 

@@ -9,30 +9,32 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from kvloom.engine.batch import RankInfo
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.engine import Engine, Vocabulary
-from kvloom.engine.errors import BadRequest, ServingError
+from kvloom.engine.errors import BadRequest, ModelError, ServingError
 from kvloom.engine.executor import Channel, InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer
 from kvloom.engine.rank import open_runner
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.engine.tokenizer import load_tokenizer
+from kvloom.engine.weights.checkpoint import open_checkpoint
 from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Job, Open, Order, Ready
 from kvloom.gewu.qos import NICE, ClassPlanner, Level
 
 _STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
 _MAX_BATCH = 32
+_BLOCK_SIZE = 16  # tokens, of every back end
+_KV_ITEM_BYTES = 4  # the reference back end keeps keys and values as float32
 _FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class ChatTokenizer(Vocabulary, Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-    def apply_chat_template(self, messages: Sequence[dict[str, str]]) -> str: ...
+    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str: ...
 
 
 @dataclass(slots=True)
@@ -147,24 +149,34 @@ class Nicer:
 
 def open_worker(setup: Open) -> tuple[Worker, Ready]:
     """Load the model. Raises ServingError."""
-    is_fake = setup.backend == "fake"
+    tokenizer: ChatTokenizer = ByteTokenizer() if setup.backend == "fake" else load_tokenizer(setup.model)
     config = EngineConfig(
-        model="" if is_fake else setup.model,
+        model="" if setup.backend == "fake" else setup.model,
         backend=setup.backend,
-        max_seq_len=setup.max_seq_len,
-        kv_cache_bytes=setup.kv_bytes,
         max_batch=_MAX_BATCH,
         max_tokens_per_step=_STEP_TOKENS,
     )
-    tokenizer = ByteTokenizer()
+    num_blocks, max_seq_len = _sizes(setup)
+    config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
     planner = ClassPlanner(time.monotonic)
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
-    return Worker(engine, planner, tokenizer, Nicer()), _ready(runner.info, engine.max_seq_len)
+    info = runner.info
+    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len)
+    return Worker(engine, planner, tokenizer, Nicer()), ready
 
 
-def _ready(info: RankInfo, max_seq_len: int) -> Ready:
-    return Ready(info.backend, info.weight_bytes, info.kv_bytes, max_seq_len)
+def _sizes(setup: Open) -> tuple[int, int]:
+    """KV blocks and context length that the memory for KV holds. Raises ModelError when it holds next to nothing."""
+    if setup.backend == "fake":
+        return setup.kv_tokens // _BLOCK_SIZE, min(setup.max_seq_len or setup.kv_tokens, setup.kv_tokens)
+    spec = open_checkpoint(setup.model).spec
+    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * _KV_ITEM_BYTES
+    num_blocks = min(setup.kv_tokens, setup.kv_bytes // token_bytes) // _BLOCK_SIZE
+    if num_blocks < 2:
+        raise ModelError(f"{setup.kv_bytes} bytes for the KV cache hold fewer than {2 * _BLOCK_SIZE} tokens")
+    max_seq_len = min(num_blocks * _BLOCK_SIZE, spec.max_seq_len, setup.max_seq_len or spec.max_seq_len)
+    return num_blocks, max(2, max_seq_len)
 
 
 def main() -> None:
