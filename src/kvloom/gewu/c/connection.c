@@ -320,6 +320,7 @@ static bool pass_path(struct call *call)
 {
     char *path = call->path;
     struct frame frame = {.op = 'F', .a = call->id};
+    call->path = NULL;  /* before the answer can come */
     pthread_mutex_unlock(&gewu_lock);
     int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     frame.b = fd < 0 ? (unsigned)errno : 0;
@@ -329,7 +330,6 @@ static bool pass_path(struct call *call)
     }
     free(path);
     pthread_mutex_lock(&gewu_lock);
-    call->path = NULL;
     return is_sent;
 }
 
