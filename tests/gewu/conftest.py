@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gewu import DaemonProcess, make_model
+from tests.support.gewu import Client, DaemonProcess, make_model
 
 RATE = 200.0  # tokens a second
 
@@ -38,3 +38,25 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def start_client() -> Iterator[Callable[[DaemonProcess], Client]]:
+    """Starts apps that end with the test."""
+    clients: list[Client] = []
+
+    def start(daemon: DaemonProcess) -> Client:
+        clients.append(Client(daemon))
+        return clients[-1]
+
+    yield start
+    for client in clients:
+        client.close()
+
+
+@pytest.fixture(scope="session")
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    """One app for all tests of single calls."""
+    found = Client(daemon)
+    yield found
+    found.close()

@@ -114,3 +114,49 @@ def has_nlohmann() -> bool:
     return shutil.which("c++") is not None and any(
         (Path(folder) / "nlohmann" / "json.hpp").exists() for folder in ("/usr/include", "/usr/local/include")
     )
+
+
+class Client:
+    """An app in a process of its own (tests/gewu/client.py): every call goes through the C ABI."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        command = [sys.executable, "-m", "tests.gewu.client"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=daemon.environ, **pipes)
+        self._last_context = 0
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def create(self, model: object, **attributes: Any) -> int:
+        """A session's handle; the call must succeed."""
+        error, handle = self.call("create", json.dumps({"model": str(model), **attributes}))
+        assert error == 0
+        return int(handle)
+
+    def submit(self, session: int, **options: Any) -> int:
+        """Returns the context to `wait` for."""
+        self._last_context += 1
+        request = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **options}
+        error, _ = self.call("submit", session, json.dumps(request), self._last_context)
+        assert error == 0
+        return self._last_context
+
+    def wait(self, context: int) -> list[dict[str, Any]]:
+        """All replies, up to the final one."""
+        found: list[dict[str, Any]] = self.call("wait", context)
+        return found
+
+    def ask(self, session: int, **options: Any) -> list[dict[str, Any]]:
+        return self.wait(self.submit(session, **options))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(WAIT_S)
+        self.process.stdout.close()
