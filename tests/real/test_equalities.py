@@ -47,9 +47,7 @@ def requests(tokenizer) -> list[Request]:
 @pytest.fixture(scope="module")
 def alone(runner, tokenizer, requests) -> dict[str, list[int]]:
     """Each request by itself, its prompt computed in one piece, nothing cached."""
-    return {
-        request.id: tokens_of(run_all(make_engine(runner, tokenizer), request)[request.id]) for request in requests
-    }
+    return {request.id: tokens_of(run_all(make_engine(runner, tokenizer), request)[request.id]) for request in requests}
 
 
 def make_engine(runner: ModelRunner, tokenizer: Tokenizer, **fields: object) -> Engine:
@@ -94,7 +92,9 @@ def test_log_probabilities_of_a_prompt_are_those_of_generating_it(runner, tokeni
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
     deltas = run_all(make_engine(runner, tokenizer), Request("a", prompt, params))["a"]
     whole = prompt + tuple(tokens_of(deltas))
-    scored = run_all(make_engine(runner, tokenizer), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0)))
+    scored = run_all(
+        make_engine(runner, tokenizer), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    )
     values = scored["b"][0].prompt_logprobs
     assert values is not None
     for delta, value in zip(deltas, values[len(prompt) :], strict=True):

@@ -102,7 +102,7 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
 def _load_gguf(path: Path) -> Tokenizer:
     meta = read_metadata(path)
     fast = build_fast_tokenizer(meta, str(path))
-    ids = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ids: dict[str, Any] = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
     prefix = "tokenizer.chat_template"
     templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
     if prefix in meta:
