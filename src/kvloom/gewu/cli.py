@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvloom.engine.errors import BadRequest
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.hub import MODELS, find_model
 from kvloom.gewu.build import BuildError, compiler_flags, linker_flags
 from kvloom.gewu.codes import Refused
 from kvloom.gewu.daemon import run as run_daemon
@@ -64,7 +65,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def run(
-    model: Annotated[str, typer.Argument(help="Path of the model.")],
+    model: Annotated[str, typer.Argument(help="Path of the model, or the name of a fetched one.")],
     prompt: str,
     system: Annotated[str, typer.Option(help="Instructions of the developer.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1)] = None,
@@ -73,10 +74,10 @@ def run(
     messages = [{"role": "developer", "content": system}] if system else []
     options: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
     try:
-        with Session(model) as session:
+        with Session(str(find_model(model)) if model in MODELS else model) as session:
             for piece in session.stream([*messages, {"role": "user", "content": prompt}], **options):
                 print(piece, end="", flush=True)
-    except (Refused, BuildError) as error:
+    except (Refused, BuildError, ModelError) as error:
         code = f" ({error.code.name})" if isinstance(error, Refused) else ""
         raise SystemExit(f"gewu: {error}{code}") from None
     print()

@@ -57,13 +57,14 @@ class ClassPlanner:
     them. A sequence's level is its `priority`.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], on_serve: Callable[[Level], None] = lambda level: None) -> None:
+        """`on_serve` is told the class of each plan before the plan is carried out."""
         self.floor = Level.BACKGROUND
         self.hard_floor = Level.BACKGROUND
         self.is_dropping = False  # paused sequences below hard_floor lose their blocks at the next step
-        self.served: Level | None = None  # the class of the last plan; None when it was empty
         self.has_steps = False  # the last plan had any
         self._clock = clock
+        self._on_serve = on_serve
         self._last_step_s: dict[int, float] = {}
         self._paused_since_s: dict[int, float] = {}
 
@@ -79,7 +80,8 @@ class ClassPlanner:
         for step in plan.steps:
             self._last_step_s[step.seq.id] = now_s
         self.has_steps = bool(plan.steps)
-        self.served = max((Level(step.seq.priority) for step in plan.steps), default=None)
+        if plan.steps:
+            self._on_serve(max(Level(step.seq.priority) for step in plan.steps))
         return plan
 
     def wait_s(self) -> float:

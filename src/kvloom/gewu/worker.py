@@ -46,11 +46,10 @@ class _Counts:
 class Worker:
     """Runs an engine for the daemon."""
 
-    def __init__(self, engine: Engine, planner: ClassPlanner, tokenizer: ChatTokenizer, nicer: "Nicer") -> None:
+    def __init__(self, engine: Engine, planner: ClassPlanner, tokenizer: ChatTokenizer) -> None:
         self._engine = engine
         self._planner = planner
         self._tokenizer = tokenizer
-        self._nicer = nicer
         self._counts: dict[str, _Counts] = {}
         self._early: list[Event] = []  # of jobs that never reach the engine
 
@@ -62,13 +61,12 @@ class Worker:
                 self._take(channel.receive())
                 patience_s = 0.0
             deltas = self._engine.start_step()
-            if self._planner.served is not None:
-                self._nicer.serve(self._planner.served)
+            self._engine.finish_step()
+            deltas += self._engine.take_deltas()
             events = self._early + [event for delta in deltas if (event := self._event(delta)) is not None]
             self._early = []
             if events:
                 channel.send(Events(events))
-            self._engine.finish_step()
 
     def _patience_s(self) -> float | None:
         """How long to wait for orders before the next step: for ever without work, not at all while steps are made."""
@@ -159,11 +157,11 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     num_blocks, max_seq_len = _sizes(setup)
     config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
-    planner = ClassPlanner(time.monotonic)
+    planner = ClassPlanner(time.monotonic, Nicer().serve)
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
     ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len)
-    return Worker(engine, planner, tokenizer, Nicer()), ready
+    return Worker(engine, planner, tokenizer), ready
 
 
 def _sizes(setup: Open) -> tuple[int, int]:
