@@ -79,8 +79,8 @@ def test_a_socket_from_systemd(daemon, model, tmp_path):
         def pass_listener() -> None:
             os.dup2(listener.fileno(), 3)
 
-        code = "import os; os.environ['LISTEN_PID'] = str(os.getpid()); from kvloom.gewu.cli import app; app(['daemon'])"
-        command = [sys.executable, "-c", code]
+        code = "import os; from kvloom.gewu.cli import app; os.environ['LISTEN_PID'] = str(os.getpid()); app()"
+        command = [sys.executable, "-c", code, "daemon"]
         with subprocess.Popen(command, env=daemon.environ, preexec_fn=pass_listener, pass_fds=(3,)) as process:
             wait_until(lambda: ask_status(path)["pid"] == process.pid)
             process.terminate()

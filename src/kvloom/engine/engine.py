@@ -23,7 +23,6 @@ from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
 
-
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
 
 
