@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -40,6 +40,7 @@ class Tokenizer:
         self._is_byte_level = is_byte_level
         self._templates = templates
         self._template_values = template_values
+        self._compiled: dict[str, Template] = {}
         self.eos_ids, self.bos_id = eos_ids, bos_id
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
 
@@ -87,10 +88,14 @@ class Tokenizer:
             raise BadRequest("messages", "this model has no chat template; use completions")
         values = {**self._template_values, **kwargs, "messages": messages, "tools": tools}
         try:
-            template = _ENVIRONMENT.from_string(self._templates[name])
-            return template.render(**values, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+            return self._template(name).render(**values, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
             raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
+
+    def _template(self, name: str) -> Template:
+        if name not in self._compiled:
+            self._compiled[name] = _ENVIRONMENT.from_string(self._templates[name])
+        return self._compiled[name]
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
