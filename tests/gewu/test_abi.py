@@ -32,7 +32,7 @@ EXPORTED = {
     "GewuAbortRequest",
 }
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-STRESS_S = os.environ.get("STRESS_S", "3")  # make stress: 60
+STRESS_S = os.environ.get("STRESS_S", "3")  # seconds; the long run: STRESS_S=60
 
 
 def test_exactly_the_public_functions_are_exported():
@@ -115,4 +115,4 @@ def test_the_demo_of_the_specification(standard, start_daemon: Callable[..., Dae
 
 
 def compile_demo(folder: Path, *flags: str) -> Path:
-    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), *flags, compiler="c++")
+    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")
