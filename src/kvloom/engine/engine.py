@@ -7,7 +7,7 @@ A step has two halves, so that work for people overlaps work for the model:
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -22,6 +22,8 @@ from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
+
+Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
 
 
 class Vocabulary(Protocol):
@@ -62,8 +64,11 @@ class Engine:
     Requests wait in order of arrival; every added request gets exactly one delta with a finish_reason.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, config: EngineConfig, executor: Executor, vocabulary: Vocabulary, planner: Planner = plan_step
+    ) -> None:
         self.config = config
+        self._planner = planner
         self._executor = executor
         self._vocabulary = vocabulary
         self._seqs: dict[int, _Live] = {}  # arrival order
@@ -97,6 +102,7 @@ class Engine:
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
         seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), request.cache_salt)
+        seq.priority = request.priority
         seq.may_reuse = params.prompt_logprobs is None
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         live = _Live(request, seq, seed, self._detokenizer(request), StopStrings(params.stop, params.include_stop))
@@ -134,13 +140,17 @@ class Engine:
 
     def start_step(self) -> list[Delta]:
         """Start the next step on the model, then return what the last one brought. Raises RankDied."""
-        self._plan = plan_step([live.seq for live in self._seqs.values()], self._pool, self._limits)
+        self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
         if self._plan.steps or self._dropped:
             work = apply_step(self._plan, self._pool)
             self._executor.submit(Batch(self._introduce(), work, self._dropped))
             self._dropped = []
             self._counts["total_steps"] += 1
             self._counts["total_preemptions"] += len(self._plan.preempted)
+        return self._drain()
+
+    def take_deltas(self) -> list[Delta]:
+        """What the last step brought, now: for a caller whose executor leaves nothing to overlap."""
         return self._drain()
 
     def finish_step(self) -> None:

@@ -28,7 +28,10 @@ class RankDied(Exception):
 
 class Executor(Protocol):
     info: RankInfo
-    is_busy: bool  # a batch is submitted and not collected
+
+    @property
+    def is_busy(self) -> bool:
+        """A batch is submitted and not collected."""
 
     def submit(self, batch: Batch) -> None: ...
     def collect(self) -> StepOutput: ...

@@ -91,6 +91,7 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     cache_salt: str = ""  # requests of different salts share no prefix blocks
+    priority: int = 0  # for a planner that looks at it; plan_step does not
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Seq:
     num_published: int = 0  # blocks of block_table that the pool knows by hash
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
+    priority: int = 0  # of the request
 
     @property
     def num_pending(self) -> int:

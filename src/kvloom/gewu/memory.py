@@ -1,0 +1,114 @@
+"""Memory: the budget, who fits into it, who is evicted, and the pressure ladder. Pure: readings are arguments."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvloom.gewu.qos import Level
+
+MIN_RESERVE_BYTES = 256 << 20
+MIN_KV_TOKENS = 256
+LEAVE_AFTER_S = 10.0  # a level is left after so long below it
+PSI_WINDOW_S = 2.0
+_SOME_STALL_US, _FULL_STALL_US = 150_000, 100_000  # within the window
+
+
+@dataclass(frozen=True, slots=True)
+class Readings:
+    """What the system says, in bytes and microseconds. None: unlimited, or not known."""
+
+    available_bytes: int
+    total_bytes: int
+    limit_bytes: int | None = None  # of the control group
+    used_bytes: int = 0  # by the control group
+    some_stall_us: int | None = None  # PSI counters, ever growing
+    full_stall_us: int | None = None
+
+
+def budget_bytes(readings: Readings, configured_bytes: int | None, held_bytes: int) -> int:
+    """What models may take in all, `held_bytes` (taken already) included."""
+    reserve = max(readings.total_bytes // 10, MIN_RESERVE_BYTES)
+    free = readings.available_bytes - reserve
+    if readings.limit_bytes is not None:
+        free = min(free, readings.limit_bytes - readings.used_bytes)
+    budget = max(0, free) + held_bytes
+    return budget if configured_bytes is None else min(budget, configured_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A model that takes memory, or is about to."""
+
+    key: str
+    bytes: int
+    level: Level | None  # the highest class of its unfinished requests; None = idle
+    last_used_s: float
+
+
+def _reclaim_order(holder: Holder) -> tuple[int, float]:
+    """Idle ones first, then low classes; the least recently used first within."""
+    return (-1 if holder.level is None else int(holder.level), holder.last_used_s)
+
+
+def plan_admission(need_bytes: int, budget: int, holders: Sequence[Holder], level: Level) -> list[str] | None:
+    """The models to evict so that `need_bytes` fit, [] when none must go, None when it cannot be done.
+
+    Idle models and those of a class below `level` may go, never one that serves USER_INTERACTIVE.
+    """
+    free = budget - sum(holder.bytes for holder in holders)
+    victims: list[str] = []
+    for holder in sorted(holders, key=_reclaim_order):
+        if free >= need_bytes:
+            break
+        if holder.level is None or (holder.level < level and holder.level < Level.USER_INTERACTIVE):
+            victims.append(holder.key)
+            free += holder.bytes
+    return victims if free >= need_bytes else None
+
+
+def kv_tokens(bytes_per_token: int, free_bytes: int, wanted_tokens: int) -> int:
+    """Tokens of KV cache to give a model: as many as wanted, or as fit."""
+    return min(wanted_tokens, free_bytes // max(1, bytes_per_token))
+
+
+@dataclass(slots=True)
+class Ladder:
+    """The pressure level: 0 none, 1 shed what is idle, 2 shed what is low. Rises at once, falls after 10 s below."""
+
+    level: int = 0
+    _below_since_s: float | None = None
+    _history: list[tuple[float, int, int]] = field(default_factory=list)  # time, some, full
+
+    def update(self, readings: Readings, now_s: float) -> int:
+        seen = self._seen(readings, now_s)
+        if seen >= self.level:
+            self.level = seen
+            self._below_since_s = None
+        elif self._below_since_s is None:
+            self._below_since_s = now_s
+        elif now_s - self._below_since_s >= LEAVE_AFTER_S:
+            self.level -= 1
+            self._below_since_s = now_s
+        return self.level
+
+    def _seen(self, readings: Readings, now_s: float) -> int:
+        """The level that this reading alone asks for."""
+        some, full = readings.some_stall_us or 0, readings.full_stall_us or 0
+        self._history.append((now_s, some, full))
+        while len(self._history) > 1 and self._history[1][0] <= now_s - PSI_WINDOW_S:
+            self._history.pop(0)
+        _, some_then, full_then = self._history[0]
+        if full - full_then >= _FULL_STALL_US or readings.available_bytes < readings.total_bytes // 20:
+            return 2
+        if some - some_then >= _SOME_STALL_US or readings.available_bytes < readings.total_bytes // 10:
+            return 1
+        return 0
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(text: str) -> int:
+    """ "512M", "2G", "1073741824". Raises ValueError."""
+    number = text.strip().upper().removesuffix("IB").removesuffix("B")
+    unit = number[-1:] if number[-1:] in _UNITS else ""
+    return int(float(number.removesuffix(unit)) * _UNITS[unit])

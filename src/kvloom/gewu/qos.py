@@ -1,0 +1,135 @@
+"""QoS levels, and the choice of what an engine step computes: always the highest class, nobody starved.
+
+Pure: time comes in through `clock`.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+from kvloom.engine.blocks import BlockPool
+from kvloom.engine.config import Limits
+from kvloom.engine.scheduler import Plan, Seq, Status, plan_step, release_seq
+
+STARVED_AFTER_S = 10.0  # without a step: one is granted
+RISE_EVERY_S = 30.0  # of being paused: one class up
+
+
+class Level(IntEnum):
+    """QoS_Level of the ABI."""
+
+    BACKGROUND = 0
+    UTILITY = 1
+    DEFAULT = 2
+    USER_INITIATED = 3
+    DEADLINE_REQUEST = 4
+    USER_INTERACTIVE = 5
+
+
+NICE = {  # of the compute threads while this class is served: the platform's table, foreground
+    Level.BACKGROUND: 10,
+    Level.UTILITY: 5,
+    Level.DEFAULT: 0,
+    Level.USER_INITIATED: 0,
+    Level.DEADLINE_REQUEST: 0,
+    Level.USER_INTERACTIVE: 0,
+}
+
+
+def effective_level(of_session: Level | None, of_thread: int) -> Level:
+    """The level of a request. `of_thread` is as frames carry it: level + 1, 0 = none was set."""
+    if of_session is not None:
+        return of_session
+    return Level(of_thread - 1) if 1 <= of_thread <= len(Level) else Level.DEFAULT
+
+
+def risen(level: Level, paused_s: float) -> Level:
+    """The class after having been paused for so long: rises up to USER_INITIATED, never falls."""
+    if level >= Level.USER_INITIATED:
+        return level
+    return Level(min(level + int(paused_s // RISE_EVERY_S), Level.USER_INITIATED))
+
+
+class ClassPlanner:
+    """A planner for `Engine`: plan_step over the sequences of the highest class, plus those that starve.
+
+    `floor` is the class that is served elsewhere on this device: lower ones wait, but do not starve. Below
+    `hard_floor` nothing runs at all (power, memory). A paused sequence keeps its blocks until a higher class needs
+    them. A sequence's level is its `priority`.
+    """
+
+    def __init__(self, clock: Callable[[], float], on_serve: Callable[[Level], None] = lambda level: None) -> None:
+        """`on_serve` is told the class of each plan before the plan is carried out."""
+        self.floor = Level.BACKGROUND
+        self.hard_floor = Level.BACKGROUND
+        self.is_dropping = False  # paused sequences below hard_floor lose their blocks at the next step
+        self.has_steps = False  # the last plan had any
+        self._clock = clock
+        self._on_serve = on_serve
+        self._last_step_s: dict[int, float] = {}
+        self._paused_since_s: dict[int, float] = {}
+
+    def __call__(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
+        """What the next step computes. Unlike plan_step it preempts paused sequences in place."""
+        now_s = self._clock()
+        self._forget(seqs)
+        chosen = self._choose(seqs, now_s)
+        picked = {seq.id for seq in chosen}
+        paused = [seq for seq in seqs if seq.id not in picked]
+        self._make_room(chosen, paused, pool, limits)
+        plan = plan_step(chosen, pool, limits)
+        for step in plan.steps:
+            self._last_step_s[step.seq.id] = now_s
+        self.has_steps = bool(plan.steps)
+        if plan.steps:
+            self._on_serve(max(Level(step.seq.priority) for step in plan.steps))
+        return plan
+
+    def wait_s(self) -> float:
+        """After an empty plan: how long until a sequence starves, at most 1 s."""
+        now_s = self._clock()
+        waits = (last + STARVED_AFTER_S - now_s for last in self._last_step_s.values())
+        return min(1.0, max(0.01, min(waits, default=1.0)))
+
+    def _choose(self, seqs: Sequence[Seq], now_s: float) -> list[Seq]:
+        allowed = [seq for seq in seqs if seq.priority >= self.hard_floor]
+        classes = {
+            seq.id: risen(Level(seq.priority), now_s - self._paused_since_s.get(seq.id, now_s)) for seq in allowed
+        }
+        top = max(classes.values(), default=Level.BACKGROUND)
+        chosen = []
+        for seq in allowed:
+            last_s = self._last_step_s.setdefault(seq.id, now_s)
+            if classes[seq.id] == top and top >= self.floor:
+                if classes[seq.id] == seq.priority:
+                    self._paused_since_s.pop(seq.id, None)
+                chosen.append(seq)
+            else:
+                self._paused_since_s.setdefault(seq.id, now_s)
+                if now_s - last_s >= STARVED_AFTER_S:
+                    chosen.append(seq)
+        return sorted(chosen, key=lambda seq: -classes[seq.id])  # stable: arrival order within a class
+
+    def _make_room(self, chosen: Sequence[Seq], paused: Sequence[Seq], pool: BlockPool, limits: Limits) -> None:
+        """Preempt paused sequences, lowest class and youngest first, until the chosen ones surely find their blocks."""
+        victims = sorted((seq for seq in paused if seq.block_table), key=lambda seq: (-seq.priority, seq.id))
+        if self.is_dropping:
+            self.is_dropping = False
+            for victim in [seq for seq in victims if seq.priority < self.hard_floor]:
+                victims.remove(victim)
+                _preempt(victim, pool)
+        waiting = next((seq for seq in chosen if seq.status is Status.WAITING), None)
+        tokens = (limits.max_tokens if chosen else 0) + (len(waiting.token_ids) if waiting else 0)
+        need = len(chosen) + -(-tokens // limits.block_size)
+        while victims and pool.num_free < need:
+            _preempt(victims.pop(), pool)
+
+    def _forget(self, seqs: Sequence[Seq]) -> None:
+        live = {seq.id for seq in seqs}
+        for times in (self._last_step_s, self._paused_since_s):
+            for gone in [id for id in times if id not in live]:
+                del times[gone]
+
+
+def _preempt(seq: Seq, pool: BlockPool) -> None:
+    release_seq(seq, pool, Status.WAITING)
+    seq.num_preemptions += 1

@@ -1,0 +1,118 @@
+"""Programs in C and C++ against libqos.so and a daemon with the fake engine."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvloom.gewu.build import library
+from tests.support.gewu import (
+    ABI,
+    DaemonProcess,
+    compile_c,
+    compile_with_library,
+    has_nlohmann,
+    run_program,
+    wait_until,
+)
+
+EXPORTED = {
+    "OH_QoS_SetThreadQoS",
+    "OH_QoS_ResetThreadQoS",
+    "OH_QoS_GetThreadQoS",
+    "OH_QoS_GewuCreateSession",
+    "OH_QoS_GewuDestroySession",
+    "OH_QoS_GewuSubmitRequest",
+    "OH_QoS_GewuAbortRequest",
+    "GewuCreateSession",
+    "GewuDestroySession",
+    "GewuSubmitRequest",
+    "GewuAbortRequest",
+}
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+STRESS_S = os.environ.get("STRESS_S", "3")  # seconds; the long run: STRESS_S=60
+
+
+def test_exactly_the_public_functions_are_exported():
+    done = subprocess.run(["nm", "-D", "--defined-only", library()], capture_output=True, text=True, check=True)
+    assert {line.split()[-1] for line in done.stdout.splitlines()} == EXPORTED
+
+
+def test_only_libc_is_needed():
+    done = subprocess.run(["readelf", "-d", library()], capture_output=True, text=True, check=True)
+    needed = [line.split("[")[1] for line in done.stdout.splitlines() if "NEEDED" in line]
+    assert all(name.startswith(("libc.so", "ld-linux")) for name in needed), needed
+
+
+@pytest.mark.parametrize("standard", ["c89", "c99", "c11", "c17", "c++11", "c++20"])
+def test_the_header_compiles_in_every_standard(standard, tmp_path):
+    language = "c++" if "++" in standard else "c"
+    source = tmp_path / "include.c"
+    source.write_text("#include <qos/qos.h>\nOH_QoS_GewuSession session = OH_QOS_GEWU_INVALID_SESSION_ID;\n")
+    flags = ["-Wall", "-Wextra", "-Werror", "-pedantic", f"-I{library_include()}"]
+    subprocess.run(["cc", "-x", language, f"-std={standard}", *flags, "-fsyntax-only", source], check=True)
+
+
+def library_include() -> Path:
+    return Path(__file__).parents[2] / "src" / "kvloom" / "gewu" / "include"
+
+
+@pytest.mark.parametrize("name", ["calls", "reentrant"])
+def test_the_calls_and_their_answers(name, daemon, model, tmp_path):
+    run_program(compile_c(tmp_path, ABI / f"{name}.c"), daemon, str(model))
+
+
+@pytest.mark.parametrize("name", ["calls", "reentrant"])
+def test_they_are_clean_under_sanitizers(name, daemon, model, tmp_path):
+    run_program(compile_with_library(tmp_path, ABI / f"{name}.c", *SANITIZERS), daemon, str(model))
+
+
+def test_no_callback_comes_after_abort(daemon, model, tmp_path):
+    printed = run_program(compile_c(tmp_path, ABI / "aborts.c"), daemon, str(model), "10000")
+    assert printed.split()[0] == "10000"
+
+
+@pytest.mark.timeout(180)
+def test_random_calls_of_sixteen_threads_are_clean_under_sanitizers(start_daemon, model, tmp_path):
+    program = compile_with_library(tmp_path, ABI / "stress.c", *SANITIZERS)
+    daemon = start_daemon({"rate": 500})
+    run_program(program, daemon, str(model), STRESS_S, timeout_s=150)
+    wait_until(lambda: daemon.status()["sessions"] == [])
+
+
+def test_children_of_a_generating_process_have_their_own_sessions(daemon, model, tmp_path):
+    run_program(compile_c(tmp_path, ABI / "forks.c"), daemon, str(model), "20")
+
+
+def test_loaded_locally_and_unloaded_while_a_request_runs(daemon, model, tmp_path):
+    program = tmp_path / "loader"
+    command = ["cc", f"-I{library_include()}", str(ABI / "loader.c"), "-o", str(program), "-ldl", "-pthread"]
+    subprocess.run(command, check=True)
+    run_program(program, daemon, str(library()), str(model))
+
+
+def test_when_the_daemon_is_killed_each_request_ends_once(start_daemon, model, tmp_path):
+    daemon = start_daemon({"rate": 20})
+    program = compile_with_library(tmp_path, ABI / "lost.c", *SANITIZERS)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([program, model], env=daemon.environ, **pipes) as client:
+        assert client.stdout.readline() == "running\n"
+        daemon.kill()
+        assert client.stdout.readline() == "lost\n"
+        daemon.start()
+        client.communicate("go\n", timeout=20)
+    assert client.returncode == 0
+
+
+@pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
+@pytest.mark.parametrize("standard", ["c++11", "c++14", "c++17", "c++20"])
+def test_the_demo_of_the_specification(standard, start_daemon: Callable[..., DaemonProcess], model, tmp_path):
+    program = compile_demo(tmp_path, f"-std={standard}")
+    daemon = start_daemon({}, "--alias", f"/data/storage/el2/base/files/qwen2-awq={model}")
+    run_program(program, daemon, "500" if standard == "c++17" else "20")
+
+
+def compile_demo(folder: Path, *flags: str) -> Path:
+    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")

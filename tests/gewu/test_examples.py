@@ -1,0 +1,87 @@
+"""The examples run, the command line answers, and the daemon takes a socket from its starter."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.gewu import Code, Refused, Session
+from kvloom.gewu.cli import ask_status
+from tests.support.gewu import compile_c, has_nlohmann, run_program, wait_until
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "gewu"
+ANSWER = "LLM is a model.\nIt predicts tokens."
+
+
+def run_cli(daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvloom.gewu", *arguments]
+    return subprocess.run(command, env=daemon.environ, capture_output=True, text=True, check=False)
+
+
+def test_chat_in_c(daemon, model, tmp_path):
+    program = compile_c(tmp_path, EXAMPLES / "chat.c")
+    command = [str(program), str(model)]
+    done = subprocess.run(command, env=daemon.environ, input="hi\nho\n", capture_output=True, text=True, check=True)
+    assert done.stdout == f"{ANSWER}\n{ANSWER}\n"
+
+
+@pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
+def test_the_first_line_in_cpp(daemon, model, tmp_path):
+    program = compile_c(tmp_path, EXAMPLES / "first_line.cpp", "-std=c++11", compiler="c++")
+    assert run_program(program, daemon, str(model), "hi") == "LLM is a model.\n"
+
+
+def test_the_command_line(daemon, model):
+    assert run_cli(daemon, "run", str(model), "hi").stdout == f"{ANSWER}\n"
+    found = json.loads(run_cli(daemon, "status", "--json").stdout)
+    assert found["pid"] == daemon.process.pid
+    assert "model   " in run_cli(daemon, "status").stdout
+    refused = run_cli(daemon, "run", "/nowhere", "hi")
+    assert (refused.returncode, refused.stderr) == (1, "gewu: the session on /nowhere was refused (INVAL)\n")
+    assert "-lqos" in run_cli(daemon, "--cflags", "--libs").stdout
+
+
+def test_without_a_daemon(daemon, tmp_path):
+    environ = {**daemon.environ, "GEWU_SOCKET": str(tmp_path / "none")}
+    command = [sys.executable, "-m", "kvloom.gewu", "run", "/tmp", "hi"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "gewu: the session on /tmp was refused (NOSYS)\n")
+
+
+def test_the_python_binding(daemon, model, monkeypatch):
+    monkeypatch.setenv("GEWU_SOCKET", str(daemon.socket))
+    messages = [{"role": "user", "content": "hi"}]
+    with Session(str(model), qos="user_interactive") as session:
+        assert session.ask(messages) == ANSWER
+        stream = session.stream(messages)
+        assert next(stream) == "LLM "
+        stream.close()  # aborts
+        request = session.submit(messages, lambda reply: None)
+        request.abort()
+        with pytest.raises(Refused) as caught:
+            request.abort()
+        assert caught.value.code is Code.NOENT
+        with pytest.raises(Refused) as caught:
+            session.ask([])
+        assert caught.value.code is Code.INVAL
+
+
+def test_a_socket_from_systemd(daemon, model, tmp_path):
+    path = tmp_path / "activated.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def pass_listener() -> None:
+            os.dup2(listener.fileno(), 3)
+
+        code = "import os; from kvloom.gewu.cli import app; os.environ['LISTEN_PID'] = str(os.getpid()); app()"
+        command = [sys.executable, "-c", code, "daemon"]
+        with subprocess.Popen(command, env=daemon.environ, preexec_fn=pass_listener, pass_fds=(3,)) as process:
+            wait_until(lambda: ask_status(path)["pid"] == process.pid)
+            process.terminate()
+    assert path.exists()

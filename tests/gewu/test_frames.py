@@ -1,0 +1,52 @@
+"""Frames: any cut of the bytes gives the same frames, and nothing unbounded is buffered."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.gewu.frames import MAX_PAYLOAD_BYTES, Frame, FrameDecoder, FrameError, encode
+
+numbers = st.integers(0, 2**32 - 1)
+frames = st.builds(Frame, st.sampled_from("CFSADQore"), numbers, numbers, numbers, numbers, st.binary(max_size=200))
+
+
+def decode(pieces: list[bytes]) -> list[Frame]:
+    decoder = FrameDecoder()
+    found = []
+    for piece in pieces:
+        decoder.feed(piece)
+        while (frame := decoder.next_frame()) is not None:
+            found.append(frame)
+    return found
+
+
+@given(st.lists(frames, max_size=5), st.lists(st.integers(0, 300), max_size=8))
+def test_any_cut_gives_the_same_frames(sent, cuts):
+    data = b"".join(encode(frame) for frame in sent)
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    assert decode([data[a:b] for a, b in pairwise(places)]) == sent
+
+
+def test_a_payload_may_hold_newlines():
+    frame = Frame("C", 1, payload=b'{\n  "model": "x"\n}\n')
+    assert decode([encode(frame)]) == [frame]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"C 1 2 3 4\n",
+        b"C 1 2 3 4 -5\n",
+        b"CC 1 2 3 4 5\n",
+        b"C 1 2 3 x 5\n",
+        b"C 4294967296 2 3 4 0\n",
+        b"C 1 2 3 4 %d\n" % (MAX_PAYLOAD_BYTES + 1),
+        b"\n",
+        b"C" * 80,
+    ],
+)
+def test_what_is_no_header_ends_the_connection(data):
+    with pytest.raises(FrameError):
+        decode([data])

@@ -1,0 +1,180 @@
+"""The class planner: the highest class first, nobody starved, blocks for those who need them."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.fake import ByteTokenizer, FakeRunner, fake_answer
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.gewu.qos import ClassPlanner, Level, effective_level, risen
+from tests.support.engines import tokens_of
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Rig:
+    """An engine on the fake runner with a class planner."""
+
+    def __init__(self, num_blocks: int = 64) -> None:
+        self.clock = Clock()
+        self.planner = ClassPlanner(self.clock)
+        runner = FakeRunner(num_blocks, 4, 256)
+        config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=16)
+        self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), self.planner)
+        self.tokens: dict[str, list[int]] = {}
+        self.finished: set[str] = set()
+
+    def add(self, name: str, level: Level, num_prompt: int = 8, max_tokens: int = 12) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        prompt = tuple((len(name) * 7 + i) % 256 for i in range(num_prompt))
+        self.engine.add(Request(name, prompt, params, name, int(level)))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for delta in self.engine.step():
+                self.tokens.setdefault(delta.request_id, []).extend(tokens_of([delta]))
+                if delta.finish_reason:
+                    self.finished.add(delta.request_id)
+            self.engine.check()
+
+    def num_tokens(self, name: str) -> int:
+        return len(self.tokens.get(name, []))
+
+
+@pytest.mark.parametrize(
+    ("of_session", "of_thread", "level"),
+    [
+        (None, 0, Level.DEFAULT),
+        (None, 1, Level.BACKGROUND),
+        (None, 6, Level.USER_INTERACTIVE),
+        (None, 7, Level.DEFAULT),
+        (Level.UTILITY, 6, Level.UTILITY),
+    ],
+)
+def test_the_session_s_level_wins_over_the_thread_s(of_session, of_thread, level):
+    assert effective_level(of_session, of_thread) is level
+
+
+def test_a_lower_class_is_paused_and_goes_on_where_it_was():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND)
+    rig.step(4)
+    before = rig.num_tokens("low")
+    rig.add("high", Level.USER_INTERACTIVE)
+    while "high" not in rig.finished:
+        rig.step()
+    assert rig.num_tokens("low") <= before + 1  # one was on its way
+    while "low" not in rig.finished:
+        rig.step()
+    assert rig.engine.stats().total_preemptions == 0
+    params = SamplingParams(temperature=0)
+    prompt = [(len("low") * 7 + i) % 256 for i in range(8)]
+    assert rig.tokens["low"] == fake_answer(prompt, params, 0, 12)
+
+
+def test_a_starving_request_gets_one_step_in_ten_seconds():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND, max_tokens=50)
+    rig.step(3)
+    rig.add("high", Level.USER_INTERACTIVE, max_tokens=200)
+    rig.step(3)
+    before = rig.num_tokens("low")
+    rig.clock.now_s += 9.0
+    rig.step(5)
+    assert rig.num_tokens("low") == before
+    rig.clock.now_s += 1.0
+    rig.step(5)
+    assert rig.num_tokens("low") == before + 1
+
+
+@pytest.mark.parametrize(
+    ("level", "paused_s", "now"),
+    [
+        (Level.BACKGROUND, 29.9, Level.BACKGROUND),
+        (Level.BACKGROUND, 30, Level.UTILITY),
+        (Level.BACKGROUND, 300, Level.USER_INITIATED),
+        (Level.USER_INTERACTIVE, 300, Level.USER_INTERACTIVE),
+    ],
+)
+def test_a_paused_class_rises(level, paused_s, now):
+    assert risen(level, paused_s) is now
+
+
+def test_a_class_served_elsewhere_holds_lower_ones_back():
+    rig = Rig()
+    rig.planner.floor = Level.USER_INTERACTIVE
+    rig.add("low", Level.DEFAULT)
+    rig.step(3)
+    assert rig.num_tokens("low") == 0
+    assert not rig.planner.has_steps
+    assert 0 < rig.planner.wait_s() <= 1.0
+    rig.planner.floor = Level.BACKGROUND
+    rig.step(3)
+    assert rig.num_tokens("low") > 0
+
+
+def test_below_the_hard_floor_nothing_runs_however_long_it_waits():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND)
+    rig.step(2)
+    rig.planner.hard_floor = Level.UTILITY
+    rig.step(2)
+    before = rig.num_tokens("low")
+    rig.clock.now_s += 1000
+    rig.step(3)
+    assert rig.num_tokens("low") == before
+
+
+def test_dropping_takes_the_blocks_of_paused_requests_and_their_answer_is_the_same():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND)
+    rig.step(3)
+    rig.planner.hard_floor, rig.planner.is_dropping = Level.DEFAULT, True
+    rig.step(2)
+    stats = rig.engine.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    rig.planner.hard_floor = Level.BACKGROUND
+    while "low" not in rig.finished:
+        rig.step()
+    prompt = [(len("low") * 7 + i) % 256 for i in range(8)]
+    assert rig.tokens["low"] == fake_answer(prompt, SamplingParams(temperature=0), 0, 12)
+
+
+def test_a_higher_class_takes_the_blocks_it_needs():
+    rig = Rig(num_blocks=12)
+    rig.add("low", Level.BACKGROUND, num_prompt=30, max_tokens=8)
+    rig.step(3)
+    rig.add("high", Level.USER_INTERACTIVE, num_prompt=30, max_tokens=8)
+    while "high" not in rig.finished:
+        rig.step()
+        assert "low" not in rig.finished
+    while "low" not in rig.finished:
+        rig.step()
+
+
+jobs = st.lists(st.tuples(st.sampled_from(list(Level)), st.integers(1, 20), st.integers(1, 10)), min_size=1, max_size=6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, st.lists(st.floats(0, 12), max_size=20))
+def test_every_request_ends_with_its_own_answer(found, pauses):
+    rig = Rig(num_blocks=16)
+    for i, (level, num_prompt, max_tokens) in enumerate(found):
+        rig.add("x" * (i + 1), level, num_prompt, max_tokens)
+        rig.clock.now_s += pauses[i] if i < len(pauses) else 0.0
+        rig.step()
+    for _ in range(2000):
+        if not rig.engine.has_work:
+            break
+        rig.step()
+    for i, (_, num_prompt, max_tokens) in enumerate(found):
+        prompt = [((i + 1) * 7 + k) % 256 for k in range(num_prompt)]
+        assert rig.tokens["x" * (i + 1)] == fake_answer(prompt, SamplingParams(temperature=0), 0, max_tokens)

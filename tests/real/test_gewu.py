@@ -1,0 +1,58 @@
+"""Gewu over the real small model: the demo, KV kept between the turns of a session, a full context."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.gewu import ABI, Client, DaemonProcess, compile_c, has_nlohmann, run_program
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def daemon(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    alias = f"/data/storage/el2/base/files/qwen2-awq={smollm2_path.resolve()}"
+    found = DaemonProcess(tmp_path_factory.mktemp("daemon"), None, "--alias", alias)
+    yield found
+    found.stop()
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[Client]:
+    found = Client(daemon)
+    yield found
+    found.close()
+
+
+def text_of(replies: list[dict]) -> str:
+    return "".join(reply["message"]["content"] for reply in replies)
+
+
+@pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
+def test_the_demo_of_the_specification(daemon, tmp_path):
+    program = compile_c(tmp_path, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-std=c++17", compiler="c++")
+    run_program(program, daemon, timeout_s=300)
+
+
+def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(daemon, client, smollm2_path):
+    session = client.create(smollm2_path)
+    messages = [{"role": "user", "content": "What is the capital of France? " + "Answer in a few words. " * 10}]
+    first = text_of(client.ask(session, messages=messages, max_tokens=12))
+    (whole,) = client.ask(session, messages=messages, max_tokens=12, stream=False)
+    assert whole["message"]["content"] == first
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
+    context = client.submit(session, messages=messages, max_tokens=200)
+    client.call("started", context)
+    (request,) = next(s["requests"] for s in daemon.status()["sessions"] if s["session"] == session)
+    assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn and what surrounds it, and 16
+    assert request["cached_tokens"] > 50
+    client.wait(context)
+
+
+def test_a_full_context_ends_with_length(client, smollm2_path):
+    session = client.create(smollm2_path)
+    long = [{"role": "user", "content": "word " * 9000}]
+    (only,) = client.ask(session, messages=long)
+    assert (only["finish_reason"], only["message"]["content"]) == ("length", "")
+    assert client.ask(session, max_tokens=2)[-1]["finish_reason"] == "length"

@@ -1,0 +1,162 @@
+"""Gewu daemons on sockets of their own, model folders for the fake engine, and C programs against libqos.so."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvloom.gewu.build import INCLUDE, PACKAGE, library
+from kvloom.gewu.cli import ask_status
+
+ABI = Path(__file__).parent.parent / "abi"
+WAIT_S = 10.0
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
+    """The condition's first true value; for effects of other processes, which no event announces."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "it did not become true in time"
+        time.sleep(0.005)
+    return value
+
+
+def make_model(folder: Path, num_bytes: int = 1000, **config: Any) -> Path:
+    """A folder that passes for a model of `num_bytes` (sparse) with the fake engine."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.truncate(num_bytes)
+    return folder
+
+
+class DaemonProcess:
+    """`kvloom gewu daemon` in a process. `fake`: settings of the fake engine, None for workers."""
+
+    def __init__(self, folder: Path, fake: Mapping[str, Any] | None, *options: str, **environ: str) -> None:
+        self.socket = folder / "gewu.sock"
+        psi = folder / "pressure"
+        psi.mkdir(exist_ok=True)
+        self.psi_file = psi / "memory"
+        self.environ = {**os.environ, "GEWU_SOCKET": str(self.socket), "GEWU_PSI_FILE": str(self.psi_file), **environ}
+        if fake is not None:
+            self.environ["GEWU_FAKE_ENGINE"] = json.dumps(fake)
+        self._options = options
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "kvloom.gewu", "daemon", *self._options]
+        self.process = subprocess.Popen(command, env=self.environ)
+        wait_until(self._listens)
+
+    def status(self) -> dict[str, Any]:
+        return ask_status(self.socket)
+
+    def model(self) -> dict[str, Any]:
+        """The only model."""
+        (found,) = self.status()["models"]
+        return found
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        self.process.wait(WAIT_S)
+
+    def _listens(self) -> bool:
+        assert self.process.poll() is None, "the daemon has ended"
+        try:
+            self.status()
+        except OSError:
+            return False
+        return True
+
+
+def compile_c(folder: Path, source: Path, *flags: str, compiler: str = "cc") -> Path:
+    """A program linked with libqos.so."""
+    program = folder / source.stem
+    lib = library()
+    command = [compiler, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags, str(source)]
+    command += ["-o", str(program), f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", "-lqos", "-pthread", "-ldl"]
+    subprocess.run(command, check=True)
+    return program
+
+
+def compile_with_library(folder: Path, source: Path, *flags: str) -> Path:
+    """A program with the library's own files compiled in, so that a sanitizer sees them."""
+    program = folder / source.stem
+    files = [str(file) for file in sorted((PACKAGE / "c").glob("*.c"))]
+    command = ["cc", "-g", "-O1", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}"]
+    subprocess.run([*command, *flags, str(source), *files, "-o", str(program), "-pthread", "-ldl"], check=True)
+    return program
+
+
+def run_program(program: Path, daemon: DaemonProcess, *arguments: str, timeout_s: float = 60) -> str:
+    """Run it against the daemon; it must succeed. Returns what it printed."""
+    done = subprocess.run(
+        [str(program), *arguments], env=daemon.environ, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def has_nlohmann() -> bool:
+    """Whether the JSON library that the seed's demo includes is there (Debian: nlohmann-json3-dev)."""
+    return shutil.which("c++") is not None and any(
+        (Path(folder) / "nlohmann" / "json.hpp").exists() for folder in ("/usr/include", "/usr/local/include")
+    )
+
+
+class Client:
+    """An app in a process of its own (tests/gewu/client.py): every call goes through the C ABI."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        command = [sys.executable, "-m", "tests.gewu.client"]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, env=daemon.environ, **pipes)
+        self._last_context = 0
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def create(self, model: object, **attributes: Any) -> int:
+        """A session's handle; the call must succeed."""
+        error, handle = self.call("create", json.dumps({"model": str(model), **attributes}))
+        assert error == 0
+        return int(handle)
+
+    def submit(self, session: int, **options: Any) -> int:
+        """Returns the context to `wait` for."""
+        self._last_context += 1
+        request = {"messages": [{"role": "user", "content": "hi"}], "stream": True, **options}
+        error, _ = self.call("submit", session, json.dumps(request), self._last_context)
+        assert error == 0
+        return self._last_context
+
+    def wait(self, context: int) -> list[dict[str, Any]]:
+        """All replies, up to the final one."""
+        found: list[dict[str, Any]] = self.call("wait", context)
+        return found
+
+    def ask(self, session: int, **options: Any) -> list[dict[str, Any]]:
+        return self.wait(self.submit(session, **options))
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.wait(WAIT_S)
+        self.process.stdout.close()
