@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ems.common.exception import EmsException, EmsErrorCode, invalid_argument
+from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
 from ems.keys import KeySpace
 
 Slots = npt.NDArray[np.int64]

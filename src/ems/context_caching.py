@@ -175,7 +175,9 @@ class ContextCaching:
         settings, start_s = _checked_option(option), time.monotonic()
         return self._run(name, operation, self._plan_early(arguments), settings, start_s)
 
-    def _later(self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None) -> CcFuture:
+    def _later(
+        self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None
+    ) -> CcFuture:
         settings, start_s = _checked_option(option), time.monotonic()
         early = self._plan_early(arguments)
         return CcFuture(self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s))

@@ -35,7 +35,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The model instance and this process's part of it. rank_in_tp is None where all tensor ranks hold the same (MLA)."""
+    """The model instance and this process's part of it. rank_in_tp is None where all tensor ranks are alike (MLA)."""
 
     model_id: str
     llm_engine: str
@@ -101,7 +101,7 @@ def verifier(access_key: str, salt: bytes) -> bytes:
 
 
 def proof(secret: bytes, role: str, access_id: str, client_nonce: bytes, agent_nonce: bytes) -> bytes:
-    """Shows knowledge of `secret` for this pair of nonces. `role` keeps one side's proof from serving as the other's."""
+    """Shows knowledge of `secret` for this pair of nonces; `role` keeps a proof from being sent back to its author."""
     message = b"".join((_encode_str(role), _encode_str(access_id), client_nonce, agent_nonce))
     return hmac.new(secret, message, hashlib.sha256).digest()
 

@@ -63,7 +63,9 @@ def save(
 ) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     blocks = request.blocks
-    too_large = [i for i, block in enumerate(blocks) if block.num_tokens * cache.token_bytes > link.welcome.max_block_bytes]
+    too_large = [
+        i for i, block in enumerate(blocks) if block.num_tokens * cache.token_bytes > link.welcome.max_block_bytes
+    ]
     if too_large:
         blocks = blocks[: too_large[0]]
     if not blocks:
@@ -148,7 +150,7 @@ def _save_direct(link: Link, cache: RegisteredCache, request: Request, deadline_
                 offset = answer.offsets[i]
                 target = link.segment(answer.segments[i], deadline_s)[offset : offset + lengths[i]]
                 cache.tensors.gather([block], [target])
-                sums.append(xxhash.xxh3_128_digest(target))
+                sums.append(xxhash.xxh3_128_digest(target.data))
         if not isinstance(link.call(m.Commit(b"".join(sums)), deadline_s), m.Saved):
             raise WireError("expected the result of a commit")
         progress.add(answer.statuses)
@@ -188,7 +190,7 @@ def _copy_found(
         for i in range(start, min(start + batch, len(found.segments))):
             source = link.segment(found.segments[i], deadline_s)[found.offsets[i] : found.offsets[i] + found.lengths[i]]
             is_sound = found.lengths[i] == blocks[i].num_tokens * cache.token_bytes
-            if not is_sound or xxhash.xxh3_128_digest(source) != sums[i]:
+            if not is_sound or xxhash.xxh3_128_digest(source.data) != sums[i]:
                 corrupt = i
                 break
             sources.append(source)

@@ -19,7 +19,7 @@ class KVCacheType(str, Enum):  # noqa: UP042 (str(KVCacheType.MLA) stays the enu
 
 
 @dataclass(slots=True)
-class CcConfig_v1:  # noqa: N801 (the seed's name)
+class CcConfig_v1:
     """Identity of a rank. Attributes may be set after construction; `Ems.init` checks them by `validate`.
 
     rank_id, device_id >= 0; model_id 1..512 of [0-9a-z._-]; world sizes >= 1; 0 <= rank_in_X_group < X_world_size.

@@ -1,4 +1,4 @@
-"""Channel: a connected stream socket that carries frames, file descriptors and raw block bytes, each with a deadline."""
+"""Channel: a connected stream socket that carries frames, descriptors and raw block bytes, each with a deadline."""
 
 import array
 import socket

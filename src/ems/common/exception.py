@@ -21,7 +21,7 @@ class EmsErrorCode(IntEnum):
     EMS_INTERNAL_ERROR = 4
 
 
-class EmsException(Exception):  # noqa: N818 (the seed's name)
+class EmsException(Exception):
     """An error of a given kind; `message()` is for people."""
 
     def __init__(self, code: EmsErrorCode, message: str) -> None:

@@ -38,7 +38,7 @@ class Cause(IntEnum):
     NO_ROOM = 6
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True):
+class Message(msgspec.Struct, array_like=True):
     """Base of all messages. A `__post_init__` that raises ValueError makes the frame malformed."""
 
     OP: ClassVar[int] = 0

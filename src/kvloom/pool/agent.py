@@ -20,8 +20,18 @@ from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
 from ems.wire import messages as m
 from kvloom.pool.auth import read_credentials
-from kvloom.pool.config import Address, AgentConfig, TenantLimits, default_socket, parse_size, read_secret
+from kvloom.pool.config import (
+    Address,
+    AgentConfig,
+    TenantLimits,
+    default_socket,
+    parse_address,
+    parse_size,
+    read_secret,
+)
 from kvloom.pool.node import Node
+from kvloom.pool.peer_session import PeerSession
+from kvloom.pool.peers import Peers
 from kvloom.pool.session import ClientSession
 
 _HELLO_S = 5.0
@@ -37,6 +47,8 @@ class Agent:
         self.node = Node(config)
         if config.credentials is not None:
             self.node.keyring.replace(read_credentials(config.credentials))
+        self.peer_port = 0
+        self.peers: Peers | None = None
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._sessions: set[socket.socket] = set()
@@ -48,6 +60,14 @@ class Agent:
     def start(self) -> None:
         """Listens, then serves in the background. Raises OSError when the socket's place is taken or not ours."""
         self._listen_unix()
+        if self.config.listen is not None:
+            listener = socket.create_server(self.config.listen, backlog=_BACKLOG)
+            self.peer_port = int(listener.getsockname()[1])
+            self._add_listener(listener)
+        if self.config.peers or self.config.control_url:
+            self.peers = Peers(self.config.node_id, self.config.secret)
+            self.peers.set_members(self.config.peers)
+            self.node.others = self.peers
         self._selector.register(self._wake_receive, selectors.EVENT_READ)
         self._thread.start()
         if self.config.is_prefaulted:
@@ -94,7 +114,10 @@ class Agent:
         channel = Channel(sock)
         try:
             frame = channel.receive(time.monotonic() + _HELLO_S)
-            if isinstance(frame.message, m.Hello) and sock.family == socket.AF_UNIX:
+            if isinstance(frame.message, m.Hello) and frame.message.is_peer and sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                PeerSession(channel, self.node, secrets.token_bytes).run(frame.message)
+            elif isinstance(frame.message, m.Hello) and sock.family == socket.AF_UNIX:
                 ClientSession(channel, self.node, secrets.token_bytes).run(frame.message, frame.request_id)
             else:
                 failure = m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "expected a hello")
@@ -123,6 +146,8 @@ class Agent:
                     sock.shutdown(socket.SHUT_RDWR)
         self._wake_receive.close()
         self._wake_send.close()
+        if self.peers is not None:
+            self.peers.close()
         self.node.close()
 
 
@@ -147,9 +172,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tenant", type=TenantLimits.parse, action="append", default=[], help="id:guarantee:quota")
     parser.add_argument("--secret-file", help="file with the cluster's secret, at least 32 bytes")
     parser.add_argument("--node-id", default="", help="name of this node in the cluster; random when not given")
+    parser.add_argument("--listen", type=parse_address, help="host:port for other nodes; port 0 picks one")
+    parser.add_argument("--advertise", default="", help="host:port under which other nodes reach this one")
+    parser.add_argument("--control", default="", help="URL of the control plane; the secret is the node's password")
+    parser.add_argument("--http", type=parse_address, help="host:port of /healthz and /metrics")
     parser.add_argument("--peer", type=Address.parse, action="append", default=[], help="id=host:port of another node")
     parser.add_argument("--direct", action="store_true", help="engines write into the pool themselves (trusted node)")
-    parser.add_argument("--no-prefault", action="store_true", help="take memory when it is first used, not at the start")
+    parser.add_argument(
+        "--no-prefault", action="store_true", help="take memory when it is first used, not at the start"
+    )
     parser.add_argument("--ends-with-stdin", action="store_true", help="stop when standard input is closed")
     return parser
 
@@ -157,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
 def config_from(arguments: list[str]) -> AgentConfig:
     """AgentConfig of a command line. Raises SystemExit, OSError or ValueError."""
     args = _parser().parse_args(arguments)
+    named = {"node_id": args.node_id} if args.node_id else {}
     return AgentConfig(
         socket=args.socket,
         pool_bytes=args.pool,
@@ -171,7 +203,11 @@ def config_from(arguments: list[str]) -> AgentConfig:
         is_prefaulted=not args.no_prefault,
         ends_with_stdin=args.ends_with_stdin,
         peers=tuple(args.peer),
-        **({"node_id": args.node_id} if args.node_id else {}),
+        listen=args.listen,
+        advertise=args.advertise,
+        control_url=args.control,
+        http=args.http,
+        **named,
     )
 
 

@@ -82,8 +82,9 @@ class SlabAllocator:
         """Gives back the place at `offset`, which `allocate` returned and nobody freed since."""
         index, inner = divmod(offset, self.slab_bytes)
         slab = self._slabs[index]
-        position = inner // slab.slot
-        assert inner % slab.slot == 0 and position < slab.next and position not in slab.free, "not a place in use"
+        position = inner // max(1, slab.slot)
+        is_place = slab.slot and inner % slab.slot == 0 and position < slab.next and position not in slab.free
+        assert is_place, "not a place in use"
         slab.used -= 1
         self.used_bytes -= slab.slot
         if slab.used == 0:
@@ -113,7 +114,7 @@ class SlabAllocator:
         for index, slab in enumerate(self._slabs):
             assert (slab.slot == 0) == (index in self._free_slabs)
             assert slab.used == slab.next - len(slab.free)
-            assert slab.slot == 0 or (0 < slab.used and slab.next * slab.slot <= self.slab_bytes)
+            assert slab.slot == 0 or (slab.used > 0 and slab.next * slab.slot <= self.slab_bytes)
             total += slab.used * slab.slot
             if slab.slot and (slab.free or slab.next < self.slab_bytes // slab.slot):
                 assert index in self._open[slab.slot], "a slab with room is not on the list"

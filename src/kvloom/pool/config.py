@@ -21,6 +21,14 @@ def parse_size(text: str) -> int:
     return number
 
 
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise ValueError(f"an address is host:port, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
     """Bytes: `guarantee` is set aside for the tenant, `quota` is the most it may use."""
@@ -48,10 +56,9 @@ class Address:
     def parse(cls, text: str) -> "Address":
         """From "id=host:port". Raises ValueError."""
         name, _, place = text.partition("=")
-        host, _, port = place.rpartition(":")
-        if not name or not host:
+        if not name:
             raise ValueError(f"a peer is id=host:port, got {text!r}")
-        return cls(name, host.strip("[]"), int(port))
+        return cls(name, *parse_address(place))
 
 
 @dataclass(frozen=True, slots=True)

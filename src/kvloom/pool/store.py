@@ -1,8 +1,8 @@
 """TenantPool: the blocks of one tenant on one node: index, memory, pins, eviction.
 
-A block is written in two steps: `begin` gives a place that nobody else sees, `publish` makes it readable; a writer that
-dies in between leaves nothing behind. A read pins its blocks, and a pinned block keeps its bytes whatever happens to its
-key. One lock a tenant guards the index; bytes are copied outside of it.
+A block is written in two steps: `begin` gives a place that nobody else sees, `publish` makes it readable; a writer
+that dies in between leaves nothing behind. A read pins its blocks, and a pinned block keeps its bytes whatever happens
+to its key. One lock a tenant guards the index; bytes are copied outside of it.
 """
 
 import threading
@@ -58,7 +58,7 @@ class TenantPool:
     """All methods may be called from any thread."""
 
     def __init__(self, tenant: str, budget: Budget, geometry: Geometry, is_sealed: bool, rcache_share: float) -> None:
-        """`budget` is shared by the node's pools. rcache_share: of the quota, for copies of other nodes' blocks, 0..1."""
+        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1."""
         self.tenant = tenant
         self.geometry = geometry
         self.counts: Counter[str] = Counter()
@@ -185,7 +185,7 @@ class TenantPool:
 
     def distrust(self, entry: Entry) -> bool:
         """Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again."""
-        if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length)) == entry.checksum:
+        if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length).data) == entry.checksum:
             return False
         with self._lock:
             if entry.is_live:
@@ -333,7 +333,8 @@ class TenantPool:
             assert sum(len(queue) for queue in self._queues.values()) == len(self._index)
             assert sum(len(entries) for entries in self._slabs.values()) == len(self._index)
             for key, entry in self._index.items():
-                assert entry.is_live and entry.key == key and key in self._queue(entry) and entry.pins >= 0
+                assert (entry.is_live, entry.key, entry.pins >= 0) == (True, key, True), "a dead block in the index"
+                assert key in self._queue(entry)
                 assert entry.parent is None or (entry in entry.parent.children and entry.parent.is_live)
             cached = sum(slot_bytes(entry.length) for entry in self._index.values() if entry.is_rcache)
             assert cached == self._rcache_bytes

@@ -62,11 +62,11 @@ class Writer:
         if isinstance(place, Status):
             return place, None
         if isinstance(place, Entry):
-            is_same = place.length == len(data) and place.checksum == xxhash.xxh3_128_digest(data)
+            is_same = place.length == len(data) and place.checksum == xxhash.xxh3_128_digest(data.data)
             return (Status.DUPLICATE if is_same else Status.CONFLICT), place
         view = self._pool.view(place.offset, place.length)
         view[:] = data
-        return self._pool.publish(place, xxhash.xxh3_128_digest(view), parent)
+        return self._pool.publish(place, xxhash.xxh3_128_digest(view.data), parent)
 
     def reserve(self, message: m.Reserve) -> m.Reserved:
         """Places for the keys that are not here yet; reserved until the next Reserve, a Commit or the end."""
