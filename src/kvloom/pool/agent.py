@@ -29,7 +29,10 @@ from kvloom.pool.config import (
     parse_size,
     read_secret,
 )
+from kvloom.pool.control_link import ControlLink
+from kvloom.pool.metrics import NodeStats, collect
 from kvloom.pool.node import Node
+from kvloom.pool.node_http import NodeHttp
 from kvloom.pool.peer_session import PeerSession
 from kvloom.pool.peers import Peers
 from kvloom.pool.session import ClientSession
@@ -49,6 +52,8 @@ class Agent:
             self.node.keyring.replace(read_credentials(config.credentials))
         self.peer_port = 0
         self.peers: Peers | None = None
+        self._control: ControlLink | None = None
+        self._http: NodeHttp | None = None
         self._selector = selectors.DefaultSelector()
         self._listeners: list[socket.socket] = []
         self._sessions: set[socket.socket] = set()
@@ -64,14 +69,37 @@ class Agent:
             listener = socket.create_server(self.config.listen, backlog=_BACKLOG)
             self.peer_port = int(listener.getsockname()[1])
             self._add_listener(listener)
-        if self.config.peers or self.config.control_url:
-            self.peers = Peers(self.config.node_id, self.config.secret)
-            self.peers.set_members(self.config.peers)
-            self.node.others = self.peers
+        self._join_cluster()
+        if self.config.http is not None:
+            self._http = NodeHttp(self.config.http, self.stats)
         self._selector.register(self._wake_receive, selectors.EVENT_READ)
         self._thread.start()
         if self.config.is_prefaulted:
             threading.Thread(target=self.node.prepare, name="ems-prefault", daemon=True).start()
+
+    def _join_cluster(self) -> None:
+        config = self.config
+        if config.peers or config.control_url:
+            self.peers = Peers(config.node_id, config.secret)
+            self.peers.set_members(config.peers)
+            self.node.others = self.peers
+        if config.control_url and self.peers is not None:
+            self._control = ControlLink(self.node, self.peers, self._advertised)
+            self._control.start()
+
+    def _advertised(self) -> str:
+        if self.config.advertise or self.config.listen is None:
+            return self.config.advertise
+        return f"{self.config.listen[0]}:{self.peer_port}"
+
+    @property
+    def http_port(self) -> int:
+        """Port of /healthz and /metrics; 0 when they are off."""
+        return self._http.port if self._http else 0
+
+    def stats(self) -> NodeStats:
+        """The node's numbers now."""
+        return collect(self.node, self.peers.status() if self.peers else {})
 
     def _listen_unix(self) -> None:
         path = self.config.socket
@@ -146,8 +174,9 @@ class Agent:
                     sock.shutdown(socket.SHUT_RDWR)
         self._wake_receive.close()
         self._wake_send.close()
-        if self.peers is not None:
-            self.peers.close()
+        for part in (self._http, self._control, self.peers):
+            if part is not None:
+                part.close()
         self.node.close()
 
 
@@ -195,7 +224,7 @@ def config_from(arguments: list[str]) -> AgentConfig:
         segment_bytes=min(args.segment, args.pool),
         slab_bytes=min(args.slab, args.segment, args.pool),
         rcache_share=args.rcache,
-        is_open=args.credentials is None,
+        is_open=args.credentials is None and not args.control,
         credentials=args.credentials,
         tenants=tuple(args.tenant),
         secret=read_secret(args.secret_file) if args.secret_file else b"",

@@ -97,3 +97,8 @@ class Keyring:
         with self._lock:
             found = self._credentials.get(access_id)
         return found is not None and used in found.verifiers
+
+
+def node_token(secret: bytes) -> str:
+    """What a node of the cluster shows to the control plane."""
+    return derive(secret, "node token").hex()
