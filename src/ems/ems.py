@@ -12,7 +12,7 @@ from pathlib import Path
 from ems.common.exception import EmsException, invalid_argument, io_error
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, EmsConfig
 from ems.context_caching import ContextCaching
-from ems.embedded import EmbeddedAgent
+from ems.private_agent import EmbeddedAgent
 from ems.profiling import Profiler
 from ems.transport import LinkPool, find_socket
 from ems.wire import messages as m

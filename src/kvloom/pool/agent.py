@@ -64,11 +64,15 @@ class Agent:
 
     def start(self) -> None:
         """Listens, then serves in the background. Raises OSError when the socket's place is taken or not ours."""
-        self._listen_unix()
-        if self.config.listen is not None:
-            listener = socket.create_server(self.config.listen, backlog=_BACKLOG)
-            self.peer_port = int(listener.getsockname()[1])
-            self._add_listener(listener)
+        try:
+            self._listen_unix()
+            if self.config.listen is not None:
+                listener = socket.create_server(self.config.listen, backlog=_BACKLOG)
+                self.peer_port = int(listener.getsockname()[1])
+                self._add_listener(listener)
+        except OSError:
+            self._close_sockets()
+            raise
         self._join_cluster()
         if self.config.http is not None:
             self._http = NodeHttp(self.config.http, self.stats)
@@ -157,6 +161,11 @@ class Agent:
                 self._sessions.discard(sock)
             channel.close()
 
+    def _close_sockets(self) -> None:
+        self._selector.close()
+        for sock in (*self._listeners, self._wake_receive, self._wake_send):
+            sock.close()
+
     def close(self) -> None:
         """Stops listening, ends all sessions, gives the memory back. Returns at once; calling it twice is fine."""
         if self._is_closing:
@@ -164,16 +173,12 @@ class Agent:
         self._is_closing = True
         self._wake_send.send(b"x")
         self._thread.join()
-        self._selector.close()
-        for listener in self._listeners:
-            listener.close()
         self.config.socket.unlink(missing_ok=True)
         with self._lock:
             for sock in self._sessions:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-        self._wake_receive.close()
-        self._wake_send.close()
+        self._close_sockets()
         for part in (self._http, self._control, self.peers):
             if part is not None:
                 part.close()
