@@ -1,0 +1,194 @@
+"""`kvloom pool bench`: save and load against memcpy in the same run; JSON line and table.
+
+The agent runs as a process of its own on a private socket; the client is this process, with plain bytes and the wire of
+the SDK, so that no tensor library stands between the figures and the pool. Pages are touched before anything is timed.
+"""
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ems.common.channel import Channel
+from ems.keys import NONCE_BYTES, proof, verifier
+from ems.wire import messages as m
+
+Bytes = npt.NDArray[np.uint8]
+SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+NUM_KEYS = 64
+_SUB_BATCH = 16
+_DEADLINE_S = 30.0
+_POOL_BATCHES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """GB/s (10**9 bytes) of batches of NUM_KEYS blocks, medians; ratios are to memcpy of the same bytes in this run."""
+
+    block_bytes: int
+    memcpy: float
+    save: float
+    load: float
+    save_ratio: float
+    load_ratio: float
+    load_one_us: float  # one block, median
+    exists_us: float  # NUM_KEYS keys, median
+
+
+class Client:
+    """A bare connection to an open agent, with its staging area and the pool's segments mapped."""
+
+    def __init__(self, path: Path, arena_bytes: int) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.connect(str(path))
+        self._channel = Channel(sock)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        challenge = self.call(m.Hello("", nonce))
+        assert isinstance(challenge, m.Challenge)
+        claim = proof(verifier("", challenge.salt), "client", "", nonce, challenge.nonce)
+        welcome = self.call(m.Proof(claim))
+        assert isinstance(welcome, m.Welcome)
+        self._segment_bytes = welcome.segment_bytes
+        self._segments: dict[int, Bytes] = {}
+        self.arena = self._mapped(m.Arena(arena_bytes), arena_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.arena[:] = 0
+
+    def send(self, message: m.Message) -> None:
+        self._channel.send(message, time.monotonic() + _DEADLINE_S, deadline_ms=int(_DEADLINE_S * 1000))
+
+    def receive(self) -> m.Message:
+        return self._channel.receive(time.monotonic() + _DEADLINE_S).message
+
+    def call(self, message: m.Message) -> m.Message:
+        self.send(message)
+        return self.receive()
+
+    def _mapped(self, message: m.Message, size: int, protection: int) -> Bytes:
+        self.send(message)
+        _frame, fd = self._channel.receive_with_fd(time.monotonic() + _DEADLINE_S)
+        try:
+            return np.frombuffer(mmap.mmap(fd, size, mmap.MAP_SHARED, protection), np.uint8)
+        finally:
+            os.close(fd)
+
+    def save(self, keys: list[bytes], data: Bytes, size: int) -> None:
+        """Saves blocks of `size` bytes as the SDK does: copies into the staging area while the agent works."""
+        for start in range(0, len(keys), _SUB_BATCH):
+            part = keys[start : start + _SUB_BATCH]
+            offsets = [(start + i) * size for i in range(len(part))]
+            for offset in offsets:
+                self.arena[offset : offset + size] = data[offset : offset + size]
+            is_last = start + len(part) == len(keys)
+            self.send(m.Save(b"".join(part), offsets, [size] * len(part), b"", True, is_last))
+        for _ in range(0, len(keys), _SUB_BATCH):
+            answer = self.receive()
+            assert isinstance(answer, m.Saved)
+            assert not any(answer.statuses), "a block was not stored"
+
+    def load(self, keys: list[bytes], target: Bytes, size: int) -> None:
+        """Loads, verifies and copies the blocks; all must be there."""
+        found = self.call(m.Load(b"".join(keys)))
+        assert isinstance(found, m.Found)
+        assert len(found.segments) == len(keys), "a block is missing"
+        for i, (segment, offset) in enumerate(zip(found.segments, found.offsets, strict=True)):
+            if segment not in self._segments:
+                self._segments[segment] = self._mapped(m.Segment(segment), self._segment_bytes, mmap.PROT_READ)
+            source = self._segments[segment][offset : offset + size]
+            assert xxhash.xxh3_128_digest(source.data) == found.sums[16 * i : 16 * i + 16], "damaged"
+            target[i * size : (i + 1) * size] = source
+        self.send(m.Release(found.lease))
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@contextlib.contextmanager
+def private_agent(pool_bytes: int) -> Iterator[Path]:
+    """An agent process with a warm pool; its socket. Raises RuntimeError when it does not start."""
+    with tempfile.TemporaryDirectory(prefix="ems-bench-") as folder:
+        path = Path(folder) / "ems.sock"
+        command = [sys.executable, "-m", "kvloom.pool.agent", f"--socket={path}", f"--pool={pool_bytes}"]
+        command += ["--ends-with-stdin", "--no-prefault"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                if b"serving" not in process.stdout.readline():
+                    raise RuntimeError("the agent did not start")
+                yield path
+            finally:
+                process.stdin.close()
+
+
+def _time(call: Callable[[int], None], rounds: int) -> float:
+    """Median seconds of `call(round)`."""
+    took = []
+    for i in range(rounds):
+        start = time.perf_counter()
+        call(i)
+        took.append(time.perf_counter() - start)
+    return median(took)
+
+
+def measure(client: Client, size: int, rounds: int) -> Row:
+    """One block size. Rounds of memcpy, save and load take turns, so that all see the same machine."""
+    total = size * NUM_KEYS
+    data = np.random.default_rng(size).integers(0, 256, total, np.uint8)
+    target, copy = np.zeros_like(data), np.zeros_like(data)
+    batches = [[secrets.token_bytes(32) for _ in range(NUM_KEYS)] for _ in range(rounds + _POOL_BATCHES)]
+    for batch in batches[:_POOL_BATCHES]:  # the pool's pages and the mappings
+        client.save(batch, data, size)
+        client.load(batch, target, size)
+    times: dict[str, list[float]] = {"memcpy": [], "save": [], "load": []}
+    for batch in batches[_POOL_BATCHES:]:
+        calls: dict[str, Callable[[], None]] = {
+            "memcpy": lambda: np.copyto(copy, data),
+            "save": lambda batch=batch: client.save(batch, data, size),  # type: ignore[misc]
+            "load": lambda batch=batch: client.load(batch, target, size),  # type: ignore[misc]
+        }
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+        assert np.array_equal(target, data), "wrong bytes"
+        target[:] = 0
+    speeds = {name: total / median(took) / 1e9 for name, took in times.items()}
+    last = batches[-1]
+    one = _time(lambda _i: client.load(last[:1], target, size), 50)
+    exists = _time(lambda _i: client.call(m.Exists(b"".join(last))) and None, 50)
+    return Row(
+        block_bytes=size,
+        memcpy=round(speeds["memcpy"], 2),
+        save=round(speeds["save"], 2),
+        load=round(speeds["load"], 2),
+        save_ratio=round(speeds["save"] / speeds["memcpy"], 3),
+        load_ratio=round(speeds["load"] / speeds["memcpy"], 3),
+        load_one_us=round(one * 1e6, 1),
+        exists_us=round(exists * 1e6, 1),
+    )
+
+
+def run(rounds: int = 15, sizes: tuple[int, ...] = SIZES) -> list[dict[str, float | int]]:
+    """Rows of all sizes, each as a dict of `Row`'s fields."""
+    rows = []
+    for size in sizes:
+        total = size * NUM_KEYS
+        with (
+            private_agent(total * _POOL_BATCHES + (64 << 20)) as path,
+            contextlib.closing(Client(path, total)) as client,
+        ):
+            rows.append(asdict(measure(client, size, rounds)))
+    return rows
