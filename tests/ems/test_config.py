@@ -2,7 +2,7 @@
 
 import pytest
 
-from ems import CcConfig, CcConfig_v1, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KVCacheType, KvBufferWrapper
+from ems import CcConfig, CcConfig_v1, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KVCacheType
 
 
 def config(**changes):

@@ -231,9 +231,9 @@ def test_the_path_of_accelerators_moves_the_same_bytes(cc, kv):
     before, registered = copy_of(kv), cc._cache
     flat = [tensor for layer in kv for tensor in layer]
     registered.tensors = DeviceTensors(flat, [tensor[0, 0].numel() * tensor.element_size() for tensor in flat])
-    assert cc.save(slots_of(*range(20)) + [100, 101], list(range(21)), [4] * 20 + [2]).success == 21
+    assert cc.save([*slots_of(*range(20)), 100, 101], list(range(21)), [4] * 20 + [2]).success == 21
     zero(kv)
-    assert cc.load(slots_of(*range(30, 50)) + [8, 6], list(range(21)), [4] * 20 + [2]).success == 21
+    assert cc.load([*slots_of(*range(30, 50)), 8, 6], list(range(21)), [4] * 20 + [2]).success == 21
     assert torch.equal(
         tokens_of(kv, [*slots_of(*range(30, 50)), 8, 6]), tokens_of(before, [*slots_of(*range(20)), 100, 101])
     )

@@ -116,7 +116,7 @@ def served(clock):
 
 
 def controlled(stack, url, name):
-    agent = stack.enter_context(
+    return stack.enter_context(
         running_agent(
             node_id=name,
             is_open=False,
@@ -126,7 +126,6 @@ def controlled(stack, url, name):
             http=("127.0.0.1", 0),
         )
     )
-    return agent
 
 
 def test_agents_follow_the_control_plane(served):

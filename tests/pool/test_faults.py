@@ -1,4 +1,4 @@
-"""Faults with an oracle of true bytes: never a wrong byte, never a wait past the deadline plus 20 %, nothing left behind.
+"""Faults with an oracle of true bytes: never a wrong byte, no wait past the deadline plus 20 %, nothing left behind.
 
 KVLOOM_POOL_KILLS is how many processes are killed in all (default 100; 200 is the full count).
 """
@@ -60,7 +60,7 @@ def test_killed_clients_leave_whole_blocks_or_none(tmp_path):
 
 
 def test_killed_agents_cost_an_error_and_then_misses(tmp_path):
-    chance, oracle = random.Random(2), Oracle()
+    chance, oracle, codes = random.Random(2), Oracle(), set()
     with AgentProcess(tmp_path / "a.sock") as agent, session(agent.socket, oracle.kv) as cc:
         for i in range(KILLS * 2 // 10):
             killer = threading.Timer(chance.uniform(0.0, 0.03), agent.process.kill)
@@ -71,11 +71,12 @@ def test_killed_agents_cost_an_error_and_then_misses(tmp_path):
                     oracle.save(cc, hashes)
                     oracle.load(cc, hashes)
                 except EmsException as error:
-                    assert error.status_code() == EmsErrorCode.EMS_IO_ERROR
+                    codes.add(error.status_code())
                     break
             killer.join()
             agent.kill()
             agent.start()
+            assert codes <= {EmsErrorCode.EMS_IO_ERROR}
             assert oracle.load(cc, hashes) == 0
             assert oracle.save(cc, hashes) == len(hashes)
 

@@ -1,4 +1,4 @@
-"""Blocks whose true bytes follow from their hash, agents as processes that can be killed, writers that can be killed."""
+"""Blocks whose true bytes follow from their hash; agents and writers as processes that can be killed."""
 
 import contextlib
 import os

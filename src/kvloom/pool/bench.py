@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,12 @@ NUM_KEYS = 64
 _SUB_BATCH = 16
 _DEADLINE_S = 30.0
 _POOL_BATCHES = 4
+_SEGMENT_BYTES = 64 << 20
+_RING_BYTES = 192 << 20
+
+
+def _new_keys() -> list[bytes]:
+    return [secrets.token_bytes(32) for _ in range(NUM_KEYS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,42 +140,41 @@ def private_agent(pool_bytes: int) -> Iterator[Path]:
                 process.stdin.close()
 
 
-def _time(call: Callable[[int], None], rounds: int) -> float:
-    """Median seconds of `call(round)`."""
+def _time(call: Callable[[], object], rounds: int) -> float:
+    """Median seconds of `call`."""
     took = []
-    for i in range(rounds):
+    for _ in range(rounds):
         start = time.perf_counter()
-        call(i)
+        call()
         took.append(time.perf_counter() - start)
     return median(took)
 
 
-def measure(client: Client, size: int, rounds: int) -> Row:
-    """One block size. Rounds of memcpy, save and load take turns, so that all see the same machine."""
+def measure(client: Client, size: int, rounds: int, pool_bytes: int) -> Row:
+    """One block size. Rounds of memcpy, save and load take turns, so that all see the same machine.
+
+    Each call reads and writes memory that the calls just before it did not, so that no processor cache helps; the pool
+    is full and evicts, as it does in use.
+    """
     total = size * NUM_KEYS
-    data = np.random.default_rng(size).integers(0, 256, total, np.uint8)
-    target, copy = np.zeros_like(data), np.zeros_like(data)
-    batches = [[secrets.token_bytes(32) for _ in range(NUM_KEYS)] for _ in range(rounds + _POOL_BATCHES)]
-    for batch in batches[:_POOL_BATCHES]:  # the pool's pages and the mappings
-        client.save(batch, data, size)
-        client.load(batch, target, size)
+    num_slices = max(3, _RING_BYTES // total)
+    data = np.random.default_rng(size).integers(0, 256, num_slices * total, np.uint8).reshape(num_slices, total)
+    target = np.zeros_like(data)
+    for _ in range(pool_bytes // total + 1):  # the pool's pages and the mappings
+        last = _new_keys()
+        client.save(last, data[0], size)
+        client.load(last, target[0], size)
     times: dict[str, list[float]] = {"memcpy": [], "save": [], "load": []}
-    for batch in batches[_POOL_BATCHES:]:
-        calls: dict[str, Callable[[], None]] = {
-            "memcpy": lambda: np.copyto(copy, data),
-            "save": lambda batch=batch: client.save(batch, data, size),  # type: ignore[misc]
-            "load": lambda batch=batch: client.load(batch, target, size),  # type: ignore[misc]
-        }
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-        assert np.array_equal(target, data), "wrong bytes"
-        target[:] = 0
+    for turn in range(rounds):
+        copied, saved, loaded = ((3 * turn + i) % num_slices for i in range(3))
+        last = _new_keys()
+        times["memcpy"].append(_time(partial(np.copyto, target[copied], data[copied]), 1))
+        times["save"].append(_time(partial(client.save, last, data[saved], size), 1))
+        times["load"].append(_time(partial(client.load, last, target[loaded], size), 1))
+        assert np.array_equal(target[loaded], data[saved]), "wrong bytes"
     speeds = {name: total / median(took) / 1e9 for name, took in times.items()}
-    last = batches[-1]
-    one = _time(lambda _i: client.load(last[:1], target, size), 50)
-    exists = _time(lambda _i: client.call(m.Exists(b"".join(last))) and None, 50)
+    one = _time(partial(client.load, last[:1], target[0], size), 50)
+    exists = _time(partial(client.call, m.Exists(b"".join(last))), 50)
     return Row(
         block_bytes=size,
         memcpy=round(speeds["memcpy"], 2),
@@ -186,9 +192,7 @@ def run(rounds: int = 15, sizes: tuple[int, ...] = SIZES) -> list[dict[str, floa
     rows = []
     for size in sizes:
         total = size * NUM_KEYS
-        with (
-            private_agent(total * _POOL_BATCHES + (64 << 20)) as path,
-            contextlib.closing(Client(path, total)) as client,
-        ):
-            rows.append(asdict(measure(client, size, rounds)))
+        pool_bytes = max(_SEGMENT_BYTES, _POOL_BATCHES * total)
+        with private_agent(pool_bytes) as path, contextlib.closing(Client(path, total)) as client:
+            rows.append(asdict(measure(client, size, rounds, pool_bytes)))
     return rows
