@@ -6,10 +6,12 @@ of a slab.
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 MIN_SLOT_BYTES = 4096
 
 
+@lru_cache(maxsize=4096)
 def slot_bytes(length: int) -> int:
     """The size class of a block: the next of eight steps a doubling, 4 KiB at least."""
     if length <= MIN_SLOT_BYTES:

@@ -39,6 +39,7 @@ class Entry:
     checksum: bytes
     is_rcache: bool
     parent: "Entry | None"
+    queue: S3Fifo
     children: "dict[Entry, None]" = field(default_factory=dict)
     pins: int = 0
     is_live: bool = True
@@ -86,7 +87,7 @@ class TenantPool:
                 if entry is None:
                     break
                 entry.pins += 1
-                self._queue(entry).touch(key)
+                entry.queue.touch(key)
                 found.append(entry)
         return found
 
@@ -97,7 +98,7 @@ class TenantPool:
             for entry in entries:
                 if entry is not None:
                     entry.pins += 1
-                    self._queue(entry).touch(entry.key)
+                    entry.queue.touch(entry.key)
             return entries
 
     def pin_again(self, entry: Entry) -> None:
@@ -168,11 +169,12 @@ class TenantPool:
                 same = entry.length == place.length and entry.checksum == checksum
                 return (Status.DUPLICATE if same else Status.CONFLICT), entry
             before = self._index.get(parent)
-            entry = Entry(place.key, place.offset, place.length, checksum, place.is_rcache, before, pins=1)
+            queue = self._queue(place)
+            entry = Entry(place.key, place.offset, place.length, checksum, place.is_rcache, before, queue, pins=1)
             if before is not None:
                 before.children[entry] = None
             self._index[place.key] = entry
-            self._queue(entry).add(place.key)
+            queue.add(place.key)
             self._slabs.setdefault(self._allocator.slab_of(place.offset), set()).add(entry)
             self._rcache_bytes += slot_bytes(place.length) if place.is_rcache else 0
             self._lost.pop(place.key, None)
@@ -237,9 +239,11 @@ class TenantPool:
         kinds = (True, False) if is_rcache is None else (is_rcache,)
         for kind in kinds:
             queues = [(len(queue) * slot, queue) for (k, slot), queue in self._queues.items() if k == kind]
-            queues.sort(key=lambda pair: -pair[0])
-            if any(self._evict_from(queue) for _size, queue in queues):
-                return True
+            if len(queues) > 1:
+                queues.sort(key=lambda pair: -pair[0])
+            for _size, queue in queues:
+                if self._evict_from(queue):
+                    return True
         return False
 
     def _evict_from(self, queue: S3Fifo | None) -> bool:
@@ -276,7 +280,7 @@ class TenantPool:
     def _forget(self, entry: Entry, cause: Cause) -> None:
         """Takes a block out of the index; its memory is free once no reader pins it."""
         del self._index[entry.key]
-        self._queue(entry).remove(entry.key)
+        entry.queue.remove(entry.key)
         self._slabs[self._allocator.slab_of(entry.offset)].discard(entry)
         if entry.parent is not None:
             entry.parent.children.pop(entry, None)
@@ -291,8 +295,12 @@ class TenantPool:
         if entry.pins == 0:
             self._allocator.free(entry.offset)
 
-    def _queue(self, entry: Entry) -> S3Fifo:
-        return self._queues.setdefault((entry.is_rcache, slot_bytes(entry.length)), S3Fifo())
+    def _queue(self, place: Place) -> S3Fifo:
+        kind = (place.is_rcache, slot_bytes(place.length))
+        queue = self._queues.get(kind)
+        if queue is None:
+            queue = self._queues[kind] = S3Fifo()
+        return queue
 
     # Knowing
 
@@ -334,7 +342,7 @@ class TenantPool:
             assert sum(len(entries) for entries in self._slabs.values()) == len(self._index)
             for key, entry in self._index.items():
                 assert (entry.is_live, entry.key, entry.pins >= 0) == (True, key, True), "a dead block in the index"
-                assert key in self._queue(entry)
+                assert key in entry.queue
                 assert entry.parent is None or (entry in entry.parent.children and entry.parent.is_live)
             cached = sum(slot_bytes(entry.length) for entry in self._index.values() if entry.is_rcache)
             assert cached == self._rcache_bytes

@@ -13,6 +13,8 @@ from kvloom.pool.node import Node
 from kvloom.pool.segments import Bytes, SharedMemory
 from kvloom.pool.store import Entry, Place, TenantPool
 
+_COUNTER = {status: f"save_{status.name.lower()}" for status in Status}
+
 
 class Writer:
     """Used by its session's thread only."""
@@ -31,7 +33,7 @@ class Writer:
         for key, offset, length in zip(keys, message.offsets, message.lengths, strict=True):
             data = arena.data[offset : offset + length]
             status = self._save_one(key, data, parent, message.write_rcache, deadline_s)
-            self._pool.counts[f"save_{status.name.lower()}"] += 1
+            self._pool.counts[_COUNTER[status]] += 1
             statuses.append(status)
             if not status.is_success:
                 statuses += bytes([status]) * (len(keys) - len(statuses))
