@@ -1,5 +1,7 @@
 """EmsConfig, CcConfig_v1 and CcKvOption refuse what the tables exclude (seed 000, 6.1 and 8.2), naming the argument."""
 
+import ctypes
+
 import pytest
 
 from ems import CcConfig, CcConfig_v1, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KVCacheType
@@ -86,9 +88,10 @@ def test_the_type_may_be_set_after_construction():
 
 
 def test_a_buffer_wrapper_is_a_view_of_the_memory():
-    data = bytearray(b"abcd")
-    address = KvBufferWrapper.__dataclass_fields__.keys()
-    assert list(address) == ["data_ptr", "length"]
+    data = (ctypes.c_ubyte * 4)(1, 2, 3, 4)
+    view = KvBufferWrapper(ctypes.addressof(data), 4).view()
+    assert bytes(view) == b"\1\2\3\4"
+    view[0] = 9
+    assert data[0] == 9
     assert refused(lambda: KvBufferWrapper(0, 4)) == "data_ptr"
     assert refused(lambda: KvBufferWrapper(1, 0)) == "length"
-    assert data == b"abcd"

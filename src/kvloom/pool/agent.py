@@ -6,6 +6,7 @@ input is closed, which the kernel does for a client that dies.
 
 import argparse
 import contextlib
+import gc
 import os
 import secrets
 import selectors
@@ -39,6 +40,8 @@ from kvloom.pool.session import ClientSession
 
 _HELLO_S = 5.0
 _BACKLOG = 128
+_GC_THRESHOLDS = (100_000, 10, 10)  # the index makes no garbage cycles; frequent walks over a million blocks cost time
+_SWITCH_S = 0.0005  # how long a session may hold up the others' short answers
 
 
 class Agent:
@@ -247,6 +250,8 @@ def config_from(arguments: list[str]) -> AgentConfig:
 
 def main(arguments: list[str]) -> int:
     """Serves until SIGTERM, SIGINT or, if asked for, the end of standard input. Exit status 1: could not start."""
+    gc.set_threshold(*_GC_THRESHOLDS)
+    sys.setswitchinterval(_SWITCH_S)
     stop_read, stop_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, b"x"))
