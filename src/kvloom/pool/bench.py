@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,7 @@ import xxhash
 from ems.common.channel import Channel
 from ems.keys import NONCE_BYTES, proof, verifier
 from ems.wire import messages as m
+from kvloom.pool.bench_redis import RedisClient, find_server, private_server
 
 Bytes = npt.NDArray[np.uint8]
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -53,6 +55,8 @@ class Row:
     load_ratio: float
     load_one_us: float  # one block, median
     exists_us: float  # NUM_KEYS keys, median
+    redis_save: float | None  # Redis or Valkey over a socket, one put and get of all keys; None = not installed
+    redis_load: float | None
 
 
 class Client:
@@ -150,7 +154,7 @@ def _time(call: Callable[[], object], rounds: int) -> float:
     return median(took)
 
 
-def measure(client: Client, size: int, rounds: int, pool_bytes: int) -> Row:
+def measure(client: Client, redis: RedisClient | None, size: int, rounds: int, pool_bytes: int) -> Row:
     """One block size. Rounds of memcpy, save and load take turns, so that all see the same machine.
 
     Each call reads and writes memory that the calls just before it did not, so that no processor cache helps; the pool
@@ -164,7 +168,10 @@ def measure(client: Client, size: int, rounds: int, pool_bytes: int) -> Row:
         last = _new_keys()
         client.save(last, data[0], size)
         client.load(last, target[0], size)
-    times: dict[str, list[float]] = {"memcpy": [], "save": [], "load": []}
+        if redis is not None:
+            redis.save(last, data[0], size)
+            redis.load(last, target[0], size)
+    times: dict[str, list[float]] = {"memcpy": [], "save": [], "load": [], "redis_save": [], "redis_load": []}
     for turn in range(rounds):
         copied, saved, loaded = ((3 * turn + i) % num_slices for i in range(3))
         last = _new_keys()
@@ -172,7 +179,10 @@ def measure(client: Client, size: int, rounds: int, pool_bytes: int) -> Row:
         times["save"].append(_time(partial(client.save, last, data[saved], size), 1))
         times["load"].append(_time(partial(client.load, last, target[loaded], size), 1))
         assert np.array_equal(target[loaded], data[saved]), "wrong bytes"
-    speeds = {name: total / median(took) / 1e9 for name, took in times.items()}
+        if redis is not None:
+            times["redis_save"].append(_time(partial(redis.save, last, data[copied], size), 1))
+            times["redis_load"].append(_time(partial(redis.load, last, target[copied], size), 1))
+    speeds = {name: total / median(took) / 1e9 for name, took in times.items() if took}
     one = _time(partial(client.load, last[:1], target[0], size), 50)
     exists = _time(partial(client.call, m.Exists(b"".join(last))), 50)
     return Row(
@@ -184,15 +194,24 @@ def measure(client: Client, size: int, rounds: int, pool_bytes: int) -> Row:
         load_ratio=round(speeds["load"] / speeds["memcpy"], 3),
         load_one_us=round(one * 1e6, 1),
         exists_us=round(exists * 1e6, 1),
+        redis_save=round(speeds["redis_save"], 2) if redis else None,
+        redis_load=round(speeds["redis_load"], 2) if redis else None,
     )
 
 
-def run(rounds: int = 15, sizes: tuple[int, ...] = SIZES) -> list[dict[str, float | int]]:
+def run(rounds: int = 15, sizes: tuple[int, ...] = SIZES) -> list[dict[str, Any]]:
     """Rows of all sizes, each as a dict of `Row`'s fields."""
+    server = find_server()
     rows = []
     for size in sizes:
         total = size * NUM_KEYS
         pool_bytes = max(_SEGMENT_BYTES, _POOL_BATCHES * total)
-        with private_agent(pool_bytes) as path, contextlib.closing(Client(path, total)) as client:
-            rows.append(asdict(measure(client, size, rounds, pool_bytes)))
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(private_agent(pool_bytes))
+            client = stack.enter_context(contextlib.closing(Client(path, total)))
+            redis = None
+            if server is not None:
+                place = stack.enter_context(private_server(server, 2 * pool_bytes))
+                redis = stack.enter_context(contextlib.closing(RedisClient(place)))
+            rows.append(asdict(measure(client, redis, size, rounds, pool_bytes)))
     return rows

@@ -107,16 +107,27 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds a size.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
 ) -> None:
-    """Measure save and load at 16K to 1M against memcpy in the same run."""
+    """Measure save and load at 16K to 1M against memcpy, and Redis or Valkey if installed, in the same run."""
     rows = bench_module.run(rounds)
     typer.echo(json.dumps({"bench": "pool", "keys": bench_module.NUM_KEYS, "rows": rows}))
     if as_json:
         return
     table = Table(
-        "block", "memcpy GB/s", "save GB/s", "load GB/s", "save/memcpy", "load/memcpy", "load 1, us", "exists 64, us"
+        "block",
+        "memcpy GB/s",
+        "save GB/s",
+        "load GB/s",
+        "save/memcpy",
+        "load/memcpy",
+        "load 1, us",
+        "exists 64, us",
+        "redis save",
+        "redis load",
     )
     for row in rows:
-        table.add_row(f"{int(row['block_bytes']) >> 10}K", *(str(value) for value in list(row.values())[1:]))
+        table.add_row(
+            f"{row['block_bytes'] >> 10}K", *("-" if value is None else str(value) for value in list(row.values())[1:])
+        )
     _console.print(table)
 
 
