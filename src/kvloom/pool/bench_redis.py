@@ -79,10 +79,15 @@ def private_server(command: str, pool_bytes: int) -> Iterator[Path]:
         with subprocess.Popen([command, *arguments], stdout=subprocess.DEVNULL) as process:
             try:
                 limit_s = time.monotonic() + _START_S
-                while not path.exists():
+                while not _accepts(path):
                     if time.monotonic() > limit_s:
                         raise TimeoutError(f"{command} did not start")
                     time.sleep(_POLL_S)
                 yield path
             finally:
                 process.terminate()
+
+
+def _accepts(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
