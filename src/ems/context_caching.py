@@ -1,6 +1,5 @@
 """ContextCaching: save and load the KV cache of a prefix, block by block (seed 000, chapter 8)."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from ems import pipeline
 from ems.blocks import Cache, Request, plan, plan_hashes
 from ems.buffer import RegisteredCache
 from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
-from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_timeout
+from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult
 from ems.keys import Identity, KeySpace
 from ems.profiling import Profiler
@@ -180,7 +179,10 @@ class ContextCaching:
     ) -> CcFuture:
         settings, start_s = _checked_option(option), time.monotonic()
         early = self._plan_early(arguments)
-        return CcFuture(self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s))
+        try:
+            return CcFuture(self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s))
+        except RuntimeError:  # the executor's way of saying that it was shut down
+            raise io_error("Ems was shut down") from None
 
     def _plan_early(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
@@ -220,8 +222,7 @@ class ContextCaching:
 
     def after_fork(self) -> None:
         """In a forked child: the parent's threads are not here; new ones start when needed."""
-        with contextlib.suppress(AttributeError):
-            self._start()
+        self._start()
 
 
 def _checked_option(option: CcKvOption | None) -> CcKvOption:

@@ -257,3 +257,10 @@ def test_profiling_writes_a_line_a_call(agent, kv, tmp_path, monkeypatch):
     assert [(e["operation"], e["success"], e["total"], e["bytes"]) for e in lines] == [
         ("save", 1, 1, 512), ("async_load", 1, 2, 512)
     ]  # fmt: skip
+
+
+def test_after_shutdown_an_asynchronous_call_is_an_io_error(cc):
+    cc.close()
+    with pytest.raises(EmsException) as caught:
+        cc.async_save(slots_of(0), [1], [4])
+    assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
