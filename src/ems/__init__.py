@@ -1,0 +1,61 @@
+"""EMS SDK: keep the KV cache of prefixes in a memory pool that outlives the engine (seed 000).
+
+Ems.init(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id="m"))), then Ems.get_cc() for save and load.
+Names are loaded at their first use: the node agent shares the wire of this package and does without its torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ems.buffer import KvBufferWrapper
+    from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
+    from ems.cc_v1.cc_config import CcConfig_v1 as CcConfig
+    from ems.common.exception import EmsErrorCode, EmsException
+    from ems.config import CcKvOption, CcResult, EmsConfig
+    from ems.context_caching import CcFuture, ContextCaching
+    from ems.context_caching import ContextCaching as ContextCache_v1
+    from ems.ems import Ems, embedded
+
+_HOMES = {
+    "CcConfig": ("ems.cc_v1.cc_config", "CcConfig_v1"),
+    "CcConfig_v1": ("ems.cc_v1.cc_config", "CcConfig_v1"),
+    "CcFuture": ("ems.context_caching", "CcFuture"),
+    "CcKvOption": ("ems.config", "CcKvOption"),
+    "CcResult": ("ems.config", "CcResult"),
+    "ContextCache_v1": ("ems.context_caching", "ContextCaching"),
+    "ContextCaching": ("ems.context_caching", "ContextCaching"),
+    "Ems": ("ems.ems", "Ems"),
+    "EmsConfig": ("ems.config", "EmsConfig"),
+    "EmsErrorCode": ("ems.common.exception", "EmsErrorCode"),
+    "EmsException": ("ems.common.exception", "EmsException"),
+    "KVCacheType": ("ems.cc_v1.cc_config", "KVCacheType"),
+    "KvBufferWrapper": ("ems.buffer", "KvBufferWrapper"),
+    "embedded": ("ems.ems", "embedded"),
+}
+
+__all__ = [
+    "CcConfig",
+    "CcConfig_v1",
+    "CcFuture",
+    "CcKvOption",
+    "CcResult",
+    "ContextCache_v1",
+    "ContextCaching",
+    "Ems",
+    "EmsConfig",
+    "EmsErrorCode",
+    "EmsException",
+    "KVCacheType",
+    "KvBufferWrapper",
+    "embedded",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ems' has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    value: object = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value

@@ -1,0 +1,155 @@
+"""From the arguments of a call to blocks: names, token counts, and where their tokens lie in the registered cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
+from ems.keys import KeySpace
+
+Slots = npt.NDArray[np.int64]
+_MAX_TOKEN = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`count` tokens from position `start` of block `block` of the caller's cache."""
+
+    block: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block of the pool. Its bytes are, tensor by tensor, its tokens in order; `pieces` say where these lie."""
+
+    key: bytes
+    num_tokens: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Blocks in chain order. parent: the key of the block before the first one, or empty."""
+
+    blocks: list[Block]
+    parent: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """What planning needs to know of the registered cache: its names, tokens a block, number of slots."""
+
+    keys: KeySpace
+    block_size: int
+    num_slots: int
+
+
+def plan(cache: Cache, slot_mapping: object, hashes: object, offsets: object, others: dict[str, Any]) -> Request:
+    """The blocks of a call, under hash semantics (hashes, offsets) or token semantics (token_ids, mask in `others`).
+
+    Raises EmsException(EMS_INVALID_ARGUMENT) naming the argument.
+    """
+    unknown = sorted(others.keys() - {"token_ids", "mask"})
+    if unknown:
+        raise invalid_argument(unknown[0], "unknown argument")
+    token_ids, mask = others.get("token_ids"), others.get("mask")
+    if (hashes is None) == (token_ids is None):
+        raise invalid_argument("hashes", "give either hashes and offsets, or token_ids")
+    slots = _integers("slot_mapping", slot_mapping)
+    if len(slots) == 0:
+        raise invalid_argument("slot_mapping", "must not be empty")
+    if token_ids is None:
+        if mask is not None:
+            raise invalid_argument("mask", "belongs to token_ids, not to hashes")
+        return _by_hash(cache, slots, hashes, offsets)
+    if offsets is not None:
+        raise invalid_argument("offsets", "belongs to hashes, not to token_ids")
+    return _by_tokens(cache, slots, token_ids, mask)
+
+
+def _by_hash(cache: Cache, slots: Slots, hashes: object, offsets: object) -> Request:
+    values = plan_hashes(hashes)
+    counts = _integers("offsets", offsets).tolist()
+    if len(values) != len(counts):
+        raise invalid_argument("hashes", f"{len(values)} hashes for {len(counts)} offsets")
+    if any(count < 1 for count in counts):
+        raise invalid_argument("offsets", "each must be at least 1")
+    if sum(counts) != len(slots):
+        raise invalid_argument("offsets", f"sum to {sum(counts)}, slot_mapping has {len(slots)} entries")
+    keys = [cache.keys.of_hash(value, count) for value, count in zip(values, counts, strict=True)]
+    return Request(_blocks(cache, slots, keys, counts))
+
+
+def plan_hashes(hashes: object) -> list[int]:
+    """The hashes as integers of any size and sign."""
+    if not isinstance(hashes, Sequence) or any(isinstance(v, bool) or not isinstance(v, int) for v in hashes):
+        raise invalid_argument("hashes", "must be a list of integers")
+    return list(hashes)
+
+
+def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object) -> Request:
+    tokens: list[int] = _integers("token_ids", token_ids).tolist()
+    if len(tokens) != len(slots):
+        raise invalid_argument("token_ids", f"{len(tokens)} tokens for {len(slots)} entries of slot_mapping")
+    skipped = 0
+    if mask is not None:
+        bits = _integers("mask", mask)
+        if len(bits) != len(slots):
+            raise invalid_argument("mask", f"{len(bits)} entries for {len(slots)} entries of slot_mapping")
+        if ((bits != 0) & (bits != 1)).any() or (np.diff(bits) < 0).any():
+            raise invalid_argument("mask", "must be zeros followed by ones")
+        skipped = len(bits) - int(bits.sum())
+    size = cache.block_size
+    if skipped % size and skipped != len(tokens):
+        raise invalid_argument("mask", f"its zeros must be whole blocks of {size} tokens, got {skipped}")
+    keys = list(cache.keys.of_tokens(tokens, size))
+    counts = [min(size, len(tokens) - start) for start in range(0, len(tokens), size)]
+    first = -(-skipped // size)
+    blocks = _blocks(cache, slots[skipped:], keys[first:], counts[first:])
+    return Request(blocks, keys[first - 1] if first else b"")
+
+
+def _blocks(cache: Cache, slots: Slots, keys: list[bytes], counts: list[int]) -> list[Block]:
+    """Cuts the slots into blocks, and each block into runs of consecutive slots within one block of the cache."""
+    if len(slots) and (slots.min() < 0 or slots.max() >= cache.num_slots):
+        raise invalid_argument("slot_mapping", f"slots must be 0 to {cache.num_slots - 1}")
+    blocks = []
+    size = cache.block_size
+    is_break = np.ones(len(slots), np.bool_)
+    is_break[1:] = (np.diff(slots) != 1) | (slots[1:] % size == 0)
+    position = 0
+    starts = np.cumsum([0, *counts])[:-1]
+    is_break[starts] = True
+    edges = [*np.flatnonzero(is_break).tolist(), len(slots)]
+    firsts: list[int] = slots[is_break].tolist()
+    run = 0
+    for key, count in zip(keys, counts, strict=True):
+        position += count
+        pieces = []
+        while run < len(firsts) and edges[run] < position:
+            pieces.append(Piece(firsts[run] // size, firsts[run] % size, edges[run + 1] - edges[run]))
+            run += 1
+        blocks.append(Block(key, count, tuple(pieces)))
+    return blocks
+
+
+def _integers(name: str, values: object) -> Slots:
+    """A list, tuple, array or tensor of integers as an array. Raises naming `name`."""
+    if values is None:
+        raise invalid_argument(name, "is missing")
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):
+        raise invalid_argument(name, "must be a flat list of integers") from None
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise invalid_argument(name, "must be a flat list of integers")
+    if array.dtype.kind == "u" and array.size and int(array.max()) >= _MAX_TOKEN:
+        raise EmsException(EmsErrorCode.EMS_INVALID_ARGUMENT, f"{name}: must fit into 64 bits")
+    return array.astype(np.int64)

@@ -1,0 +1,1 @@
+"""Configuration of the V1 context-caching interface."""

@@ -1,0 +1,1 @@
+"""What the SDK and the pool service share besides the wire: the exception and its codes."""

@@ -1,0 +1,111 @@
+"""Channel: a connected stream socket that carries frames, descriptors and raw block bytes, each with a deadline."""
+
+import array
+import socket
+import time
+
+from ems.wire.frames import Frame, FrameReader, FrameWriter, WireError
+from ems.wire.messages import Message
+
+_FD = array.array("i")
+
+
+def remaining_s(deadline_s: float | None) -> float | None:
+    """Seconds until a `time.monotonic()` deadline. Raises TimeoutError when it has passed; None waits for ever."""
+    if deadline_s is None:
+        return None
+    left = deadline_s - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("deadline passed")
+    return left
+
+
+def remaining_ms(deadline_s: float) -> int:
+    """Whole milliseconds until the deadline, 0 when it has passed, within the wire's field."""
+    return min(2**32 - 1, max(0, int((deadline_s - time.monotonic()) * 1000)))
+
+
+class Channel:
+    """One end of a connection. One thread at a time; after any error it must be closed, its position is unknown.
+
+    Every method raises TimeoutError, ConnectionError (OSError) or WireError.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._reader = FrameReader()
+        self._writer = FrameWriter()
+
+    def use_key(self, sending: bytes, receiving: bytes) -> None:
+        """Tags every later frame: `sending` for ours, `receiving` for theirs."""
+        self._writer.use_key(sending)
+        self._reader.use_key(receiving)
+
+    def send(
+        self,
+        message: Message,
+        deadline_s: float | None = None,
+        *,
+        request_id: int = 0,
+        deadline_ms: int = 0,
+        fd: int | None = None,
+    ) -> None:
+        """Sends one frame, with a file descriptor if one is given."""
+        data = self._writer.encode(message, request_id, deadline_ms)
+        self.sock.settimeout(remaining_s(deadline_s))
+        if fd is not None:
+            sent = socket.send_fds(self.sock, [data], [fd])
+            data = data[sent:]
+        self.sock.sendall(data)
+
+    def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
+        """Sends raw block bytes."""
+        self.sock.settimeout(remaining_s(deadline_s))
+        self.sock.sendall(data)
+
+    def receive(self, deadline_s: float | None = None) -> Frame:
+        """The next frame."""
+        while (frame := self._reader.next_frame()) is None:
+            self.sock.settimeout(remaining_s(deadline_s))
+            data = self.sock.recv(self._reader.missing)
+            if not data:
+                raise ConnectionResetError("the other side closed the connection")
+            self._reader.feed(data)
+        return frame
+
+    def receive_with_fd(self, deadline_s: float | None = None) -> tuple[Frame, int]:
+        """The next frame and the descriptor that came with it, close-on-exec; -1 when there was none."""
+        fd = -1
+        try:
+            while (frame := self._reader.next_frame()) is None:
+                self.sock.settimeout(remaining_s(deadline_s))
+                size, room = self._reader.missing, socket.CMSG_LEN(_FD.itemsize)
+                data, ancillary, _flags, _address = self.sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+                if not data:
+                    raise ConnectionResetError("the other side closed the connection")
+                for level, kind, payload in ancillary:
+                    if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS and len(payload) == _FD.itemsize:
+                        fd = array.array("i", payload)[0]
+                self._reader.feed(data)
+        except BaseException:
+            if fd >= 0:
+                socket.close(fd)
+            raise
+        return frame, fd
+
+    def receive_into(self, view: memoryview, deadline_s: float | None) -> None:
+        """Fills `view` with raw block bytes."""
+        position = 0
+        while position < len(view):
+            self.sock.settimeout(remaining_s(deadline_s))
+            count = self.sock.recv_into(view[position:])
+            if count == 0:
+                raise ConnectionResetError("the other side closed the connection")
+            position += count
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+CHANNEL_ERRORS = (OSError, WireError)
+"""What a broken, late or hostile connection raises (TimeoutError and ConnectionError are OSErrors)."""

@@ -1,0 +1,239 @@
+"""ContextCaching: save and load the KV cache of a prefix, block by block (seed 000, chapter 8)."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+from ems import pipeline
+from ems.blocks import Cache, Request, plan, plan_hashes
+from ems.buffer import RegisteredCache
+from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
+from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
+from ems.config import CcKvOption, CcResult
+from ems.keys import Identity, KeySpace
+from ems.profiling import Profiler
+from ems.transport import Link, LinkPool
+from ems.wire import messages as m
+from ems.wire.frames import WireError
+
+_DEFAULT: Final = CcKvOption()
+_IO_THREADS = 4
+_FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
+
+_Operation = Callable[[Link, RegisteredCache, Request, CcKvOption, float, pipeline.Progress], None]
+
+
+class CcFuture:
+    """Result of an asynchronous call. Until it is done the registered cache's blocks belong to the call."""
+
+    def __init__(self, future: "Future[CcResult]") -> None:
+        self._future = future
+
+    def result(self) -> CcResult:
+        """Waits for the result, at most until the call's deadline. Raises EmsException as the call would have."""
+        return self._future.result()
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._future.done()
+
+
+class ContextCaching:
+    """The pool as one rank of a model sees it. Made by `Ems.init`; any thread may call.
+
+    Methods raise EmsException: EMS_INVALID_ARGUMENT for wrong arguments, EMS_IO_ERROR when the pool is gone,
+    EMS_IO_TIMEOUT when nothing was decided in time. Misses, damaged blocks and a full pool only show in CcResult.
+    """
+
+    def __init__(self, links: LinkPool, config: CcConfig_v1, profiler: Profiler) -> None:
+        self._links = links
+        self._config = config
+        self._profiler = profiler
+        self._cache: RegisteredCache | None = None
+        self._key_space: tuple[bytes, Cache] | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-io")
+
+    def register_kvcache(self, kvcache: object) -> None:
+        """Says where the KV cache lies: per layer a list of tensors [blocks, block_size, heads, head_size].
+
+        Tensors on CPU, CUDA or NPU; all of one device and dtype. Registering again replaces the cache.
+        """
+        cache = RegisteredCache(kvcache)
+        with self._lock:
+            self._cache = cache
+            self._key_space = None
+
+    def save(
+        self,
+        slot_mapping: object = None,
+        hashes: object = None,
+        offsets: object = None,
+        option: CcKvOption | None = _DEFAULT,
+        **kwargs: Any,
+    ) -> CcResult:
+        """Saves blocks: slots with hashes and tokens a block (`offsets`), or with token_ids and mask as keywords."""
+        return self._now("save", pipeline.save, (slot_mapping, hashes, offsets, kwargs), option)
+
+    def load(
+        self,
+        slot_mapping: object = None,
+        hashes: object = None,
+        offsets: object = None,
+        option: CcKvOption | None = _DEFAULT,
+        **kwargs: Any,
+    ) -> CcResult:
+        """Loads the contiguous prefix of blocks that the pool has; the rest of the cache stays untouched."""
+        return self._now("load", pipeline.load, (slot_mapping, hashes, offsets, kwargs), option)
+
+    def async_save(
+        self,
+        slot_mapping: object = None,
+        hashes: object = None,
+        offsets: object = None,
+        option: CcKvOption | None = _DEFAULT,
+        **kwargs: Any,
+    ) -> CcFuture:
+        """`save` in the background; wrong arguments raise here. The blocks must not change until it is done."""
+        return self._later("save", pipeline.save, (slot_mapping, hashes, offsets, kwargs), option)
+
+    def async_load(
+        self,
+        slot_mapping: object = None,
+        hashes: object = None,
+        offsets: object = None,
+        option: CcKvOption | None = _DEFAULT,
+        **kwargs: Any,
+    ) -> CcFuture:
+        """`load` in the background; wrong arguments raise here. The blocks must not be used until it is done."""
+        return self._later("load", pipeline.load, (slot_mapping, hashes, offsets, kwargs), option)
+
+    def is_ready(self, ccfuture: CcFuture) -> bool:
+        """Whether the call is done; never waits (seed 000, 8.6)."""
+        return _checked_future(ccfuture).done()
+
+    def get_result(self, ccfuture: CcFuture) -> CcResult:
+        """Waits for the call's result (seed 000, 8.7); counts blocks, as the synchronous calls do."""
+        return _checked_future(ccfuture).result()
+
+    def exists(self, hashes: object, option: CcKvOption | None = _DEFAULT) -> int:
+        """How many full blocks of `hashes`, from the first on, a load would find; 0 when the pool does not answer."""
+        settings = _checked_option(option)
+        values = plan_hashes(hashes)
+        deadline_s = time.monotonic() + max(_FLOOR_S, settings.timeout / 1000)
+        try:
+            with self._links.lend(deadline_s) as link:
+                cache = self._planning_cache(link.welcome.key_salt)
+                keys = [cache.keys.of_hash(value, cache.block_size) for value in values]
+                count = 0
+                for start in range(0, len(keys), m.MAX_KEYS):
+                    part = keys[start : start + m.MAX_KEYS]
+                    answer = link.call(m.Exists(b"".join(part), settings.read_local_only), deadline_s)
+                    if not isinstance(answer, m.Count):
+                        raise WireError("expected a count")
+                    count += answer.count
+                    if answer.count < len(part):
+                        break
+                return count
+        except EmsException as error:
+            if error.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT:
+                raise
+            return 0
+
+    def _registered(self) -> RegisteredCache:
+        if self._cache is None:
+            raise invalid_argument("kvcache", "call register_kvcache first")
+        return self._cache
+
+    def _planning_cache(self, salt: bytes) -> Cache:
+        """The names of blocks under the tenant's salt, made once an agent and layout."""
+        registered = self._registered()
+        with self._lock:
+            if self._key_space is None or self._key_space[0] != salt:
+                config = self._config
+                kind = KVCacheType(config.kvcache_type)
+                identity = Identity(
+                    config.model_id,
+                    config.llm_engine,
+                    kind.value,
+                    config.tp_world_size,
+                    config.pp_world_size,
+                    None if kind is KVCacheType.MLA else config.rank_in_tp_group,
+                    config.rank_in_pp_group,
+                )
+                keys = KeySpace(salt, identity, registered.layout)
+                self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots))
+            return self._key_space[1]
+
+    def _now(self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None) -> CcResult:
+        settings, start_s = _checked_option(option), time.monotonic()
+        return self._run(name, operation, self._plan_early(arguments), settings, start_s)
+
+    def _later(
+        self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None
+    ) -> CcFuture:
+        settings, start_s = _checked_option(option), time.monotonic()
+        early = self._plan_early(arguments)
+        try:
+            return CcFuture(self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s))
+        except RuntimeError:  # the executor's way of saying that it was shut down
+            raise io_error("Ems was shut down") from None
+
+    def _plan_early(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
+        salt = self._key_space[0] if self._key_space else b""
+        slot_mapping, hashes, offsets, others = arguments
+        return salt, plan(self._planning_cache(salt), slot_mapping, hashes, offsets, others), arguments
+
+    def _run(
+        self, name: str, operation: _Operation, early: tuple[Any, ...], option: CcKvOption, start_s: float
+    ) -> CcResult:
+        deadline_s = start_s + max(_FLOOR_S, option.timeout / 1000)
+        salt, request, arguments = early
+        total = len(request.blocks)
+        progress = pipeline.Progress()
+        if total == 0:
+            return CcResult(0, 0)
+        if time.monotonic() > deadline_s:
+            raise io_timeout("waited for other calls until the deadline")
+        try:
+            with self._links.lend(deadline_s) as link:
+                if link.welcome.key_salt != salt:
+                    slot_mapping, hashes, offsets, others = arguments
+                    request = plan(self._planning_cache(link.welcome.key_salt), slot_mapping, hashes, offsets, others)
+                operation(link, self._registered(), request, option, deadline_s, progress)
+        except EmsException:
+            if progress.success == 0:
+                raise
+        except Exception as error:
+            raise internal_error(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._profiler.record(name, total, progress.success, progress.num_bytes, start_s)
+        return CcResult(progress.success, total)
+
+    def close(self) -> None:
+        """Waits for calls under way, at most until their deadlines."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def after_fork(self) -> None:
+        """In a forked child: the parent's threads are not here; new ones start when needed."""
+        self._start()
+
+
+def _checked_option(option: CcKvOption | None) -> CcKvOption:
+    """A copy of the option, so that the caller may change it for a retry."""
+    if not isinstance(option, CcKvOption):
+        raise invalid_argument("option", "must be a CcKvOption; leave it out for the defaults")
+    option.validate()
+    return CcKvOption(option.write_rcache, option.read_local_only, option.timeout)
+
+
+def _checked_future(ccfuture: object) -> CcFuture:
+    if not isinstance(ccfuture, CcFuture):
+        raise invalid_argument("ccfuture", "must be what async_save or async_load returned")
+    return ccfuture

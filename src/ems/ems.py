@@ -1,0 +1,164 @@
+"""Ems: the process's one connection to the pool (seed 000, chapters 6 and 7), and the embedded mode."""
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ems.common.exception import EmsException, invalid_argument, io_error
+from ems.config import LEGACY_DEFAULT_ACCESS_ID, EmsConfig
+from ems.context_caching import ContextCaching
+from ems.private_agent import EmbeddedAgent
+from ems.profiling import Profiler
+from ems.transport import LinkPool, find_socket
+from ems.wire import messages as m
+
+_INIT_S = 5.0
+_HEALTH_S = 1.0
+_log = logging.getLogger("ems")
+_EMBEDDED_POOL = "256M"
+
+
+class _State:
+    """What `Ems.init` makes and `Ems.shutdown` ends."""
+
+    def __init__(self, config: EmsConfig, embedded: EmbeddedAgent | None) -> None:
+        access_id = config.access_id or ""
+        self.identity = (access_id, config.access_key or "", config.cc_config)
+        self.embedded = embedded
+        self.profiler = Profiler()
+        wire_id = "" if access_id == LEGACY_DEFAULT_ACCESS_ID else access_id
+        self.links = LinkPool(self.locate, wire_id, config.access_key or "")
+        assert config.cc_config is not None
+        self.caching = ContextCaching(self.links, config.cc_config, self.profiler)
+
+    def locate(self, deadline_s: float) -> Path:
+        """The agent's socket now. Raises OSError when there is none."""
+        if self.embedded is not None:
+            return self.embedded.locate(deadline_s)
+        path = find_socket()
+        if path is None:
+            raise FileNotFoundError("no agent socket; start `kvloom pool agent` or set EMS_EMBEDDED=1")
+        return path
+
+    def close(self, stops_agent: bool) -> None:
+        self.caching.close()
+        self.links.close()
+        self.profiler.close()
+        if self.embedded is not None and stops_agent:
+            self.embedded.stop()
+
+
+_lock = threading.Lock()
+_state: _State | None = None
+_embedded: EmbeddedAgent | None = None  # of an enclosing embedded()
+
+
+class Ems:
+    """Class methods only: a process has one pool connection and one ContextCaching."""
+
+    @classmethod
+    def init(cls, config: EmsConfig) -> None:
+        """Connects and authenticates. A second call with an equal config does nothing.
+
+        Raises EmsException: EMS_INVALID_ARGUMENT for the config, EMS_IO_ERROR or EMS_IO_TIMEOUT for the pool.
+        """
+        global _state
+        if not isinstance(config, EmsConfig):
+            raise invalid_argument("config", "must be an EmsConfig")
+        config.validate()
+        with _lock:
+            if _state is not None:
+                if _state.identity != (config.access_id or "", config.access_key or "", config.cc_config):
+                    raise invalid_argument("config", "Ems is initialised with another one; call Ems.shutdown first")
+                return
+            state = _State(config, _embedded or _embedded_if_asked())
+            try:
+                if state.embedded is not None:
+                    _start(state.embedded)
+                _ping(state.links, _INIT_S)
+            except EmsException as error:
+                _log.error("EMS init failed: %s", error)
+                state.close(stops_agent=state.embedded is not _embedded)
+                raise
+            _state = state
+
+    @classmethod
+    def get_cc(cls) -> ContextCaching | None:
+        """The ContextCaching of this process; None before a successful init (seed 000, 7.1)."""
+        return _state.caching if _state is not None else None
+
+    @classmethod
+    def check_health(cls) -> bool:
+        """Whether the pool answers within a second (seed 000, 7.2). Never raises."""
+        state = _state
+        if state is None:
+            return False
+        try:
+            _ping(state.links, _HEALTH_S)
+        except EmsException:
+            return False
+        return True
+
+    @classmethod
+    def shutdown(cls) -> None:
+        """Ends the connection, and the private agent if `init` started one. Without init it does nothing."""
+        global _state
+        with _lock:
+            state, _state = _state, None
+        if state is not None:
+            state.close(stops_agent=state.embedded is not _embedded)
+
+
+def _embedded_if_asked() -> EmbeddedAgent | None:
+    """A private agent when EMS_EMBEDDED=1 and no agent's socket is found."""
+    if os.environ.get("EMS_EMBEDDED") != "1" or find_socket() is not None:
+        return None
+    return EmbeddedAgent(_EMBEDDED_POOL)
+
+
+def _start(agent: EmbeddedAgent) -> None:
+    try:
+        agent.start()
+    except OSError as error:
+        raise io_error(f"the embedded agent does not start: {error}") from error
+
+
+def _ping(links: LinkPool, timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    with links.lend(deadline_s) as link:
+        link.call(m.Ping(), deadline_s)
+
+
+@contextlib.contextmanager
+def embedded(pool: str = _EMBEDDED_POOL, arguments: tuple[str, ...] = ()) -> Iterator[EmbeddedAgent]:
+    """Within the context `Ems.init` uses a private agent with a pool of that size; at its end both are shut down.
+
+    arguments: more of the agent's command line. Raises EmsException(EMS_IO_ERROR) when it does not start.
+    """
+    global _embedded
+    agent = EmbeddedAgent(pool, arguments)
+    _start(agent)
+    _embedded = agent
+    try:
+        yield agent
+    finally:
+        Ems.shutdown()
+        _embedded = None
+        agent.stop()
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.Lock()
+    if _state is not None:
+        _state.links.after_fork()
+        _state.caching.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(Ems.shutdown)

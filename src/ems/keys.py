@@ -1,0 +1,116 @@
+"""Names and proofs: how a block is named in the pool, and how a client and an agent show that they share a key.
+
+Pure: hashes only. A block's name is 32 bytes of SHA-256 over the tenant's salt, the model, its parallel layout, the
+layout of the registered tensors, the caller's hash or token chain, and the number of tokens. Two processes that differ
+in any of these never read each other's bytes; the same ones agree after a restart, whatever PYTHONHASHSEED is.
+"""
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+KEY_BYTES = 32
+NONCE_BYTES = 32
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What makes stored bytes meaningful: element type, tokens a block, shape of one token in each tensor.
+
+    token_shapes: one (heads, head_size) or (dim,) a tensor, layer by layer, K before V.
+    """
+
+    dtype: str
+    block_size: int
+    token_shapes: tuple[tuple[int, ...], ...]
+
+    def fingerprint(self) -> bytes:
+        """32 bytes; differs whenever a stored block would be read differently. Elements are little-endian."""
+        text = f"le|{self.dtype}|{self.block_size}|{self.token_shapes!r}"
+        return hashlib.sha256(text.encode()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The model instance and this process's part of it. rank_in_tp is None where all tensor ranks are alike (MLA)."""
+
+    model_id: str
+    llm_engine: str
+    kvcache_type: str
+    tp_world_size: int
+    pp_world_size: int
+    rank_in_tp: int | None
+    rank_in_pp: int
+
+
+def encode_int(value: int) -> bytes:
+    """Any integer, negative or beyond 64 bits, as sign, length and magnitude: no two integers share an encoding."""
+    magnitude = abs(value)
+    size = (magnitude.bit_length() + 7) // 8
+    return struct.pack("<BI", value < 0, size) + magnitude.to_bytes(size, "big")
+
+
+def _encode_str(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<I", len(raw)) + raw
+
+
+class KeySpace:
+    """The names of one registered layout of one rank for one tenant."""
+
+    def __init__(self, salt: bytes, identity: Identity, layout: Layout) -> None:
+        base = hashlib.sha256(b"ems key 1")
+        base.update(struct.pack("<I", len(salt)) + salt)
+        for text in (identity.model_id, identity.llm_engine, identity.kvcache_type):
+            base.update(_encode_str(text))
+        rank_in_tp = -1 if identity.rank_in_tp is None else identity.rank_in_tp
+        for number in (identity.tp_world_size, identity.pp_world_size, rank_in_tp, identity.rank_in_pp):
+            base.update(encode_int(number))
+        base.update(layout.fingerprint())
+        self._hash_base = base.copy()
+        self._hash_base.update(b"h")
+        self._token_base = base
+        self._token_base.update(b"t")
+
+    def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
+        """Name of the block whose prefix hash the caller computed; any integer."""
+        digest = self._hash_base.copy()
+        digest.update(encode_int(block_hash) + struct.pack("<Q", num_tokens))
+        return digest.digest()
+
+    def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+        """Names of the blocks of a token sequence, the last one possibly short. Tokens are signed 64-bit.
+
+        Each name depends on every token before it, so equal blocks after different prefixes differ.
+        """
+        previous = b""
+        for start in range(0, len(token_ids), block_size):
+            block = token_ids[start : start + block_size]
+            digest = self._token_base.copy()
+            digest.update(previous + struct.pack(f"<Q{len(block)}q", len(block), *block))
+            previous = digest.digest()
+            yield previous
+
+
+def verifier(access_key: str, salt: bytes) -> bytes:
+    """What is stored in place of an access key. Keys are long and random, so one keyed hash suffices."""
+    return hmac.new(salt, b"ems verifier 1" + access_key.encode(), hashlib.sha256).digest()
+
+
+def proof(secret: bytes, role: str, access_id: str, client_nonce: bytes, agent_nonce: bytes) -> bytes:
+    """Shows knowledge of `secret` for this pair of nonces; `role` keeps a proof from being sent back to its author."""
+    message = b"".join((_encode_str(role), _encode_str(access_id), client_nonce, agent_nonce))
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def same(left: bytes, right: bytes) -> bool:
+    """Equality in a time that does not tell where they differ."""
+    return hmac.compare_digest(left, right)
+
+
+def derive(secret: bytes, purpose: str, name: str = "") -> bytes:
+    """A 32-byte secret for one purpose (a tenant's salt, the key of a peer session), from a longer-lived one."""
+    return hmac.new(secret, _encode_str(purpose) + _encode_str(name), hashlib.sha256).digest()

@@ -1,0 +1,1 @@
+"""The protocol between SDK, agents and peers: messages and the frames that carry them. Pure."""

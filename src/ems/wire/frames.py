@@ -1,0 +1,126 @@
+"""Frames: how a message is cut out of a stream of bytes and checked. Pure: the sockets are elsewhere.
+
+A frame is a 28-byte little-endian header and a body (MessagePack array of one message):
+  magic u32 | version u8 | op u8 | flags u16 | request_id u64 | deadline_ms u32 | body_len u32 | crc32 u32
+The CRC covers header and body. In a keyed session (peers) 16 bytes of keyed BLAKE2b over a sequence number, header and
+body follow. Block bytes of peers follow a frame raw; their lengths and checksums are in its body.
+Limits are checked before anything is buffered; a frame that breaks them ends its connection, nothing else.
+"""
+
+import hashlib
+import hmac
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from ems.wire.messages import Message
+
+VERSION = 1
+MAX_BODY_BYTES = 1 << 20
+TAG_BYTES = 16
+_MAGIC = 0x31534D45  # "EMS1"
+_HEADER = struct.Struct("<IBBHQIII")
+HEADER_BYTES = _HEADER.size
+
+
+class WireError(Exception):
+    """The other side broke the protocol; the connection is of no use any more."""
+
+
+_DECODERS: Final = {cls.OP: msgspec.msgpack.Decoder(cls) for cls in Message.__subclasses__()}
+_ENCODER: Final = msgspec.msgpack.Encoder()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """request_id: repeated in the answer; deadline_ms: what is left for the answer, 0 = only what costs no waiting."""
+
+    message: Message
+    request_id: int
+    deadline_ms: int
+
+
+def _tag(key: bytes, sequence: int, data: bytes) -> bytes:
+    return hashlib.blake2b(struct.pack("<Q", sequence) + data, key=key, digest_size=TAG_BYTES).digest()
+
+
+class FrameWriter:
+    """Encodes the frames of one direction of a connection; with a key, each gets a tag and its place in the order."""
+
+    def __init__(self) -> None:
+        self._key = b""
+        self._sequence = 0
+
+    def use_key(self, key: bytes) -> None:
+        """From the next frame on, frames are tagged by `key` (32 bytes)."""
+        self._key = key
+        self._sequence = 0
+
+    def encode(self, message: Message, request_id: int = 0, deadline_ms: int = 0) -> bytes:
+        body = _ENCODER.encode(message)
+        if len(body) > MAX_BODY_BYTES:
+            raise WireError(f"body of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
+        head = _HEADER.pack(_MAGIC, VERSION, message.OP, 0, request_id, deadline_ms, len(body), 0)[:-4]
+        data = head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
+        if self._key:
+            data += _tag(self._key, self._sequence, data)
+            self._sequence += 1
+        return data
+
+
+class FrameReader:
+    """Decodes the frames of one direction: `feed` at most `missing` bytes, then `next_frame`.
+
+    Feeding no more than `missing` keeps the raw bytes that follow a frame out of its buffer.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._key = b""
+        self._sequence = 0
+
+    def use_key(self, key: bytes) -> None:
+        """From the next frame on, frames must carry a tag by `key`."""
+        self._key = key
+        self._sequence = 0
+
+    @property
+    def missing(self) -> int:
+        """How many bytes the current header or frame still needs; 0 = `next_frame` has something to say."""
+        if len(self._buffer) < HEADER_BYTES:
+            return HEADER_BYTES - len(self._buffer)
+        return max(0, self._total() - len(self._buffer))
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def _total(self) -> int:
+        magic, version, op, _flags, _id, _deadline, size, _crc = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or version != VERSION or op not in _DECODERS:
+            raise WireError("not a frame of this protocol and version")
+        if size > MAX_BODY_BYTES:
+            raise WireError(f"body of {size} bytes, the limit is {MAX_BODY_BYTES}")
+        return HEADER_BYTES + int(size) + (TAG_BYTES if self._key else 0)
+
+    def next_frame(self) -> Frame | None:
+        """The next whole frame, or None when more bytes are needed. Raises WireError on anything malformed."""
+        if len(self._buffer) < HEADER_BYTES or len(self._buffer) < (total := self._total()):
+            return None
+        data = bytes(self._buffer[:total])
+        del self._buffer[:total]
+        if self._key:
+            data, tag = data[:-TAG_BYTES], data[-TAG_BYTES:]
+            if not hmac.compare_digest(tag, _tag(self._key, self._sequence, data)):
+                raise WireError("wrong tag")
+            self._sequence += 1
+        _magic, _version, op, _flags, request_id, deadline_ms, _size, crc = _HEADER.unpack_from(data)
+        if crc != zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER_BYTES - 4])):
+            raise WireError("wrong checksum")
+        try:
+            message = _DECODERS[op].decode(data[HEADER_BYTES:])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"malformed message {op}: {error}") from None
+        return Frame(message, request_id, deadline_ms)

@@ -1,0 +1,104 @@
+"""Keyring: which access keys open which tenant's pool. Holds verifiers, never keys."""
+
+import json
+import secrets
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """An access id, its tenant, and the verifiers of its keys: two while a rotation overlaps."""
+
+    access_id: str
+    tenant: str
+    salt: bytes
+    verifiers: tuple[bytes, ...]
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "access_id": self.access_id,
+            "tenant": self.tenant,
+            "salt": self.salt.hex(),
+            "verifiers": [each.hex() for each in self.verifiers],
+        }
+
+    @classmethod
+    def from_json(cls, body: dict[str, object]) -> "Credential":
+        """Raises ValueError when a field is missing or has a wrong type."""
+        try:
+            raw = body["verifiers"]
+            assert isinstance(raw, list)
+            verifiers = tuple(bytes.fromhex(each) for each in raw)
+            return cls(str(body["access_id"]), str(body["tenant"]), bytes.fromhex(str(body["salt"])), verifiers)
+        except (KeyError, TypeError, AssertionError) as error:
+            raise ValueError(f"not a credential: {error!r}") from None
+
+
+def new_credential(access_id: str, tenant: str, access_key: str) -> Credential:
+    """A credential with a fresh salt."""
+    salt = secrets.token_bytes(16)
+    return Credential(access_id, tenant, salt, (verifier(access_key, salt),))
+
+
+def read_credentials(path: Path) -> list[Credential]:
+    """Credentials of a JSON file: a list of what `Credential.to_json` gives. Raises OSError or ValueError."""
+    body = json.loads(path.read_text())
+    if not isinstance(body, list):
+        raise ValueError(f"{path}: expected a list of credentials")
+    return [Credential.from_json(each) for each in body]
+
+
+class Keyring:
+    """Credentials of a node, replaced as a whole when the control plane sends others. Any thread may call."""
+
+    def __init__(self, is_open: bool, secret: bytes) -> None:
+        """is_open: everybody is the default tenant and no key is asked for. secret: the cluster's."""
+        self.is_open = is_open
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._credentials: dict[str, Credential] = {}
+
+    def replace(self, credentials: Iterable[Credential]) -> None:
+        """Only these are valid from now on; sessions of others end at their next request."""
+        fresh = {each.access_id: each for each in credentials}
+        with self._lock:
+            self._credentials = fresh
+
+    def salt(self, access_id: str) -> bytes:
+        """The salt for a challenge. An unknown id gets a steady one of its own: nobody learns which ids exist."""
+        if self.is_open:
+            return b""
+        with self._lock:
+            found = self._credentials.get(access_id)
+        return found.salt if found else derive(self._secret, "unknown access id", access_id)[:16]
+
+    def open(self, access_id: str, claim: bytes, client_nonce: bytes, agent_nonce: bytes) -> tuple[str, bytes] | None:
+        """Tenant and verifier of a client whose proof is right, else None."""
+        if self.is_open:
+            return DEFAULT_TENANT, verifier("", b"")
+        with self._lock:
+            found = self._credentials.get(access_id)
+        if found is None:
+            return None
+        for candidate in found.verifiers:
+            if same(claim, proof(candidate, "client", access_id, client_nonce, agent_nonce)):
+                return found.tenant, candidate
+        return None
+
+    def is_valid(self, access_id: str, used: bytes) -> bool:
+        """Whether a session that was opened with verifier `used` may go on."""
+        if self.is_open:
+            return True
+        with self._lock:
+            found = self._credentials.get(access_id)
+        return found is not None and used in found.verifiers
+
+
+def node_token(secret: bytes) -> str:
+    """What a node of the cluster shows to the control plane."""
+    return derive(secret, "node token").hex()

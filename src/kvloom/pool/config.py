@@ -1,0 +1,123 @@
+"""AgentConfig: everything a node agent is told at start, checked once."""
+
+import os
+import secrets
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvloom.pool.store import Geometry
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+DEFAULT_SOCKET = "/dev/shm/ems/ems.sock"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512", "64K", "16M", "2G" (powers of 1024). Raises ValueError."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    number = int(text[:-1] if unit > 1 else text) * unit
+    if number <= 0:
+        raise ValueError(f"a size must be positive, got {text!r}")
+    return number
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of "host:port". Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise ValueError(f"an address is host:port, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """Bytes: `guarantee` is set aside for the tenant, `quota` is the most it may use."""
+
+    tenant: str
+    guarantee: int
+    quota: int
+
+    @classmethod
+    def parse(cls, text: str) -> "TenantLimits":
+        """From "tenant:guarantee:quota", sizes as in parse_size; guarantee may be 0. Raises ValueError."""
+        tenant, guarantee, quota = text.split(":")
+        return cls(tenant, 0 if guarantee == "0" else parse_size(guarantee), parse_size(quota))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a peer listens. id: unique in the cluster, decides placement."""
+
+    id: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """From "id=host:port". Raises ValueError."""
+        name, _, place = text.partition("=")
+        if not name:
+            raise ValueError(f"a peer is id=host:port, got {text!r}")
+        return cls(name, *parse_address(place))
+
+
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Raises ValueError naming the field when values do not fit together.
+
+    pool_bytes: memory of all tenants; segment_bytes: one shared file; slab_bytes: the largest block.
+    secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
+    """
+
+    socket: Path = Path(DEFAULT_SOCKET)
+    pool_bytes: int = 1 << 30
+    segment_bytes: int = 64 << 20
+    slab_bytes: int = 16 << 20
+    rcache_share: float = 0.25
+    max_arena_bytes: int = 256 << 20
+    max_sessions: int = 256
+    is_open: bool = True
+    is_direct: bool = False
+    is_prefaulted: bool = True
+    credentials: Path | None = None
+    tenants: tuple[TenantLimits, ...] = ()
+    secret: bytes = b""
+    node_id: str = field(default_factory=lambda: f"node-{secrets.token_hex(4)}")
+    listen: tuple[str, int] | None = None
+    advertise: str = ""
+    peers: tuple[Address, ...] = ()
+    control_url: str = ""
+    http: tuple[str, int] | None = None
+    ends_with_stdin: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.slab_bytes <= self.segment_bytes <= self.pool_bytes or self.slab_bytes % 4096:
+            raise ValueError("need 0 < slab_bytes <= segment_bytes <= pool_bytes, slab_bytes in whole pages")
+        if self.segment_bytes % self.slab_bytes:
+            raise ValueError("segment_bytes must be a multiple of slab_bytes")
+        if not 0 <= self.rcache_share <= 1:
+            raise ValueError("rcache_share must be 0 to 1")
+        if (self.listen or self.peers or not self.is_open or self.control_url) and len(self.secret) < 32:
+            raise ValueError("secret: peers, credentials and the control plane need one of at least 32 bytes")
+        if self.is_direct and not self.is_open:
+            raise ValueError("is_direct: only on a node with one tenant, which can change published bytes")
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.segment_bytes, self.slab_bytes)
+
+
+def read_secret(path: str) -> bytes:
+    """The cluster secret from a file of at least 32 bytes, surrounding blanks removed. Raises OSError or ValueError."""
+    secret = Path(path).read_bytes().strip()
+    if len(secret) < 32:
+        raise ValueError(f"{path}: the cluster secret must have at least 32 bytes")
+    return secret
+
+
+def default_socket() -> Path:
+    """Where an agent listens when nobody says: the seed's directory if it is ours to write, else the user's own."""
+    folder = Path(DEFAULT_SOCKET).parent
+    if os.access(folder, os.W_OK):
+        return Path(DEFAULT_SOCKET)
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / "ems" / "ems.sock"

@@ -1,0 +1,81 @@
+"""S3Fifo: which block goes when room is needed. Pure.
+
+S3-FIFO (Yang et al., SOSP 2023): new keys enter a small queue and move to the main one only if they are used again
+before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the small queue are
+remembered; coming back, they enter the main queue at once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+_MAX_USES = 3  # more hits than this do not make a key stay longer
+_SMALL_SHARE = 10  # the small queue holds at least one in ten keys
+
+
+class S3Fifo:
+    """Order of departure of a set of keys of equal cost."""
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[bytes, int] = OrderedDict()  # key -> uses since it entered or was passed over
+        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._ghost: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._small or key in self._main
+
+    def add(self, key: bytes) -> None:
+        """A key that is not in yet."""
+        assert key not in self, "added twice"
+        if key in self._ghost:
+            del self._ghost[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def touch(self, key: bytes) -> None:
+        """The key was used."""
+        queue = self._small if key in self._small else self._main
+        queue[key] = min(_MAX_USES, queue[key] + 1)
+
+    def remove(self, key: bytes) -> None:
+        """The key is gone, for whatever reason; no-op when it is not in."""
+        if self._small.pop(key, None) is not None:
+            self._ghost[key] = None
+            while len(self._ghost) > max(16, len(self)):
+                self._ghost.popitem(last=False)
+        else:
+            self._main.pop(key, None)
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
+        for queue in self._queues():
+            for _ in range((_MAX_USES + 1) * len(queue)):
+                key, uses = next(iter(queue.items()))
+                if is_kept(key):
+                    queue.move_to_end(key)
+                elif uses == 0:
+                    return key
+                elif queue is self._small:
+                    del self._small[key]
+                    self._main[key] = 0
+                else:
+                    self._main[key] = uses - 1
+                    self._main.move_to_end(key)
+                if not queue:
+                    break
+        keys = [*self._small, *self._main]
+        return next((key for key in keys if not is_kept(key)), None)
+
+    def _queues(self) -> tuple[OrderedDict[bytes, int], OrderedDict[bytes, int]]:
+        if len(self._small) * _SMALL_SHARE >= len(self):
+            return self._small, self._main
+        return self._main, self._small
+
+    def check(self) -> None:
+        """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
+        assert not self._small.keys() & self._main.keys()
+        assert not self._ghost.keys() & (self._small.keys() | self._main.keys())
+        assert all(0 <= uses <= _MAX_USES for queue in (self._small, self._main) for uses in queue.values())

@@ -1,0 +1,101 @@
+"""Peers: the other nodes of the cluster, as sessions use them. Static ones, or as the control plane says."""
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvloom.pool.config import Address
+from kvloom.pool.peer_link import PeerLink
+from kvloom.pool.placement import home
+from kvloom.pool.store import Entry, TenantPool
+
+_FETCH_THREADS = 8
+
+
+class Peers:
+    """Implements `kvloom.pool.node.Others`. Any thread may call."""
+
+    def __init__(self, own_id: str, secret: bytes) -> None:
+        self._own_id = own_id
+        self._secret = secret
+        self._lock = threading.Lock()
+        self._links: dict[str, PeerLink] = {}
+        self._active: tuple[str, ...] = (own_id,)
+        self._all: tuple[str, ...] = (own_id,)
+        self._executor = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="ems-fetch")
+
+    def set_members(self, others: Iterable[Address], draining: frozenset[str] = frozenset()) -> None:
+        """The other nodes from now on. Draining ones (this one may be among them) are read from, not written to."""
+        addresses = {address.id: address for address in others if address.id != self._own_id}
+        with self._lock:
+            for gone in [i for i, link in self._links.items() if addresses.get(i) != link.address]:
+                self._links.pop(gone).close()
+            for node_id, address in addresses.items():
+                if node_id not in self._links:
+                    self._links[node_id] = PeerLink(self._own_id, address, self._secret)
+            self._all = (self._own_id, *addresses)
+            self._active = tuple(i for i in self._all if i not in draining) or (self._own_id,)
+
+    def _link(self, key: bytes, node_ids: tuple[str, ...]) -> PeerLink | None:
+        node_id = home(key, node_ids)
+        return self._links.get(node_id)
+
+    def is_local(self, key: bytes) -> bool:
+        """Whether to keep the block here: this is its home, or its home is being left alone."""
+        with self._lock:
+            link = self._link(key, self._active)
+        return link is None or link.breaker.is_open(time.monotonic())
+
+    def _by_link(self, keys: list[bytes]) -> dict[PeerLink, list[bytes]]:
+        """Whom to ask for which key: its home, and the home it had before nodes began to drain."""
+        groups: dict[PeerLink, list[bytes]] = {}
+        with self._lock:
+            for key in keys:
+                links = {self._link(key, self._active)}
+                if len(self._all) > len(self._active):
+                    links.add(self._link(key, self._all))
+                for link in links:
+                    if link is not None:
+                        groups.setdefault(link, []).append(key)
+        return groups
+
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
+        """Brings those blocks that other nodes have into the pool, from all nodes at once."""
+        calls = [self._executor.submit(link.get, pool, part, deadline_s) for link, part in self._by_link(keys).items()]
+        problems = [call.result() for call in calls]
+        return next((problem for problem in problems if problem), "")
+
+    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
+        """Length of the prefix of `keys` that other nodes have."""
+        groups = self._by_link(keys)
+        calls = {link: self._executor.submit(link.has, tenant, part, deadline_s) for link, part in groups.items()}
+        found = set()
+        for link, call in calls.items():
+            found |= {key for key, has in zip(groups[link], call.result(), strict=True) if has}
+        return next((i for i, key in enumerate(keys) if key not in found), len(keys))
+
+    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes) -> None:
+        """Sends a block to its home in the background. Takes over one pin."""
+        with self._lock:
+            link = self._link(entry.key, self._active)
+        if link is None:
+            pool.unpin([entry])
+        else:
+            link.push_later(pool, entry, parent)
+
+    def push_now(self, tenant: str, key: bytes, parent: bytes, data: bytes, checksum: bytes, deadline_s: float) -> bool:
+        """Sends a block to its home; False when it did not arrive in time."""
+        with self._lock:
+            link = self._link(key, self._active)
+        return link is not None and link.put(tenant, [(key, memoryview(data), checksum)], parent, deadline_s)
+
+    def status(self) -> dict[str, bool]:
+        """For each other node whether it is being called at present."""
+        now_s = time.monotonic()
+        with self._lock:
+            return {node_id: not link.breaker.is_open(now_s) for node_id, link in self._links.items()}
+
+    def close(self) -> None:
+        self.set_members(())
+        self._executor.shutdown(wait=False, cancel_futures=True)

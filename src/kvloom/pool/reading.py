@@ -1,0 +1,103 @@
+"""Reader: the loads of one session."""
+
+import time
+
+from ems.wire import messages as m
+from ems.wire.messages import Cause
+from kvloom.pool.node import Node
+from kvloom.pool.store import Entry, TenantPool
+
+_FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
+_PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
+_MAX_LEASES = 1024
+
+
+class Reader:
+    """Used by its session's thread only."""
+
+    def __init__(self, pool: TenantPool, node: Node) -> None:
+        self._pool = pool
+        self._node = node
+        self._leases: dict[int, list[Entry]] = {}
+        self._next_lease = 1
+
+    def load(self, message: m.Load, deadline_s: float) -> m.Found:
+        """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease."""
+        keys = m.split_keys(message.keys)
+        entries = self._pool.pin_prefix(keys)
+        cause = Cause.NONE
+        if len(entries) < len(keys):
+            cause = self._pool.why_missing(keys[len(entries)])
+            if not message.read_local_only and self._node.others is not None:
+                cause = self._extend(keys, entries, deadline_s)
+        self._count(len(keys), len(entries), cause)
+        lease = self._next_lease
+        if entries and len(self._leases) < _MAX_LEASES:
+            self._next_lease += 1
+            self._leases[lease] = entries
+        else:
+            self._pool.unpin(entries)
+            entries, lease = [], 0
+        places = [self._pool.locate(entry.offset) for entry in entries]
+        return m.Found(
+            lease=lease,
+            segments=[segment for segment, _offset in places],
+            offsets=[offset for _segment, offset in places],
+            lengths=[entry.length for entry in entries],
+            sums=b"".join(entry.checksum for entry in entries),
+            cause=cause,
+        )
+
+    def _extend(self, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
+        """Adds blocks of other nodes to the pinned prefix `entries`, some at a time, until one is nowhere."""
+        now = time.monotonic()
+        peers_deadline_s = now + (deadline_s - now) * _PEER_SHARE
+        while len(entries) < len(keys):
+            wanted = keys[len(entries) : len(entries) + _FETCH_KEYS]
+            problem = self._fetch(wanted, peers_deadline_s)
+            more = self._pool.pin_prefix(keys[len(entries) :])
+            entries += more
+            if len(more) < len(wanted):
+                return Cause[problem] if problem else self._pool.why_missing(keys[len(entries)])
+        return Cause.NONE
+
+    def _fetch(self, keys: list[bytes], deadline_s: float) -> str:
+        others = self._node.others
+        if others is None:
+            return ""
+        if time.monotonic() >= deadline_s:
+            return "TIMEOUT"
+        return others.fetch(self._pool, self._pool.missing(keys), deadline_s)
+
+    def _count(self, total: int, hits: int, cause: Cause) -> None:
+        self._pool.counts["load_keys"] += total
+        self._pool.counts["load_hits"] += hits
+        if hits < total:
+            self._pool.counts[f"miss_{cause.name.lower()}"] += total - hits
+
+    def release(self, message: m.Release, _deadline_s: float) -> None:
+        """Ends a lease. A block the client found damaged is checked here before it is given up."""
+        entries = self._leases.pop(message.lease, [])
+        if 0 <= message.corrupt < len(entries):
+            self._pool.distrust(entries[message.corrupt])
+        self._pool.unpin(entries)
+
+    def exists(self, message: m.Exists, deadline_s: float) -> m.Count:
+        """Length of the prefix that a load would find."""
+        keys = m.split_keys(message.keys)
+        count = self._pool.count_prefix(keys)
+        others = self._node.others
+        while count < len(keys) and others is not None and not message.read_local_only:
+            now = time.monotonic()
+            more = others.count(self._pool.tenant, keys[count:], now + (deadline_s - now) * _PEER_SHARE)
+            here = self._pool.count_prefix(keys[count + more :])
+            count += more + here
+            if here == 0:
+                break
+        return m.Count(count)
+
+    def close(self) -> None:
+        """Ends all leases."""
+        for entries in self._leases.values():
+            self._pool.unpin(entries)
+        self._leases = {}

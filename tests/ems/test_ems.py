@@ -1,0 +1,175 @@
+"""Ems (seed 000, chapters 6, 7, 9): init once, health, embedded mode, restart of the agent, fork, killed parents."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ems
+from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException
+from ems.transport import SEED_SOCKET, find_socket
+from tests.support.pool import copy_of, new_kv, running_agent, slots_of, tokens_of, zero
+
+
+def config(**changes):
+    return EmsConfig(cc_config=CcConfig(**{"rank_id": 8, "device_id": 0, "model_id": "llama2-13b", **changes}))
+
+
+@pytest.fixture
+def _no_agent(monkeypatch, tmp_path):
+    """Nothing of this machine is found, and Ems is down before and after."""
+    monkeypatch.delenv("EMS_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    yield
+    Ems.shutdown()
+
+
+@pytest.mark.usefixtures("_no_agent")
+class TestInit:
+    def test_without_an_agent_init_raises_io_error_and_get_cc_is_none(self, caplog):
+        with pytest.raises(EmsException) as caught:
+            Ems.init(config())
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+        assert "EMS init failed" in caplog.text  # seed 000, 10.1
+        assert Ems.get_cc() is None
+        assert Ems.check_health() is False
+
+    def test_init_takes_a_config_and_only_that(self):
+        for wrong in (None, {}, EmsConfig()):
+            with pytest.raises(EmsException) as caught:
+                Ems.init(wrong)
+            assert caught.value.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT
+
+    def test_a_process_is_initialised_once(self, monkeypatch):
+        with running_agent() as agent:
+            monkeypatch.setenv("EMS_SOCKET", str(agent.config.socket))
+            Ems.init(config())
+            first = Ems.get_cc()
+            Ems.init(EmsConfig(cc_config_v1=CcConfig_v1(rank_id=8, device_id=0, model_id="llama2-13b")))
+            assert Ems.get_cc() is first
+            with pytest.raises(EmsException, match="config"):
+                Ems.init(config(rank_id=9))
+            Ems.shutdown()
+            assert Ems.get_cc() is None
+
+    def test_the_socket_is_searched_in_order(self, monkeypatch, tmp_path):
+        if SEED_SOCKET.exists():
+            pytest.skip("an agent of this machine is in the seed's place")
+        assert find_socket() is None
+        place = tmp_path / "ems" / "ems.sock"
+        place.parent.mkdir()
+        place.touch()
+        assert find_socket() == place
+        monkeypatch.setenv("EMS_SOCKET", "/named")
+        assert find_socket() == Path("/named")
+
+    def test_a_restarted_agent_is_empty_and_found_again(self, monkeypatch, tmp_path):
+        socket, kv = tmp_path / "a.sock", new_kv()
+        monkeypatch.setenv("EMS_SOCKET", str(socket))
+        with running_agent(socket=socket):
+            Ems.init(config())
+            cc = Ems.get_cc()
+            cc.register_kvcache(kv)
+            assert cc.save(slots_of(0), [1], [4]) == CcResult(1, 1)
+            assert Ems.check_health() is True
+        assert Ems.check_health() is False
+        with pytest.raises(EmsException) as caught:
+            cc.load(slots_of(0), [1], [4])
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+        assert cc.exists([1]) == 0
+        with running_agent(socket=socket):
+            assert Ems.check_health() is True
+            assert cc.load(slots_of(0), [1], [4]) == CcResult(0, 1)
+            assert cc.save(slots_of(0), [1], [4]) == CcResult(1, 1)
+            assert cc.load(slots_of(0), [1], [4]) == CcResult(1, 1)
+
+    def test_a_second_agent_does_not_take_the_place(self, tmp_path):
+        with (
+            running_agent(socket=tmp_path / "a.sock"),
+            pytest.raises(OSError, match="another agent"),
+            running_agent(socket=tmp_path / "a.sock"),
+        ):
+            pass
+
+
+@pytest.mark.usefixtures("_no_agent")
+class TestEmbedded:
+    def test_the_context_gives_a_private_agent_and_ends_it(self):
+        with ems.embedded(pool="32M") as agent:
+            pid = agent.pid
+            Ems.init(config())
+            cc, kv = Ems.get_cc(), new_kv()
+            cc.register_kvcache(kv)
+            before = copy_of(kv)
+            assert cc.save(slots_of(0, 1), [1, 2], [4, 4]).success == 2
+            zero(kv)
+            assert cc.load(slots_of(0, 1), [1, 2], [4, 4]).success == 2
+            assert (tokens_of(kv, slots_of(0, 1)) == tokens_of(before, slots_of(0, 1))).all()
+            folder = agent.locate(time.monotonic() + 1).parent
+        assert not folder.exists()
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+    def test_a_killed_agent_is_started_again(self):
+        with ems.embedded(pool="32M") as agent:
+            Ems.init(config())
+            cc = Ems.get_cc()
+            cc.register_kvcache(new_kv())
+            cc.save(slots_of(0), [1], [4])
+            os.kill(agent.pid, signal.SIGKILL)
+            os.waitpid(agent.pid, 0)
+            cc.save(slots_of(0), [1], [4])
+            assert cc.load(slots_of(0), [1], [4]).success == 1
+
+    def test_a_forked_child_uses_the_pool_by_connections_of_its_own(self):
+        with ems.embedded(pool="32M"):
+            Ems.init(config())
+            cc, kv = Ems.get_cc(), new_kv()
+            cc.register_kvcache(kv)
+            cc.async_save(slots_of(0), [1], [4]).result()
+            child = subprocess_fork(lambda: cc.async_load(slots_of(7), [1], [4]).result().success == 1)
+            assert cc.load(slots_of(8), [1], [4]).success == 1
+            assert child == 0
+            assert Ems.check_health()
+
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+    def test_a_killed_parent_leaves_no_agent_and_no_file(self, number, tmp_path):
+        code = (
+            "import ems, os, time\n"
+            "from ems import *\n"
+            "Ems.init(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id='m')))\n"
+            "from ems import ems as inner\n"
+            "print(inner._state.embedded.pid, flush=True)\n"
+            "time.sleep(60)\n"
+        )
+        before = set(os.listdir("/dev/shm"))
+        env = {**os.environ, "EMS_EMBEDDED": "1", "TMPDIR": str(tmp_path)}
+        with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as parent:
+            pid = int(parent.stdout.readline())
+            parent.send_signal(number)
+            parent.wait()
+        limit = time.monotonic() + 5
+        while Path(f"/proc/{pid}/stat").exists() and time.monotonic() < limit:
+            if " Z " in Path(f"/proc/{pid}/stat").read_text():
+                break
+            time.sleep(0.01)
+        else:
+            assert not Path(f"/proc/{pid}/stat").exists(), "the agent outlived its parent"
+        assert not list(tmp_path.glob("ems-*/ems.sock"))
+        assert set(os.listdir("/dev/shm")) <= before
+
+
+def subprocess_fork(task) -> int:
+    """Exit status of a forked child that runs `task`: 0 when it returned True."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if task() else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

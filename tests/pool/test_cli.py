@@ -1,0 +1,114 @@
+"""`kvloom pool agent | status | bench | doctor` as a user runs them."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from kvloom.pool import bench
+from kvloom.pool.agent import config_from
+from kvloom.pool.bench_redis import find_server
+from kvloom.pool.cli import app
+from kvloom.pool.config import Address, AgentConfig, TenantLimits, parse_size, read_secret
+from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_doctor_names_what_is_missing(tmp_path):
+    answer = run("doctor", "--socket", str(tmp_path / "none.sock"))
+    assert answer.exit_code == 1
+    assert "MISS agent" in answer.output
+    with running_agent() as agent:
+        answer = run("doctor", "--socket", str(agent.config.socket))
+    assert (answer.exit_code, "MISS" in answer.output) == (0, False)
+
+
+def test_status_shows_the_pools():
+    kv = new_kv()
+    with running_agent(http=("127.0.0.1", 0)) as agent, session(agent.config.socket, kv) as cc:
+        cc.save(slots_of(0), [1], [4])
+        cc.load(slots_of(0, 1), [1, 2], [4, 4])
+        place = ("--socket", str(agent.config.socket), "--http", f"127.0.0.1:{agent.http_port}")
+        answer = run("status", "--json", *place)
+        assert answer.exit_code == 0
+        (pool,) = json.loads(answer.output)["stats"]["pools"]
+        assert pool["usage"]["blocks"] == 1
+        assert (pool["counts"]["load_hits"], pool["counts"]["miss_cold"]) == (1, 1)
+        assert "50.0%" in run("status", *place).output
+    assert run("status", *place).exit_code == 1
+
+
+def test_bench_gives_ratios_to_memcpy():
+    (row,) = bench.run(rounds=2, sizes=(64 << 10,))
+    assert row["block_bytes"] == 65536
+    assert 0 < row["save_ratio"] == pytest.approx(row["save"] / row["memcpy"], rel=0.1)
+    assert row["load_ratio"] > 0
+    if find_server() is None:
+        pytest.skip("the columns of Redis need valkey-server or redis-server")
+    assert min(row["redis_save"], row["redis_load"]) > 0
+
+
+def test_an_agent_ends_on_sigterm_and_removes_its_socket(tmp_path):
+    path = tmp_path / "a.sock"
+    code = "from kvloom.pool.cli import app; app()"
+    command = [sys.executable, "-c", code, "agent", f"--socket={path}", "--pool=16M", "--no-prefault"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert b"serving" in process.stdout.readline()
+        assert path.exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("text", "size"), [("512", 512), ("64K", 65536), ("2g", 2 << 30)])
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(("text", "problem"), [("0", "positive"), ("-1K", "positive"), ("x", "invalid literal")])
+def test_wrong_sizes(text, problem):
+    with pytest.raises(ValueError, match=problem):
+        parse_size(text)
+
+
+def test_arguments_become_a_configuration(tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    config = config_from(
+        [
+            "--pool=64M",
+            "--tenant=a:16M:32M",
+            f"--secret-file={tmp_path / 'secret'}",
+            "--peer=b=[::1]:7",
+            "--listen=0.0.0.0:9",
+        ]
+    )
+    assert config.tenants == (TenantLimits("a", 16 << 20, 32 << 20),)
+    assert config.peers == (Address("b", "::1", 7),)
+    assert (config.secret, config.listen) == (SECRET, ("0.0.0.0", 9))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"slab_bytes": 5}, "slab_bytes"),
+        ({"segment_bytes": 20 << 20}, "segment_bytes"),
+        ({"rcache_share": 2.0}, "rcache_share"),
+        ({"is_open": False}, "secret"),
+        ({"is_open": False, "secret": SECRET, "is_direct": True}, "is_direct"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(changes, name):
+    with pytest.raises(ValueError, match=name):
+        AgentConfig(**changes)
+
+
+def test_a_short_secret_is_refused(tmp_path):
+    (tmp_path / "secret").write_bytes(b"short")
+    with pytest.raises(ValueError, match="32 bytes"):
+        read_secret(str(tmp_path / "secret"))

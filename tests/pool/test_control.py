@@ -1,0 +1,174 @@
+"""The control plane: credentials, tenants, nodes, and agents that follow it."""
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, closing
+
+import httpx
+import pytest
+import uvicorn
+from starlette.testclient import TestClient
+
+from ems import CcKvOption, EmsErrorCode, EmsException
+from kvloom.pool.control import build_app
+from kvloom.pool.control_state import ControlState
+from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+
+TOKEN = "an admin token"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def state(clock):
+    with closing(ControlState(":memory:", clock)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def api(state):
+    return TestClient(build_app(state, TOKEN, SECRET), headers=ADMIN)
+
+
+def test_a_wrong_token_is_refused(api):
+    answer = api.get("/v1/credentials", headers={"Authorization": "Bearer no"})
+    assert (answer.status_code, answer.json()["error_code"]) == (401, "EMS.0401")
+    assert api.get("/v1/nodes", headers={"Authorization": ""}).status_code == 401
+
+
+def test_a_credential_is_issued_once_and_its_key_is_not_kept(api, state):
+    made = api.post("/v1/credentials", json={"access_id": "team-a"})
+    assert made.status_code == 201
+    assert made.json()["tenant"] == "team-a"
+    assert 32 <= len(made.json()["access_key"]) <= 256
+    assert api.post("/v1/credentials", json={"access_id": "team-a"}).status_code == 409
+    assert api.get("/v1/credentials").json() == {
+        "credentials": [{"access_id": "team-a", "tenant": "team-a", "num_keys": 1}]
+    }
+    assert made.json()["access_key"] not in str(state.credentials())
+
+
+@pytest.mark.parametrize("body", [{"access_id": "A"}, {}, {"access_id": "a", "x": 1}, [1]])
+def test_a_wrong_body_is_refused(api, body):
+    answer = api.post("/v1/credentials", json=body)
+    assert (answer.status_code, answer.json()["error_code"]) == (400, "EMS.0400")
+
+
+def test_a_rotation_overlaps_and_ends(api, state, clock):
+    api.post("/v1/credentials", json={"access_id": "a"})
+    api.post("/v1/credentials/a:rotate", json={"overlap_s": 60})
+    assert len(state.credentials()[0]["verifiers"]) == 2
+    clock.now_s += 61
+    assert len(state.credentials()[0]["verifiers"]) == 1
+    assert api.post("/v1/credentials/b:rotate").status_code == 404
+    assert api.post("/v1/credentials/a:rotate", json={"overlap_s": -1}).status_code == 400
+
+
+def test_a_revoked_credential_is_gone(api, state):
+    api.post("/v1/credentials", json={"access_id": "a"})
+    assert api.delete("/v1/credentials/a").status_code == 204
+    assert api.delete("/v1/credentials/a").status_code == 404
+    assert state.credentials() == []
+
+
+def test_limits_of_a_tenant(api):
+    body = {"quota_bytes": 100, "guarantee_bytes": 10}
+    assert api.put("/v1/tenants/a", json=body).json() == {"tenant": "a", "used_bytes": 0, **body}
+    assert api.put("/v1/tenants/a", json={"quota_bytes": 1, "guarantee_bytes": 2}).status_code == 400
+    assert api.get("/v1/tenants/b").status_code == 404
+
+
+def test_state_survives_a_restart(tmp_path, clock):
+    with closing(ControlState(tmp_path / "control.db", clock)) as state:
+        state.issue("a", "t")
+        state.set_tenant("t", 1, 2)
+        before = state.credentials()
+    with closing(ControlState(tmp_path / "control.db", clock)) as state:
+        assert state.credentials() == before
+        assert state.tenants()[0]["quota_bytes"] == 2
+
+
+@pytest.fixture
+def served(clock):
+    """The control plane on a port, and its admin client."""
+    with closing(ControlState(":memory:", time.time)) as state, socket.create_server(("127.0.0.1", 0)) as sock:
+        config = uvicorn.Config(build_app(state, TOKEN, SECRET), log_level="error", lifespan="off", ws="none")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        with httpx.Client(base_url=url, headers=ADMIN) as client:
+            yield client
+        server.should_exit = True
+        thread.join()
+
+
+def controlled(stack, url, name):
+    return stack.enter_context(
+        running_agent(
+            node_id=name,
+            is_open=False,
+            secret=SECRET,
+            control_url=str(url),
+            listen=("127.0.0.1", 0),
+            http=("127.0.0.1", 0),
+        )
+    )
+
+
+def test_agents_follow_the_control_plane(served):
+    key = served.post("/v1/credentials", json={"access_id": "team-a"}).json()["access_key"]
+    other = served.post("/v1/credentials", json={"access_id": "team-b"}).json()["access_key"]
+    served.put("/v1/tenants/team-a", json={"quota_bytes": 1 << 20})
+    kv = new_kv()
+    with ExitStack() as stack:
+        a, b = (controlled(stack, served.base_url, name) for name in ("a", "b"))
+        for agent in (a, b, a):
+            assert agent._control.beat()
+        assert list(a.peers.status()) == ["b"]
+        cc = stack.enter_context(session(a.config.socket, kv, access_id="team-a", access_key=key))
+        assert cc.save(slots_of(*range(30)), list(range(30)), [4] * 30).success == 30
+        assert a.node.pool("team-a").usage()["quota_bytes"] == 1 << 20
+        cc_b = stack.enter_context(session(a.config.socket, kv, access_id="team-b", access_key=other))
+        assert cc_b.exists([0]) == 0, "another tenant"
+        served.post("/v1/nodes/b:drain")
+        assert a._control.beat()
+        assert b._control.beat()
+        assert cc.save(slots_of(*range(30)), list(range(50, 80)), [4] * 30).success == 30
+        assert cc.exists(list(range(50, 80)), CcKvOption(read_local_only=True)) == 30
+        served.post("/v1/nodes/a/blocks:evict", json={"tenant": "team-a", "bytes": 1 << 30})
+        assert a._control.beat()
+        assert a.node.pool("team-a").usage()["blocks"] == 0
+        text = served.get("/metrics").text
+        assert 'ems_load_keys_total{node="a",tenant="team-a"}' in text
+        local = httpx.get(f"http://127.0.0.1:{a.http_port}/metrics").text
+        assert 'ems_saves_total{node="a",status="stored",tenant="team-a"}' in local
+        served.delete("/v1/credentials/team-a")
+        assert a._control.beat()
+        with pytest.raises(EmsException) as caught:
+            cc.save(slots_of(0), [1], [4])
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+
+
+def test_agents_go_on_without_the_control_plane(served):
+    key = served.post("/v1/credentials", json={"access_id": "a"}).json()["access_key"]
+    kv = new_kv()
+    with ExitStack() as stack:
+        agent = controlled(stack, served.base_url, "a")
+        assert agent._control.beat()
+        object.__setattr__(agent.config, "control_url", "http://127.0.0.1:9")
+        assert not agent._control.beat()
+        cc = stack.enter_context(session(agent.config.socket, kv, access_id="a", access_key=key))
+        assert cc.save(slots_of(0), [1], [4]).success == 1

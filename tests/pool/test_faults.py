@@ -1,0 +1,359 @@
+"""Faults with an oracle of true bytes: never a wrong byte, no wait past the deadline plus 20 %, nothing left behind.
+
+KVLOOM_POOL_KILLS is how many processes are killed in all (default 100; 200 is the full count).
+"""
+
+import os
+import random
+import socket
+import threading
+import time
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from ems import CcKvOption, EmsErrorCode, EmsException
+from ems.common.channel import Channel
+from ems.wire import messages as m
+from kvloom.pool.auth import new_credential
+from kvloom.pool.config import Address
+from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool_faults import AgentProcess, Oracle, fork, kill_after
+
+KILLS = int(os.environ.get("KVLOOM_POOL_KILLS", "100"))
+HASHES = list(range(1, 25))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@contextmanager
+def within(timeout_ms: int):
+    """The call inside must end within its timeout plus 20 % (and what a busy machine takes to wake a process)."""
+    start = time.monotonic()
+    yield
+    took_ms = (time.monotonic() - start) * 1000
+    assert took_ms < timeout_ms * 1.2 + 100, f"took {took_ms:.0f} ms of {timeout_ms}"
+
+
+def test_killed_clients_leave_whole_blocks_or_none(tmp_path):
+    chance, oracle = random.Random(1), Oracle()
+    with AgentProcess(tmp_path / "a.sock") as agent, session(agent.socket, oracle.kv) as cc:
+
+        def write() -> None:
+            mine = Oracle()
+            with session(agent.socket, mine.kv) as child:
+                for start in range(0, 400, 8):
+                    mine.save(child, list(range(start, start + 8)))
+
+        for _ in range(KILLS * 6 // 10):
+            kill_after(fork(write), chance.uniform(0.0, 0.06))
+            for start in range(0, 64, 8):
+                oracle.load(cc, list(range(start, start + 8)))
+        assert oracle.save(cc, [h + 10**6 for h in HASHES]) == len(HASHES)
+        assert oracle.load(cc, [h + 10**6 for h in HASHES]) == len(HASHES)
+
+
+def test_killed_agents_cost_an_error_and_then_misses(tmp_path):
+    chance, oracle, codes = random.Random(2), Oracle(), set()
+    with AgentProcess(tmp_path / "a.sock") as agent, session(agent.socket, oracle.kv) as cc:
+        for i in range(KILLS * 2 // 10):
+            killer = threading.Timer(chance.uniform(0.0, 0.03), agent.process.kill)
+            killer.start()
+            hashes = [h + 100 * i for h in HASHES]
+            for _ in range(20):
+                try:
+                    oracle.save(cc, hashes)
+                    oracle.load(cc, hashes)
+                except EmsException as error:
+                    codes.add(error.status_code())
+                    break
+            killer.join()
+            agent.kill()
+            agent.start()
+            assert codes <= {EmsErrorCode.EMS_IO_ERROR}
+            assert oracle.load(cc, hashes) == 0
+            assert oracle.save(cc, hashes) == len(hashes)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Two nodes as processes, with fixed ports; sessions on both."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET)
+    with ExitStack() as stack:
+        probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+        ports = [probe.getsockname()[1] for probe in probes]
+        for probe in probes:
+            probe.close()
+        agents, sessions = [], []
+        for i in range(2):
+            others = f"--peer=n{1 - i}=127.0.0.1:{ports[1 - i]}"
+            own = (f"--secret-file={secret}", f"--node-id=n{i}", f"--listen=127.0.0.1:{ports[i]}", others)
+            agents.append(stack.enter_context(AgentProcess(tmp_path / f"{i}.sock", *own)))
+        for agent in agents:
+            oracle = Oracle()
+            sessions.append((oracle, stack.enter_context(session(agent.socket, oracle.kv))))
+        yield agents, sessions
+
+
+def test_killed_peers_cost_blocks_and_no_error(pair):
+    chance = random.Random(3)
+    (_here, there), ((oracle, cc), (other, other_cc)) = pair
+    for i in range(KILLS * 2 // 10):
+        hashes = [h + 100 * i for h in HASHES]
+        with suppress(EmsException):
+            other.save(other_cc, hashes, write_rcache=False)
+        killer = threading.Timer(chance.uniform(0.0, 0.02), there.process.kill)
+        killer.start()
+        for _ in range(3):
+            oracle.load(cc, hashes, timeout=500)
+            oracle.save(cc, [h + 50 for h in hashes], timeout=500)
+        killer.join()
+        there.kill()
+        there.start()
+    assert oracle.save(cc, [10**7 + h for h in HASHES]) == len(HASHES)
+
+
+def test_a_stopped_agent_costs_the_deadline(tmp_path):
+    oracle = Oracle()
+    with AgentProcess(tmp_path / "a.sock") as agent, session(agent.socket, oracle.kv) as cc:
+        assert oracle.save(cc, HASHES) == len(HASHES)
+        with agent.stopped():
+            for call in (oracle.save, oracle.load):
+                with within(300), pytest.raises(EmsException) as caught:
+                    call(cc, HASHES, timeout=300)
+                assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
+            with within(300):
+                assert cc.exists(HASHES, CcKvOption(timeout=300)) == 0
+        assert oracle.load(cc, HASHES) == len(HASHES)
+
+
+def test_a_stopped_peer_costs_the_deadline_and_then_nothing(pair):
+    (_here, there), ((oracle, cc), _other) = pair
+    assert oracle.save(cc, HASHES, write_rcache=False) == len(HASHES)
+    with there.stopped():
+        for _ in range(3):
+            with within(400):
+                assert oracle.load(cc, HASHES, timeout=400) < len(HASHES)
+        start = time.monotonic()
+        assert oracle.load(cc, HASHES, timeout=400) < len(HASHES)
+        assert time.monotonic() - start < 0.2, "the breaker is open"
+
+
+@pytest.mark.parametrize("position", [0, 1, 8191, 16383])
+def test_a_flipped_bit_in_the_pool_is_a_miss(position):
+    oracle = Oracle()
+    with running_agent() as agent, session(agent.config.socket, oracle.kv) as cc:
+        assert oracle.save(cc, HASHES) == len(HASHES)
+        pool = agent.node.pool("default")
+        entries = sorted(pool._index.values(), key=lambda entry: entry.offset)
+        pool.view(entries[5].offset, entries[5].length)[position] ^= 4
+        assert oracle.load(cc, HASHES) == 5
+        assert oracle.load(cc, HASHES) == 5
+        assert pool.counts["corrupt"] == 1
+        assert pool.counts["miss_corrupt"] == len(HASHES) - 5
+        assert oracle.save(cc, HASHES) == len(HASHES)
+        assert oracle.load(cc, HASHES) == len(HASHES)
+        pool.check()
+
+
+class FlippingProxy:
+    """Passes bytes between peers and flips one bit of every answer at a random place."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self.is_flipping = False
+        self._chance = random.Random(4)
+        self._sockets = [self._server]
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._sockets += [near, far]
+                for source, sink, flips in ((near, far, False), (far, near, True)):
+                    threading.Thread(target=self._pass, args=(source, sink, flips), daemon=True).start()
+
+    def _pass(self, source, sink, flips) -> None:
+        with suppress(OSError):
+            while data := bytearray(source.recv(65536)):
+                if flips and self.is_flipping:
+                    data[self._chance.randrange(len(data))] ^= 1 << self._chance.randrange(8)
+                sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        self._thread.join()
+
+
+def test_flipped_bits_between_nodes_are_misses(pair_in_process):
+    (a, b), proxy = pair_in_process
+    one, two = Oracle(), Oracle()
+    with session(a.config.socket, one.kv) as cc, session(b.config.socket, two.kv) as other:
+        for i in range(10):
+            hashes = [h + 100 * i for h in HASHES]
+            assert two.save(other, hashes) == len(hashes)
+            proxy.is_flipping = True
+            one.load(cc, hashes, timeout=300)
+            proxy.is_flipping = False
+            a.peers._links["b"].breaker.succeed()
+            one.load(cc, hashes)
+        counts = a.node.pool("default").counts
+        assert counts["corrupt_on_wire"] + counts["miss_peer_down"] + counts["miss_timeout"] > 0
+        a.node.pool("default").check()
+
+
+@pytest.fixture
+def pair_in_process():
+    """Nodes a and b of this process; a reaches b through a proxy that can flip bits."""
+    cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET}
+    nowhere = (Address("x", "127.0.0.1", 1),)
+    with (
+        running_agent(node_id="a", peers=nowhere, **cluster) as a,
+        running_agent(node_id="b", peers=nowhere, **cluster) as b,
+    ):
+        proxy = FlippingProxy(b.peer_port)
+        a.peers.set_members([Address("b", "127.0.0.1", proxy.port)])
+        b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
+        yield (a, b), proxy
+        proxy.close()
+
+
+def test_garbage_ends_its_connection_and_nothing_else(tmp_path):
+    chance, oracle = random.Random(5), Oracle()
+    with running_agent() as agent, session(agent.config.socket, oracle.kv) as cc:
+        assert oracle.save(cc, HASHES) == len(HASHES)
+        for i in range(50):
+            with socket.socket(socket.AF_UNIX) as sock:
+                sock.connect(str(agent.config.socket))
+                sock.settimeout(5)
+                channel = Channel(sock)
+                limit = time.monotonic() + 5
+                if i % 2:
+                    channel.send(m.Hello("", bytes(32)), limit)
+                    channel.receive(limit)
+                with suppress(OSError):
+                    sock.sendall(chance.randbytes(chance.randrange(28, 4000)))
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(4096):
+                        pass
+        assert oracle.load(cc, HASHES) == len(HASHES)
+
+
+KEY = "k" * 40
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """A node with tenants a and b."""
+    with running_agent(is_open=False, secret=SECRET) as agent:
+        agent.node.keyring.replace([new_credential("a", "a", KEY), new_credential("b", "b", KEY[::-1] + "b")])
+        yield agent
+
+
+@pytest.mark.parametrize(("access_id", "access_key"), [("a", "x" * 40), ("c", KEY), ("", ""), ("b", KEY)])
+def test_wrong_keys_open_nothing(guarded, access_id, access_key):
+    with session(guarded.config.socket, new_kv(), access_id=access_id, access_key=access_key) as cc:
+        with pytest.raises(EmsException) as caught:
+            cc.load(slots_of(0), [1], [4])
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+        assert "wrong" in caught.value.message()
+
+
+def test_a_revoked_key_ends_its_sessions(guarded):
+    oracle = Oracle()
+    with session(guarded.config.socket, oracle.kv, access_id="a", access_key=KEY) as cc:
+        assert oracle.save(cc, HASHES) == len(HASHES)
+        guarded.node.keyring.replace([])
+        for _ in range(2):
+            with pytest.raises(EmsException):
+                oracle.load(cc, HASHES)
+
+
+def test_tenants_do_not_see_each_other_and_keep_their_guarantee(guarded):
+    one, two = Oracle(), Oracle()
+    with (
+        session(guarded.config.socket, one.kv, access_id="a", access_key=KEY) as a,
+        session(guarded.config.socket, two.kv, access_id="b", access_key=KEY[::-1] + "b") as b,
+    ):
+        assert one.save(a, HASHES) == len(HASHES)
+        assert two.load(b, HASHES) == 0
+        for start in range(0, 1600, 16):
+            two.save(b, list(range(start, start + 16)))
+        assert one.load(a, HASHES) == len(HASHES), "another tenant's storm evicts nothing of ours"
+
+
+def test_an_eviction_storm_gives_true_bytes_or_misses():
+    with running_agent(pool_bytes=1 << 20) as agent:
+
+        def churn(seed: int) -> None:
+            chance, oracle = random.Random(seed), Oracle()
+            with session(agent.config.socket, oracle.kv) as cc:
+                for _ in range(40):
+                    start = chance.randrange(200)
+                    hashes = list(range(start, start + chance.randrange(1, 24)))
+                    (oracle.save if chance.random() < 0.5 else oracle.load)(cc, hashes)
+
+        _run_all([lambda i=i: churn(i) for i in range(4)])
+        agent.node.pool("default").check()
+        assert agent.node.pool("default").counts["evicted"] > 0
+
+
+def test_eight_writers_of_one_key_store_it_once():
+    with running_agent() as agent:
+        barrier = threading.Barrier(8)
+
+        def write() -> None:
+            oracle = Oracle()
+            with session(agent.config.socket, oracle.kv) as cc:
+                barrier.wait()
+                assert oracle.save(cc, HASHES) == len(HASHES)
+                assert oracle.load(cc, HASHES) == len(HASHES)
+
+        _run_all([write] * 8)
+        counts = agent.node.pool("default").counts
+        assert counts["save_stored"] == len(HASHES)
+        assert counts["save_duplicate"] == 7 * len(HASHES)
+        agent.node.pool("default").check()
+
+
+def _run_all(tasks) -> None:
+    errors = []
+
+    def guarded(task) -> None:
+        try:
+            task()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_sealed_segments_refuse_writers(agent, cc):
+    cc.save(slots_of(0), [1], [4])
+    fd = agent.node.pool("default").segment_fd(0)
+    for attempt in (lambda: os.pwrite(fd, b"x", 0), lambda: os.ftruncate(fd, 0)):
+        with pytest.raises(PermissionError):
+            attempt()
+    assert not list(Path("/dev/shm").glob("ems-*"))

@@ -1,0 +1,131 @@
+"""Nodes read from each other: two or three agents of this process on loopback."""
+
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from ems import CcKvOption, CcResult
+from ems.common.channel import Channel
+from ems.wire import messages as m
+from kvloom.pool.config import Address
+from tests.support.pool import SECRET, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+
+
+@pytest.fixture
+def cluster():
+    """Three nodes that know each other."""
+    with ExitStack() as stack:
+        agents = []
+        for i in range(3):
+            # a peer that nobody listens at makes the node join; the real ones are set below
+            changes = {
+                "node_id": f"n{i}",
+                "listen": ("127.0.0.1", 0),
+                "secret": SECRET,
+                "peers": (Address("x", "127.0.0.1", 1),),
+            }
+            agents.append(stack.enter_context(running_agent(**changes)))
+        addresses = [Address(a.config.node_id, "127.0.0.1", a.peer_port) for a in agents]
+        for agent in agents:
+            agent.peers.set_members(addresses)
+        yield agents
+
+
+def wait_until(condition):
+    limit = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < limit, "did not happen within 5 s"
+        time.sleep(0.005)
+
+
+def pushed(agent) -> int:
+    counts = agent.node.pool("default").counts
+    return counts["push_done"] + counts["push_failed"] + counts["push_dropped"]
+
+
+def save_all(agent, cc, hashes, **option):
+    before = pushed(agent), agent.node.pool("default").usage()["rcache_bytes"] // 4096
+    assert cc.save(slots_of(*range(len(hashes))), hashes, [4] * len(hashes), CcKvOption(**option)).success == len(
+        hashes
+    )
+    new = agent.node.pool("default").usage()["rcache_bytes"] // 4096 - before[1]
+    wait_until(lambda: pushed(agent) >= before[0] + new)
+
+
+def test_what_one_node_saves_the_others_load(cluster):
+    hashes = list(range(40))
+    kv, other_kv = new_kv(), new_kv(seed=1)
+    before = copy_of(kv)
+    with session(cluster[0].config.socket, kv) as cc, session(cluster[1].config.socket, other_kv) as other:
+        save_all(cluster[0], cc, hashes)
+        local = other.load(slots_of(*range(40)), hashes, [4] * 40, CcKvOption(read_local_only=True)).success
+        assert local < 40
+        assert other.exists(hashes) == 40
+        assert other.load(slots_of(*range(40)), hashes, [4] * 40) == CcResult(40, 40)
+        assert (tokens_of(other_kv, slots_of(*range(40))) == tokens_of(before, slots_of(*range(40)))).all()
+        again = other.load(slots_of(*range(40)), hashes, [4] * 40, CcKvOption(read_local_only=True))
+        assert again == CcResult(40, 40), "what came from other nodes stays in the read cache"
+    for agent in cluster:
+        agent.node.pool("default").check()
+
+
+def test_without_write_rcache_only_the_home_keeps_a_block(cluster):
+    hashes = list(range(100, 140))
+    kv = new_kv()
+    with session(cluster[0].config.socket, kv) as cc:
+        save_all(cluster[0], cc, hashes, write_rcache=False)
+        assert cluster[0].node.pool("default").usage()["rcache_bytes"] == 0
+        blocks = [agent.node.pool("default").usage()["blocks"] for agent in cluster]
+        assert sum(blocks) == 40
+        assert min(blocks) >= 3
+        zero(kv)
+        assert cc.load(slots_of(*range(40)), hashes, [4] * 40) == CcResult(40, 40)
+
+
+def test_a_dead_peer_costs_its_blocks_and_no_error(cluster):
+    hashes = list(range(200, 240))
+    kv = new_kv()
+    with session(cluster[0].config.socket, kv) as cc, session(cluster[1].config.socket, kv) as other:
+        save_all(cluster[0], cc, hashes, write_rcache=False)
+        cluster[2].close()
+        start = time.monotonic()
+        result = other.load(slots_of(*range(40)), hashes, [4] * 40, CcKvOption(timeout=1000))
+        assert result.success < 40
+        assert time.monotonic() - start < 1.2
+        assert cc.save(slots_of(*range(40)), [h + 1000 for h in hashes], [4] * 40).success == 40
+        assert other.exists([h + 1000 for h in hashes], CcKvOption(read_local_only=True)) < 40
+
+
+def test_a_draining_node_is_read_but_not_written(cluster):
+    kv = new_kv()
+    addresses = [Address(a.config.node_id, "127.0.0.1", a.peer_port) for a in cluster]
+    with session(cluster[0].config.socket, kv) as cc:
+        save_all(cluster[0], cc, list(range(40)), write_rcache=False)
+        for agent in cluster:
+            agent.peers.set_members(addresses, frozenset({"n2"}))
+        before = cluster[2].node.pool("default").usage()["blocks"]
+        assert before > 0
+        assert cc.load(slots_of(*range(40)), list(range(40)), [4] * 40).success == 40
+        save_all(cluster[0], cc, list(range(50, 90)), write_rcache=False)
+        assert cluster[2].node.pool("default").usage()["blocks"] == before
+
+
+def test_a_peer_without_the_secret_is_refused(cluster):
+    with socket.create_connection(("127.0.0.1", cluster[0].peer_port)) as sock:
+        channel = Channel(sock)
+        limit = time.monotonic() + 5
+        channel.send(m.Hello("n1", bytes(32), is_peer=True), limit)
+        assert isinstance(channel.receive(limit).message, m.Challenge)
+        channel.send(m.Proof(bytes(32)), limit)
+        assert isinstance(channel.receive(limit).message, m.Failure)
+    assert cluster[0].node.counts["auth_failures"] == 1
+
+
+def test_a_client_is_not_served_over_tcp(cluster):
+    with socket.create_connection(("127.0.0.1", cluster[0].peer_port)) as sock:
+        channel = Channel(sock)
+        limit = time.monotonic() + 5
+        channel.send(m.Hello("", bytes(32)), limit)
+        assert isinstance(channel.receive(limit).message, m.Failure)

@@ -1,0 +1,285 @@
+"""Allocator, eviction, store and placement under random calls, with their own `check()` after each."""
+
+import threading
+from collections import Counter
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ems.wire.messages import Cause, Status
+from kvloom.pool.allocator import SlabAllocator, slot_bytes
+from kvloom.pool.budget import Budget
+from kvloom.pool.evict import S3Fifo
+from kvloom.pool.placement import Breaker, home
+from kvloom.pool.store import Entry, Geometry, Place, TenantPool
+
+SLAB = 1 << 16
+
+
+class AllocatorMachine(RuleBasedStateMachine):
+    """Places never overlap, whatever the order of sizes and frees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = SlabAllocator(SLAB)
+        self.allocator.grow(4)
+        self.live: dict[int, int] = {}
+
+    @rule(length=st.integers(1, SLAB))
+    def allocate(self, length: int) -> None:
+        offset = self.allocator.allocate(length)
+        if offset is not None:
+            assert offset + length <= self.allocator.capacity
+            assert offset // SLAB == (offset + length - 1) // SLAB
+            assert all(offset + length <= o or o + n <= offset for o, n in self.live.items())
+            self.live[offset] = length
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.live)))
+        self.allocator.free(offset)
+        del self.live[offset]
+
+    @invariant()
+    def holds(self) -> None:
+        self.allocator.check()
+        assert self.allocator.used_bytes == sum(slot_bytes(n) for n in self.live.values())
+
+
+class EvictMachine(RuleBasedStateMachine):
+    """Every key that was added is in until removed; a victim is never a kept key, and there is one if any may go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = S3Fifo()
+        self.model: set[bytes] = set()
+
+    @rule(key=st.binary(min_size=1, max_size=1), kept=st.sets(st.binary(min_size=1, max_size=1), max_size=4))
+    def use(self, key: bytes, kept: set[bytes]) -> None:
+        if key in self.model:
+            self.queue.touch(key)
+        else:
+            self.queue.add(key)
+            self.model.add(key)
+        victim = self.queue.victim(lambda candidate: candidate in kept)
+        assert (victim is None) == (self.model <= kept)
+        assert victim not in kept
+
+    @rule(key=st.binary(min_size=1, max_size=1))
+    def remove(self, key: bytes) -> None:
+        self.queue.remove(key)
+        self.model.discard(key)
+
+    @rule()
+    def evict(self) -> None:
+        victim = self.queue.victim(lambda _key: False)
+        if victim is not None:
+            self.queue.remove(victim)
+            self.model.remove(victim)
+
+    @invariant()
+    def holds(self) -> None:
+        self.queue.check()
+        assert len(self.queue) == len(self.model)
+        assert all(key in self.queue for key in self.model)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """What is found has the bytes that were published; what is pinned keeps them; a chain is cut from its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        budget = Budget(1 << 18)
+        budget.set_limits("t", 0, 1 << 18)
+        self.pool = TenantPool("t", budget, Geometry(1 << 17, SLAB), True, 0.25)
+        self.truth: dict[bytes, bytes] = {}
+        self.pinned: list[Entry] = []
+        self.places: list[Place] = []
+
+    keys = st.integers(0, 30).map(lambda n: bytes([n]) * 32)
+
+    @rule(key=keys, parent=keys, length=st.sampled_from([100, 5000, 9000, 30000]), rcache=st.booleans())
+    def write(self, key: bytes, parent: bytes, length: int, rcache: bool) -> None:
+        place = self.pool.begin(key, length, rcache)
+        if isinstance(place, Entry):
+            self.pool.unpin([place])
+        elif isinstance(place, Place):
+            data = bytes([key[0], length % 251]) * (length // 2)
+            view = self.pool.view(place.offset, place.length)
+            view[:] = memoryview(data)
+            status, entry = self.pool.publish(place, xxhash.xxh3_128_digest(data), parent)
+            assert status == Status.STORED
+            self.truth[key] = data
+            self.pool.unpin([entry])
+
+    @rule(key=keys)
+    def begin_and_hold(self, key: bytes) -> None:
+        place = self.pool.begin(key, 5000)
+        if isinstance(place, Place) and len(self.places) < 3:
+            self.places.append(place)
+        elif isinstance(place, Place):
+            self.pool.abandon(place)
+        elif isinstance(place, Entry):
+            self.pool.unpin([place])
+
+    @precondition(lambda self: self.places)
+    @rule()
+    def abandon(self) -> None:
+        self.pool.abandon(self.places.pop())
+
+    @rule(keys=st.lists(keys, max_size=3))
+    def pin(self, keys: list[bytes]) -> None:
+        self.pinned += self.pool.pin_prefix(keys)
+
+    @rule()
+    def unpin(self) -> None:
+        self.pool.unpin(self.pinned)
+        self.pinned = []
+
+    @rule(size=st.integers(1, 1 << 16))
+    def evict(self, size: int) -> None:
+        self.pool.evict(size)
+
+    @rule(key=keys)
+    def explain(self, key: bytes) -> None:
+        if self.pool.missing([key]):
+            assert self.pool.why_missing(key) == (Cause.EVICTED if key in self.truth else Cause.COLD)
+
+    @invariant()
+    def holds(self) -> None:
+        self.pool.check()
+        for entry in self.pinned:
+            assert self.pool.view(entry.offset, entry.length).tobytes() == self.truth[entry.key]
+
+    def teardown(self) -> None:
+        self.pool.close()
+
+
+for machine in (AllocatorMachine, EvictMachine, StoreMachine):
+    machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAllocator = AllocatorMachine.TestCase
+TestEvict = EvictMachine.TestCase
+TestStore = StoreMachine.TestCase
+
+
+def new_pool(size: int = 1 << 18) -> TenantPool:
+    budget = Budget(size)
+    budget.set_limits("t", 0, size)
+    return TenantPool("t", budget, Geometry(1 << 17, SLAB), True, 0.25)
+
+
+def put(pool: TenantPool, number: int, parent: bytes = b"", length: int = 8192) -> bytes:
+    key = number.to_bytes(32, "big")
+    place = pool.begin(key, length)
+    assert isinstance(place, Place)
+    pool.unpin([pool.publish(place, bytes(16), parent)[1]])
+    return key
+
+
+def test_a_chain_goes_from_its_end():
+    pool = new_pool()
+    keys = [b""]
+    for number in range(32):
+        keys.append(put(pool, number, keys[-1]))
+    for left in range(31, 20, -1):
+        pool.evict(1)
+        assert pool.count_prefix(keys[1:]) == left
+    pool.close()
+
+
+def test_a_scan_does_not_push_out_what_is_used():
+    pool = new_pool()
+    hot = [put(pool, number) for number in range(8)]
+    for number in range(1000, 1200):
+        pool.unpin(pool.pin_prefix(hot))
+        put(pool, number)
+    assert pool.count_prefix(hot) == 8
+    pool.close()
+
+
+def test_a_full_pool_changes_to_other_sizes():
+    pool = new_pool()
+    for number in range(32):
+        put(pool, number, length=8192)
+    for number in range(100, 120):
+        put(pool, number, length=30000)
+    pool.check()
+    pool.close()
+
+
+@given(st.lists(st.integers(0, 2**64), min_size=200, max_size=200, unique=True))
+@settings(max_examples=10, deadline=None)
+def test_a_joining_node_takes_its_share_and_moves_nothing_else(numbers):
+    keys = [number.to_bytes(32, "big") for number in numbers]
+    before = {key: home(key, ["a", "b", "c"]) for key in keys}
+    after = {key: home(key, ["d", "c", "b", "a"]) for key in keys}
+    moved = [key for key in keys if after[key] != before[key]]
+    assert all(after[key] == "d" for key in moved)
+    assert len(moved) < len(keys) / 2
+
+
+def test_homes_are_spread_evenly():
+    count = Counter(home(number.to_bytes(32, "big"), ["a", "b", "c", "d"]) for number in range(4000))
+    assert all(850 < each < 1150 for each in count.values())
+
+
+def test_the_breaker_opens_tries_once_and_closes():
+    breaker = Breaker()
+    breaker.fail(0.0)
+    assert breaker.allows(0.0)
+    breaker.fail(0.0)
+    assert not breaker.allows(0.4)
+    assert breaker.allows(0.6)
+    assert not breaker.allows(0.6), "one call tries, the others wait for its outcome"
+    breaker.fail(0.7)
+    assert not breaker.allows(1.6)
+    assert breaker.allows(1.8)
+    breaker.succeed()
+    assert breaker.allows(1.8)
+    assert not breaker.is_open(1.8)
+
+
+def test_guarantees_are_kept_for_their_tenants():
+    budget = Budget(100)
+    assert budget.set_limits("a", 40, 80)
+    assert budget.set_limits("b", 0, 100)
+    assert not budget.set_limits("c", 70, 70)
+    assert [budget.take("b", 20) for _ in range(4)] == [True, True, True, False]
+    assert [budget.take("a", 20) for _ in range(3)] == [True, True, False]
+    budget.check()
+
+
+@pytest.mark.parametrize("length", [1, 4096, 4097, 65536, 1 << 20, (1 << 20) + 1])
+def test_a_size_class_wastes_at_most_an_eighth(length):
+    assert length <= slot_bytes(length) <= max(4096, length * 9 // 8 + 512)
+
+
+def test_readers_and_writers_in_threads_keep_the_invariants():
+    pool = new_pool()
+    errors = []
+
+    def churn(seed: int) -> None:
+        try:
+            for number in range(300):
+                key = ((number * 7 + seed) % 60).to_bytes(32, "big")
+                place = pool.begin(key, 8192)
+                if isinstance(place, Place):
+                    pool.unpin([pool.publish(place, bytes(16))[1]])
+                elif isinstance(place, Entry):
+                    pool.unpin([place])
+                pool.unpin(pool.pin_prefix([key]))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    pool.check()
+    pool.close()

@@ -1,0 +1,110 @@
+"""Blocks whose true bytes follow from their hash; agents and writers as processes that can be killed."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ems import CcKvOption
+from ems.context_caching import ContextCaching
+from tests.support.pool import BLOCK_SIZE, slots_of
+
+NUM_BLOCKS = 32
+BLOCK_BYTES = 16384
+
+
+class Oracle:
+    """A KV cache of one tensor and the true bytes of every hash."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros((NUM_BLOCKS, BLOCK_SIZE, 1, BLOCK_BYTES // BLOCK_SIZE), dtype=torch.uint8)
+        self.kv = [[self.tensor]]
+        self._rows = self.tensor.view(NUM_BLOCKS, BLOCK_BYTES).numpy()
+
+    def truth(self, block_hash: int) -> np.ndarray:
+        return np.random.default_rng(block_hash).integers(0, 256, BLOCK_BYTES, np.uint8)
+
+    def save(self, cc: ContextCaching, hashes: list[int], **option: object) -> int:
+        for row, block_hash in enumerate(hashes):
+            self._rows[row] = self.truth(block_hash)
+        blocks = range(len(hashes))
+        return cc.save(slots_of(*blocks), hashes, [BLOCK_SIZE] * len(hashes), CcKvOption(**option)).success
+
+    def load(self, cc: ContextCaching, hashes: list[int], **option: object) -> int:
+        """Loads and compares every byte: what succeeded must be true, the rest must be untouched."""
+        self._rows[:] = 0xEE
+        blocks = range(len(hashes))
+        count = cc.load(slots_of(*blocks), hashes, [BLOCK_SIZE] * len(hashes), CcKvOption(**option)).success
+        for row, block_hash in enumerate(hashes[:count]):
+            assert (self._rows[row] == self.truth(block_hash)).all(), f"wrong bytes for {block_hash}"
+        assert (self._rows[count:] == 0xEE).all(), "a block beyond the prefix was written"
+        return count
+
+
+class AgentProcess:
+    """`python -m kvloom.pool.agent` on a socket; starts again after a kill."""
+
+    def __init__(self, socket: Path, *arguments: str) -> None:
+        self.socket = socket
+        self._arguments = [
+            f"--socket={socket}",
+            "--pool=8M",
+            "--segment=1M",
+            "--slab=256K",
+            "--no-prefault",
+            *arguments,
+        ]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Returns once it serves."""
+        command = [sys.executable, "-m", "kvloom.pool.agent", *self._arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert b"serving" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """The process stands still inside the context."""
+        self.process.send_signal(signal.SIGSTOP)
+        while any(" T " not in stat.read_text() for stat in Path(f"/proc/{self.process.pid}/task").glob("*/stat")):
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            self.process.send_signal(signal.SIGCONT)
+
+    def __enter__(self) -> "AgentProcess":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def fork(task: Callable[[], None]) -> int:
+    """Runs `task` in a forked child for ever; returns its process id."""
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            while True:
+                task()
+        os._exit(1)
+    return pid
+
+
+def kill_after(pid: int, delay_s: float) -> None:
+    time.sleep(delay_s)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
