@@ -1,10 +1,11 @@
 """Mutual TLS: who gets in, what is checked at start, and what a reload changes."""
 
+import asyncio
 import logging
 import os
 import random
+import signal
 import socket
-import ssl
 import subprocess
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from kvloom.server.cert_cli import make_files
 from kvloom.server.devcerts import issue, make_authority, make_crl
 from kvloom.server.keystore import KeyStore, write_private
-from kvloom.server.tls import TlsConfig, TlsError, tls_context
+from kvloom.server.tls import TlsConfig, TlsError, reload_on_sighup, tls_context
 from mindieclient.python.httpclient import MindIEClientException, MindIEHTTPClient
 from tests.support.triton import FakeTriton, serving
 
@@ -186,7 +187,20 @@ def test_clients_verify_the_server(site, port):
     options = site.client_files(site.good) | {"ca_certs": str(site.folder / "other.pem")}
     write_private(site.folder / "other.pem", make_authority("other").certificate_pem())
     url = f"https://127.0.0.1:{port}"
-    with MindIEHTTPClient(url, enable_ssl=True, ssl_options=options) as client:
-        with pytest.raises(MindIEClientException, match="CERTIFICATE_VERIFY_FAILED"):
-            client.is_server_live()
-    assert ssl.OPENSSL_VERSION_INFO >= (3,)
+    client = MindIEHTTPClient(url, enable_ssl=True, ssl_options=options)
+    with client, pytest.raises(MindIEClientException, match="CERTIFICATE_VERIFY_FAILED"):
+        client.is_server_live()
+
+
+def test_sighup_reloads_and_says_when_it_cannot(site, context, caplog):
+    async def hang_up():
+        reload_on_sighup(context, asyncio.get_running_loop())
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+
+    with caplog.at_level(logging.INFO, "kvloom.server.tls"):
+        asyncio.run(hang_up())
+        site.config.cert.unlink()
+        asyncio.run(hang_up())
+    assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
