@@ -106,8 +106,8 @@ class TokenLogprob:
 class Delta:
     """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
 
-    `text` may be empty while `token_ids` is not (half a character, a possible stop string). Joined texts are the answer.
-    The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
+    `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the
+    answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
     """
 
     request_id: str

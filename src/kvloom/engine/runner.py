@@ -1,14 +1,23 @@
 """ModelRunner: batches to tensors, tensors to logits, logits to tokens. Lives in a rank process."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels.backend import Backend
+from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, sample
+from kvloom.engine.weights.checkpoint import open_checkpoint
+
+_BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
 
 
 @dataclass(slots=True)
@@ -109,4 +118,45 @@ class ModelRunner:
         return wanted
 
 
-Progress = Callable[[int, int], None]
+def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> ModelRunner:
+    """Load the model of `config` into the backend it names. Raises ServingError when that cannot be done."""
+    checkpoint = open_checkpoint(Path(config.model))
+    spec = checkpoint.spec
+    max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    num_blocks = config.num_blocks or _num_blocks_for(config, spec, max_seq_len, dtype.itemsize)
+    backend = ReferenceBackend(
+        spec,
+        checkpoint.weights,
+        num_blocks,
+        device=config.device,
+        dtype=dtype,
+        block_size=_BLOCK_SIZE,
+        progress=progress,
+    )
+    return ModelRunner(backend, spec.vocab_size, max_seq_len, eos_ids)
+
+
+def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, item_bytes: int) -> int:
+    """Blocks that the KV budget holds, no more than max_batch sequences of full length need, no fewer than one needs.
+
+    Without a budget: 2 GiB, or 40 % of the free memory where that is less. Raises ModelError when one sequence of
+    max_seq_len does not fit into a budget that was given.
+    """
+    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * item_bytes
+    per_seq = -(-max_seq_len // _BLOCK_SIZE)
+    budget = config.kv_cache_bytes or min(2 * 2**30, int(0.4 * available_bytes()))
+    if config.kv_cache_bytes and budget < per_seq * block_bytes:
+        raise ModelError(
+            f"kv_cache_bytes: {budget} bytes hold {budget // block_bytes * _BLOCK_SIZE} tokens, fewer than max_seq_len "
+            f"{max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
+        )
+    return max(per_seq, min(budget // block_bytes, per_seq * config.max_batch))
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping (MemAvailable of /proc/meminfo)."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from kvloom.engine.batch import RankInfo
@@ -81,7 +81,7 @@ class EngineThread:
         """As of the last step."""
         return self._stats
 
-    async def stream(self, request: Request) -> AsyncIterator[Delta]:
+    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
         """The request's deltas. Closing the stream (`aclosing`) is the cancel: its blocks are free within one step.
 
         Raises Unavailable when the engine is not ready, BadRequest when the request can never run, GenerationFailed

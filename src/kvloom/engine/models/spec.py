@@ -45,3 +45,28 @@ class DecoderSpec:
     qk_norm: bool = False  # Qwen3: RMSNorm of each head of q and k before RoPE
     sliding_window: int | None = None  # tokens; Mistral v0.1
     activation: Literal["silu", "gelu_tanh"] = "silu"
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor a checkpoint of this spec must hold, by canonical name."""
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm": (self.hidden,),
+            "q": (q_size, self.hidden),
+            "k": (kv_size, self.hidden),
+            "v": (kv_size, self.hidden),
+            "o": (self.hidden, q_size),
+            "mlp_norm": (self.hidden,),
+            "gate": (self.intermediate, self.hidden),
+            "up": (self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
+        if self.qkv_bias:
+            layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
+        if not self.tie_embeddings:
+            shapes["head"] = (self.vocab_size, self.hidden)
+        for index in range(self.num_layers):
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes

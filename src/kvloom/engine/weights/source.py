@@ -1,10 +1,16 @@
 """WeightSource: a checkpoint as named tensors, read one at a time."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import gguf
 import numpy as np
 import torch
+
+from kvloom.engine.errors import ModelError
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +24,35 @@ class RawTensor:
     name: str
     shape: tuple[int, ...]
     kind: str
-    data: np.ndarray[Any, np.dtype[np.uint8]]
+    data: Bytes
 
     def float32(self) -> torch.Tensor:
         """The values, dequantised, as a new float32 tensor of `shape`."""
-        raise NotImplementedError  # replaced by weights/dequant in the same change that reads files
+        flat = np.ascontiguousarray(self.data)
+        if self.kind == "f32":
+            values = flat.reshape(-1).view(np.float32).copy()
+        elif self.kind == "f16":
+            values = flat.reshape(-1).view(np.float16).astype(np.float32)
+        elif self.kind == "bf16":  # the upper half of a float32
+            values = (flat.reshape(-1).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            kind = gguf.GGMLQuantizationType[self.kind.upper()]
+            values = np.array(gguf.quants.dequantize(flat, kind), dtype=np.float32)
+        return torch.from_numpy(values.reshape(self.shape))
+
+
+def as_rows(data: Bytes, shape: tuple[int, ...]) -> Bytes:
+    """The bytes of a row-major tensor as [rows, bytes a row]; a vector is one row."""
+    rows = math.prod(shape[:-1])
+    view = data.reshape(rows, -1)
+    view.flags.writeable = False
+    return view
+
+
+def check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], file: str) -> None:
+    """Raises ModelError when a tensor is not of the shape that the configuration asks for."""
+    if got != want:
+        raise ModelError(f"{file}: tensor {name} has shape {list(got)}, the configuration asks for {list(want)}")
 
 
 class WeightSource(Protocol):

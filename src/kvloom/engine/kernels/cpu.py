@@ -1,0 +1,237 @@
+"""The CPU backend: one native call for a whole ragged step (kernels/cpu). Here a model becomes a short program."""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvloom.engine.errors import ModelError
+from kvloom.engine.kernels import build, cpu_abi
+from kvloom.engine.kernels.cpu_abi import Batch, Instruction, Shape
+from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.weights.source import RawTensor, WeightSource
+
+WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16}
+PANEL_HALF = 16  # gate and up rows that share a panel (cpu/layout.hpp)
+BLOCK_SIZE = 16
+
+
+class CpuBackend:
+    """Weights packed for the vector unit, bf16 keys and values; a sequence's logits never depend on the rest of a step.
+
+    `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or
+    Q4_1 file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and
+    4 bit formats are quantised a token and group. Bytes inside a block of `kv`
+    [layers][k|v][blocks, kv_heads * 16 * head_dim] are permuted (`kv_layout`). Raises ModelError for shapes the kernels
+    do not have, or without compiler and library.
+    """
+
+    name = "cpu"
+    block_size = BLOCK_SIZE
+    kv_layout = "cpu-bf16-k2-v2"
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        num_blocks: int,
+        weight_format: str = "w8a8",
+        kv_dtype: str = "bf16",
+        num_threads: int | None = None,
+        isa: str | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
+        _check(spec, weight_format, kv_dtype)
+        self.spec, self.num_blocks = spec, num_blocks
+        self._lib = cpu_abi.load(Path(build.library(isa)))
+        self.isa = self._lib.kvl_isa().decode()
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
+        if not self._model:
+            raise ModelError("no memory for the CPU backend")
+        packer = _Packer(self, weights, WEIGHT_FORMATS[weight_format], progress)
+        packer.declare()
+        packer.fill()
+        self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
+        self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
+        self._lib.kvl_set_tables(self._model, self._embed.data_ptr(), self._rope.data_ptr())
+        self._lib.kvl_set_program(
+            self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
+        )
+        self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * BLOCK_SIZE * spec.head_dim))
+        self.kv_bytes = self.kv.nbytes
+
+    def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
+        """See kernels/backend.py. One caller at a time."""
+        logits = torch.empty(len(rows), self.spec.vocab_size, dtype=torch.float32)
+        held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
+        batch = Batch(
+            self.kv.data_ptr(),
+            self.num_blocks,
+            *(t.data_ptr() for t in held),
+            len(ids),
+            len(qstart) - 1,
+            block_table.shape[1],
+            len(rows),
+            logits.data_ptr(),
+        )
+        if len(ids):
+            self._lib.kvl_step(self._model, ctypes.byref(batch))
+        return logits
+
+    def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
+        """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
+        return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None):
+            self._lib.kvl_free(self._model)
+
+    def _shape(self) -> Shape:
+        s = self.spec
+        return Shape(
+            s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size, s.sliding_window or 0,
+            self.num_threads, s.norm_eps,
+        )  # fmt: skip
+
+
+class _Packer:
+    """Turns a checkpoint into declared, then filled linears, and the layer program that runs them."""
+
+    def __init__(
+        self, backend: CpuBackend, weights: WeightSource, layer_format: int, progress: Callable[[int, int], None] | None
+    ) -> None:
+        self._lib, self._model, self._spec = backend._lib, backend._model, backend.spec
+        self._weights, self._format, self._progress = weights, layer_format, progress
+        self._fills: list[tuple[int, str, int, int]] = []  # linear, tensor, first channel, interleave
+        self.program: list[Instruction] = []
+        self.packed_bytes = 0
+        self.embed = torch.empty(0)
+
+    def declare(self) -> None:
+        """Every linear in the order of execution, every small vector, and the program."""
+        spec = self._spec
+        for layer in range(spec.num_layers):
+            self._declare_attention(layer, f"layers.{layer}.")
+            self._declare_mlp(f"layers.{layer}.")
+        head_format = cpu_abi.BF16 if self._format == cpu_abi.BF16 else cpu_abi.INT8
+        head = self._linear(spec.vocab_size, spec.hidden, head_format)
+        self._fills.append((head, "embed" if spec.tie_embeddings else "head", 0, -1))
+        self._emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._vector("norm"))
+        self._emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
+        self.packed_bytes = self._lib.kvl_allocate(self._model)
+        if self.packed_bytes < 0:
+            raise ModelError("no memory for the packed weights")
+
+    def fill(self) -> None:
+        """Reads each tensor once, packs it and forgets it."""
+        spec = self._spec
+        embed = self._weights.tensor("embed").float32()
+        self.embed = embed.to(torch.bfloat16).contiguous()
+        shapes = spec.tensor_shapes()
+        total, done = sum(int(np.prod(shapes[name])) for _, name, _, _ in self._fills), 0
+        for linear, name, first, interleave in self._fills:
+            if name == "embed":
+                self._fill_float(linear, embed, first, interleave)
+            else:
+                self._fill(linear, self._weights.tensor(name), first, interleave)
+            done += int(np.prod(shapes[name]))
+            if self._progress:
+                self._progress(self.packed_bytes * done // total, self.packed_bytes)
+
+    def _declare_attention(self, layer: int, at: str) -> None:
+        spec = self._spec
+        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv = self._linear(q_rows + 2 * kv_rows, spec.hidden)
+        for part, first in (("q", 0), ("k", q_rows), ("v", q_rows + kv_rows)):
+            self._fills.append((qkv, at + part, first, -1))
+        out = self._linear(spec.hidden, q_rows)
+        self._fills.append((out, at + "o", 0, -1))
+        bias = self._vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
+        norms = {"vector": cpu_abi.NONE, "vector2": cpu_abi.NONE}
+        if spec.qk_norm:
+            norms = {"vector": self._vector(at + "q_norm"), "vector2": self._vector(at + "k_norm")}
+        self._emit(cpu_abi.NORM_QUANT, linear=qkv, vector=self._vector(at + "attn_norm"))
+        self._emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
+        self._emit(cpu_abi.ROPE_KV, layer=layer, **norms)
+        self._emit(cpu_abi.ATTENTION, layer=layer)
+        self._emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
+        self._emit(cpu_abi.LINEAR, linear=out, epilogue=cpu_abi.RESIDUAL)
+
+    def _declare_mlp(self, at: str) -> None:
+        spec = self._spec
+        pairs = -(-spec.intermediate // PANEL_HALF) * PANEL_HALF
+        gate_up = self._linear(2 * pairs, spec.hidden)
+        self._fills += [(gate_up, at + "gate", 0, 0), (gate_up, at + "up", 0, 1)]
+        down = self._linear(spec.hidden, spec.intermediate)
+        self._fills.append((down, at + "down", 0, -1))
+        activation = cpu_abi.SWIGLU if spec.activation == "silu" else cpu_abi.GEGLU
+        self._emit(cpu_abi.NORM_QUANT, linear=gate_up, vector=self._vector(at + "mlp_norm"))
+        self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=activation)
+        self._emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
+        self._emit(cpu_abi.LINEAR, linear=down, epilogue=cpu_abi.RESIDUAL)
+
+    def _linear(self, rows: int, cols: int, weight_format: int | None = None) -> int:
+        weight_format = self._format if weight_format is None else weight_format
+        return int(self._lib.kvl_add_linear(self._model, rows, cols, weight_format))
+
+    def _vector(self, *names: str) -> int:
+        values = torch.cat([self._weights.tensor(name).float32() for name in names]).contiguous()
+        return int(self._lib.kvl_add_vector(self._model, values.data_ptr(), len(values)))
+
+    def _emit(
+        self,
+        kind: int,
+        *,
+        layer: int = 0,
+        linear: int = cpu_abi.NONE,
+        epilogue: int = 0,
+        vector: int = cpu_abi.NONE,
+        vector2: int = cpu_abi.NONE,
+        source: int = 0,
+    ) -> None:
+        self.program.append(Instruction(kind, layer, linear, epilogue, vector, vector2, source))
+
+    def _fill(self, linear: int, raw: RawTensor, first: int, interleave: int) -> None:
+        if self._format == cpu_abi.INT4 and raw.kind in ("q4_0", "q4_1") and raw.name != "head":
+            blocks = np.ascontiguousarray(raw.data)
+            has_min = int(raw.kind == "q4_1")
+            self._lib.kvl_fill_q4(self._model, linear, blocks.ctypes.data, raw.shape[0], first, interleave, has_min)
+        else:
+            self._fill_float(linear, raw.float32(), first, interleave)
+
+    def _fill_float(self, linear: int, values: Tensor, first: int, interleave: int) -> None:
+        values = values.contiguous()
+        self._lib.kvl_fill_f32(self._model, linear, values.data_ptr(), values.shape[0], first, interleave)
+
+
+def _check(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
+    """Raises ModelError naming what the kernels do not have."""
+    if weight_format not in WEIGHT_FORMATS:
+        raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
+    if kv_dtype != "bf16":
+        raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has bf16")
+    if spec.head_dim % 32 or spec.head_dim > 256:
+        raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
+    if 2 * len(spec.rope.inv_freq) != spec.head_dim:
+        raise ModelError("rotary embedding of a part of the head: the CPU backend rotates whole heads")
+
+
+def _rope_table(spec: DecoderSpec, positions: int) -> Tensor:
+    """[positions, head_dim] float32: cosines, then sines."""
+    angles = torch.outer(torch.arange(positions).float(), torch.tensor(spec.rope.inv_freq, dtype=torch.float32))
+    return (torch.cat((angles.cos(), angles.sin()), 1) * spec.rope.attention_factor).contiguous()
+
+
+def _lazy_zeros(shape: tuple[int, ...]) -> Tensor:
+    """bf16 zeros whose pages become resident when first written, in huge pages where the system has them."""
+    pages = mmap.mmap(-1, int(np.prod(shape)) * 2)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.bfloat16).view(shape)

@@ -1,0 +1,76 @@
+/* The C interface of the CPU backend: what kernels/cpu.py calls through ctypes.
+ *
+ * Life of a model: kvl_new, then kvl_add_linear / kvl_add_vector for every weight in execution order, kvl_allocate once,
+ * kvl_fill_* tensor by tensor, kvl_set_program, then kvl_step as often as wanted (one caller at a time), kvl_free.
+ * Pointers given to kvl_set_tables and kvl_step stay the caller's; the library copies everything else.
+ */
+#ifndef KVLOOM_CPU_ABI_H
+#define KVLOOM_CPU_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct kvl_model kvl_model;
+
+/* Shapes of the decoder. `window` is the number of keys a query sees, itself included; 0 = all. */
+typedef struct {
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads;
+    float norm_eps;
+} kvl_shape;
+
+/* How a linear's weights are held; see layout.hpp. */
+enum { KVL_INT8 = 0, KVL_INT4 = 1, KVL_BF16 = 2 };
+
+/* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
+enum {
+    KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear` */
+    KVL_QUANT = 1,           /* the buffer that the next linear reads (attention's or the MLP's), quantised for `linear` */
+    KVL_LINEAR = 2,          /* `linear` of what was quantised last, then `epilogue`; `vector` = bias */
+    KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
+    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
+    KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone */
+};
+enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4 };
+enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1 };
+
+typedef struct {
+    int32_t kind, layer, linear, epilogue, vector, vector2, source;
+} kvl_instruction;
+
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads][16 * head_dim] bf16. */
+typedef struct {
+    uint16_t *kv;
+    int64_t num_blocks;
+    const int32_t *ids, *pos, *qstart, *block_table, *rows;
+    int32_t num_tokens, num_seqs, max_blocks, num_rows;
+    float *logits;
+} kvl_batch;
+
+const char *kvl_isa(void);
+kvl_model *kvl_new(const kvl_shape *shape);
+void kvl_free(kvl_model *model);
+int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
+int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
+int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
+
+/* Rows [0, count) go to output channels first + r, or, when `interleave` is 0 or 1, to the gate (0) or up (1) half of
+ * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. */
+void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
+void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_t count, int64_t first, int32_t interleave,
+                 int32_t has_min);
+
+/* embed: bf16 [vocab][hidden]; rope: float [positions][head_dim], cosines then sines. Both must outlive the model. */
+void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
+void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
+void kvl_step(kvl_model *model, const kvl_batch *batch);
+
+/* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
+double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,115 @@
+// The part of a step that knows heads and the paged cache: RoPE and cache writes, attention.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "step.hpp"
+
+namespace kvl {
+
+// Side 0 holds K tiles, side 1 V tiles: [layers][side][blocks][kv_heads][kBlockTokens * head_dim].
+uint16_t* Step::cache(int layer, int side) const {
+    return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * kBlockTokens * model_.kv_width();
+}
+
+// Tokens are dealt out, except that a pair of keys shares a 32-bit word of a V tile, so two threads may write to one
+// word: to its own half each, which is a 16-bit store and safe.
+void Step::place_heads(const kvl_instruction& instruction, int thread) {
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++)
+        place_token(instruction, t);
+    sync();
+}
+
+// Norms and rotates in place: the qkv buffer is not needed afterwards.
+void Step::place_token(const kvl_instruction& instruction, int64_t token) {
+    const int dim = shape_.head_dim, position = batch_.pos[token];
+    const float scale = kLog2E / std::sqrt(float(dim));
+    const int32_t* table = batch_.block_table + int64_t(scratch_.sequence[size_t(token)]) * batch_.max_blocks;
+    const int64_t block = int64_t(table[position / kBlockTokens]) * kBlockTokens * model_.kv_width();
+    const int slot = position % kBlockTokens;
+    const float* rope = model_.rope + int64_t(position) * dim;
+    float* row = scratch_.qkv.row(token);
+    for (int h = 0; h < shape_.num_heads + shape_.num_kv_heads; h++, row += dim) {
+        const bool is_query = h < shape_.num_heads;
+        if (const float* weight = vector(is_query ? instruction.vector : instruction.vector2))
+            rms_norm(row, weight, dim, dim, shape_.norm_eps, row);
+        rotate(row, rope, dim);
+        if (is_query) {
+            store_query(scratch_.queries + token * model_.query_width() + h * dim, row, dim, scale);
+        } else {
+            const int64_t tile = int64_t(h - shape_.num_heads) * kBlockTokens * dim;
+            store_key(cache(instruction.layer, 0) + block + tile, row, dim, slot);
+        }
+    }
+    for (int h = 0; h < shape_.num_kv_heads; h++, row += dim)
+        store_value(cache(instruction.layer, 1) + block + int64_t(h) * kBlockTokens * dim, row, dim, slot);
+}
+
+// Tasks are handed out one by one: their costs differ by the lengths of the sequences.
+void Step::attend(const kvl_instruction& instruction) {
+    const int64_t count = int64_t(tasks_.size());
+    for (int64_t i; (i = next(instruction)) < count;) attend_task(tasks_[size_t(i)], instruction.layer);
+    sync();
+}
+
+void Step::attend_task(const AttentionTask& task, int layer) {
+    const int dim = shape_.head_dim, rows = task.num_rows;
+    const int64_t tile = int64_t(task.kv_head) * kBlockTokens * dim;
+    const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
+                         batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
+                         kBlockTokens * model_.kv_width(), dim};
+    Query queries[kAttentionRows];
+    Partial partials[kAttentionRows];
+    float* outputs[kAttentionRows];
+    int64_t from = INT64_MAX, until = 0;
+    for (int m = 0; m < rows; m++) {
+        const int row = task.first_row + m;
+        const int64_t token = batch_.qstart[task.sequence] + row / heads_per_kv_;
+        const int64_t at = (int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_) * dim;
+        const int64_t end = batch_.pos[token] + 1;
+        queries[m] = {scratch_.queries + token * model_.query_width() + at,
+                      shape_.window > 0 ? std::max<int64_t>(0, end - shape_.window) : 0, end};
+        outputs[m] = scratch_.attended.row(token) + at;
+        std::fill(outputs[m], outputs[m] + dim, 0.0f);
+        partials[m].sums = outputs[m];
+        from = std::min(from, queries[m].from);
+        until = std::max(until, end);
+    }
+    const ChunkKernel kernel = chunk_kernel(rows);
+    for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++) kernel(head, queries, chunk, until, partials);
+    for (int m = 0; m < rows; m++) {
+        const F32 inverse = splat(1.0f / partials[m].weight);
+        for (int i = 0; i < dim; i += kLanes) store(outputs[m] + i, mul(load(outputs[m] + i), inverse));
+    }
+}
+
+}  // namespace kvl
+
+// Every thread sums its own stretch of memory that no cache holds; four sums, so that only memory is waited for.
+static int64_t read_all(const uint8_t* data, int64_t lines) {
+    kvl::I32 sums[4] = {kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0)};
+    for (int64_t line = 0; line + 4 <= lines; line += 4)
+        for (int i = 0; i < 4; i++) {
+            const uint8_t* at = data + (line + i) * 64;
+            kvl::prefetch(at + kvl::kPrefetchBytes);
+            sums[i] = kvl::dot_nibbles(sums[i], kvl::low_nibbles(at), 1);
+        }
+    return kvl::sum(kvl::add(kvl::add(sums[0], sums[1]), kvl::add(sums[2], sums[3])));
+}
+
+double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
+    const kvl::HugeBuffer buffer(bytes);
+    std::atomic<int64_t> keep{0};  // the sum is kept so that the reads are
+    double best = 0;
+    for (int i = 0; i < repeats; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        model->pool.run([&](int thread) {
+            const int64_t begin = bytes / 64 * thread / model->pool.size();
+            const int64_t end = bytes / 64 * (thread + 1) / model->pool.size();
+            keep += read_all(buffer.as() + begin * 64, end - begin);
+        });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        best = std::max(best, double(bytes) / took.count());
+    }
+    return best;
+}

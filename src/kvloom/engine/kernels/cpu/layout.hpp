@@ -1,0 +1,83 @@
+// Sizes and layouts that packing, kernels and tests share.
+//
+// Weights: panels of 32 output channels. A panel is a row of groups along K, each group holding what one pass of the
+// micro-kernel needs, contiguous:
+//   int8: 32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale        (64 k a group)
+//   int4: 32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
+//         the octet, high nibble = second; value = nibble * scale + minimum                            (32 k a group)
+//   bf16: [16 pairs of k][32][2] bf16                                                                  (32 k a group)
+// K is padded with zero weights to a multiple of kPad, so no kernel has a tail along K.
+//
+// KV cache: a block of 16 tokens of one kv head is a K tile [head_dim / 2][16 keys][2] and, elsewhere, a V tile
+// [8 pairs of keys][head_dim][2], so that both products are bf16 pair products with a key or a dim in each lane.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "abi.h"
+
+namespace kvl {
+
+constexpr int kLanes = 16;        // floats in the widest register; narrower machines use several
+constexpr int kPanel = 32;        // output channels a panel: two registers, so one activation broadcast feeds two dot products
+constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes
+constexpr int kInt4Group = 32;    // GGUF's own group, so that Q4_0 and Q4_1 files are held exactly
+constexpr int kPad = 64;          // every K is padded to this
+constexpr int kBlockTokens = 16;  // keys of a KV block
+constexpr int kChunkKeys = 128;   // keys of one attention task, at absolute positions: a query's sums never depend on the step
+
+constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
+
+constexpr int group_size(int format) { return format == KVL_INT8 ? kInt8Group : kInt4Group; }
+
+constexpr int64_t group_bytes(int format) {
+    if (format == KVL_INT8) return kPanel * 2 + kPanel * kInt8Group;
+    if (format == KVL_INT4) return kPanel * 4 + kPanel * kInt4Group / 2;
+    return kPanel * kInt4Group * 2;
+}
+
+// Byte of weight k (within its group) of channel c, counted from the first weight byte of an int8 group.
+constexpr int int8_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }
+// The same for int4; the nibble is the high one when k % 8 >= 4.
+constexpr int int4_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
+// Element (not byte) of a bf16 group.
+constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
+
+inline float bits_to_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint32_t float_to_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline float bf16_to_float(uint16_t value) { return bits_to_float(uint32_t(value) << 16); }
+
+// Round to nearest, ties to even. NaN stays NaN because the quiet bit survives the rounding of real models' NaNs.
+inline uint16_t float_to_bf16(float value) {
+    const uint32_t bits = float_to_bits(value);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Exact for every finite fp16, subnormals included: the exponent is moved by a multiplication.
+inline float fp16_to_float(uint16_t value) {
+    const float magnitude = bits_to_float(uint32_t(value & 0x7fff) << 13) * 0x1p112f;
+    return value & 0x8000 ? -magnitude : magnitude;
+}
+
+// Nearest fp16 of a finite float below 65504; ties to even.
+inline uint16_t float_to_fp16(float value) {
+    const uint16_t sign = uint16_t(float_to_bits(value) >> 16 & 0x8000);
+    const float magnitude = bits_to_float(float_to_bits(value) & 0x7fffffff);
+    if (magnitude < 0x1p-14f) return uint16_t(sign | (float_to_bits(magnitude + 0.5f) - float_to_bits(0.5f)));
+    const uint32_t bits = float_to_bits(magnitude) - (112u << 23);
+    return uint16_t(sign | ((bits + 0xfff + ((bits >> 13) & 1)) >> 13));
+}
+
+}  // namespace kvl

@@ -1,0 +1,97 @@
+// A model as the library holds it: packed weights, the layer program, and the scratch memory of a step.
+#pragma once
+
+#include <atomic>
+#include <cstdlib>
+#include <utility>
+#include <vector>
+
+#include "layout.hpp"
+#include "pool.hpp"
+#include "quant.hpp"
+
+namespace kvl {
+
+constexpr int64_t kHugePage = 2 << 20;
+
+// Memory in huge pages where the system has them, given back when this goes. Fresh pages read as zero.
+class HugeBuffer {
+  public:
+    HugeBuffer() = default;
+    explicit HugeBuffer(int64_t bytes);  // throws std::bad_alloc
+    ~HugeBuffer();
+    HugeBuffer(HugeBuffer&& other) noexcept : at_(other.at_), bytes_(other.bytes_) { other.at_ = nullptr; }
+    HugeBuffer& operator=(HugeBuffer&& other) noexcept {
+        std::swap(at_, other.at_);
+        std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    template <class T = uint8_t>
+    T* as() const {
+        return reinterpret_cast<T*>(at_);
+    }
+
+  private:
+    uint8_t* at_ = nullptr;
+    int64_t bytes_ = 0;
+};
+
+// Panels [share(t), share(t + 1)) lie one after the other at part[t], in thread t's arena.
+struct Linear {
+    int64_t rows, cols, padded_cols, panels;
+    int format;
+    std::vector<uint8_t*> part;
+
+    int64_t panel_bytes() const { return padded_cols / group_size(format) * group_bytes(format); }
+    int64_t share(int thread) const { return panels * thread / int64_t(part.size()); }
+    int owner(int64_t panel) const {
+        int thread = 0;
+        while (panel >= share(thread + 1)) thread++;
+        return thread;
+    }
+    uint8_t* panel(int64_t index) const {
+        const int thread = owner(index);
+        return part[thread] + (index - share(thread)) * panel_bytes();
+    }
+};
+
+// Float rows with a padded stride; the padding stays zero.
+struct Rows {
+    float* at;
+    int64_t stride;
+    float* row(int64_t index) const { return at + index * stride; }
+};
+
+// What a step works on, kept between steps.
+struct Scratch {
+    HugeBuffer memory;
+    int64_t capacity = 0;  // tokens
+    Rows residual, qkv, attended, mlp;
+    uint16_t* queries;                  // bf16 [tokens][num_heads][head_dim]
+    Activations shared;                 // written by all threads, behind a barrier
+    std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
+    std::vector<float*> row;            // a float row a thread
+    std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
+};
+
+}  // namespace kvl
+
+// The C name of the whole.
+struct kvl_model {
+    explicit kvl_model(const kvl_shape& shape) : shape(shape), pool(shape.num_threads) {}
+
+    int64_t hidden_stride() const { return kvl::round_up(shape.hidden, kvl::kPad); }
+    int64_t query_width() const { return int64_t(shape.num_heads) * shape.head_dim; }
+    int64_t kv_width() const { return int64_t(shape.num_kv_heads) * shape.head_dim; }
+
+    const kvl_shape shape;
+    kvl::Pool pool;
+    std::vector<kvl::Linear> linears;
+    std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
+    std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
+    std::vector<kvl_instruction> program;
+    const uint16_t* embed = nullptr;
+    const float* rope = nullptr;
+    kvl::Scratch scratch;
+    std::vector<std::atomic<int64_t>> next;  // an instruction's work handed out one by one: panels, attention tasks
+};

@@ -1,0 +1,45 @@
+// The threads of one model: one parallel region a step, a barrier between its phases.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <thread>
+#include <vector>
+
+namespace kvl {
+
+class Pool {
+  public:
+    explicit Pool(int num_threads);  // the caller of run() is thread 0; the others are started here
+    ~Pool();
+    Pool(const Pool&) = delete;
+    Pool& operator=(const Pool&) = delete;
+
+    int size() const { return size_; }
+
+    // Calls body(thread) on every thread and returns when all are back. One caller at a time; body must not throw.
+    void run(const std::function<void(int)>& body);
+
+    // Inside run(): returns once every thread has called it. Writes made before it are seen by all after it.
+    void barrier();
+
+  private:
+    // A number that threads wait on to change: spin first, sleep in the kernel after.
+    struct Signal {
+        std::atomic<int> value{0};
+        std::atomic<int> sleepers{0};
+        void advance();
+        void wait_while(int old);
+    };
+
+    void work(int thread);
+
+    const int size_;
+    alignas(64) Signal region_;   // advances when run() has new work, or at the end of the pool
+    alignas(64) Signal phase_;    // advances when the last thread reaches a barrier
+    alignas(64) std::atomic<int> arrived_{0};
+    const std::function<void(int)>* body_ = nullptr;  // null in a region = stop
+    std::vector<std::thread> threads_;
+};
+
+}  // namespace kvl

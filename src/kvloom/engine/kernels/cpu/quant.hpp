@@ -1,0 +1,60 @@
+// Activations on their way into a linear: RMSNorm, then int8 a group (or bf16).
+#pragma once
+
+#include <cmath>
+
+#include "simd.hpp"
+
+namespace kvl {
+
+// Quantised rows. cols is padded to kPad; groups = cols / group_size(format).
+//   int8, int4: data = int8 [rows][cols], scale float and sum (of the int8 values) int32 [rows][groups]
+//   bf16:       data = bf16 [rows][cols]; scale and sum unused
+struct Activations {
+    int8_t* data;
+    float* scale;
+    int32_t* sum;
+};
+
+// out[k] = x[k] * weight[k] / rms(x); count is padded (zeros), `real` is what the mean is taken over.
+inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t real, float eps, float* out) {
+    F32 squares = splat(0);
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const F32 value = load(x + k);
+        squares = fma(value, value, squares);
+    }
+    const F32 factor = splat(1.0f / std::sqrt(sum(squares) / float(real) + eps));
+    for (int64_t k = 0; k < count; k += kLanes) store(out + k, mul(mul(load(x + k), factor), load(weight + k)));
+}
+
+// One row to int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0.
+inline void quantize_row(const float* x, int64_t count, int group, int8_t* data, float* scale, int32_t* sums) {
+    for (int64_t g = 0; g < count / group; g++, x += group, data += group) {
+        F32 peak = splat(0);
+        for (int k = 0; k < group; k += kLanes) peak = max(peak, abs(load(x + k)));
+        const float top = largest(peak);
+        const F32 inverse = splat(top > 0 ? 127.0f / top : 0.0f);
+        I32 total = splat_int(0);
+        for (int k = 0; k < group; k += kLanes) {
+            const I32 value = to_int(mul(load(x + k), inverse));
+            total = add(total, value);
+            store_bytes(data + k, value);
+        }
+        scale[g] = top / 127.0f;
+        sums[g] = sum(total);
+    }
+}
+
+// Row `row` of `to` from float x[count], in the form that a linear of `format` reads.
+inline void store_activations(const Activations& to, int64_t row, const float* x, int64_t count, int format) {
+    if (format == KVL_BF16) {
+        uint16_t* data = reinterpret_cast<uint16_t*>(to.data) + row * count;
+        for (int64_t k = 0; k < count; k += kLanes) store_bf16(data + k, load(x + k));
+        return;
+    }
+    const int group = group_size(format);
+    const int64_t groups = count / group;
+    quantize_row(x, count, group, to.data + row * count, to.scale + row * groups, to.sum + row * groups);
+}
+
+}  // namespace kvl

@@ -1,0 +1,91 @@
+// What every vector kernel computes, in plain loops over the same packed data: the tests hold the two together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention.hpp"
+#include "quant.hpp"
+
+namespace kvl::scalar {
+
+// Weight k of channel c of a packed panel, as a float.
+inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
+    const int in_group = int(k % group_size(format));
+    const uint8_t* group = panel + k / group_size(format) * group_bytes(format);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
+    if (format == KVL_BF16) return bf16_to_float(halves[bf16_offset(in_group, c)]);
+    const float scale = fp16_to_float(halves[c]);
+    if (format == KVL_INT8) return float(int(group[kPanel * 2 + int8_offset(in_group, c)]) - 128) * scale;
+    const int byte = group[kPanel * 4 + int4_offset(in_group, c)];
+    return float(in_group % 8 < 4 ? byte & 15 : byte >> 4) * scale + fp16_to_float(halves[kPanel + c]);
+}
+
+// Activation k of a row, as a float.
+inline float activation_at(const Activations& x, int64_t row, int64_t cols, int format, int64_t k) {
+    if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(x.data)[row * cols + k]);
+    const int64_t groups = cols / group_size(format);
+    return float(x.data[row * cols + k]) * x.scale[row * groups + k / group_size(format)];
+}
+
+// One row times one channel.
+inline double dot(const Activations& x, int64_t row, int64_t cols, int format, const uint8_t* panel, int c) {
+    double total = 0;
+    for (int64_t k = 0; k < cols; k++)
+        total += double(activation_at(x, row, cols, format, k)) * double(weight_at(panel, format, k, c));
+    return total;
+}
+
+inline void rms_norm(const float* x, const float* weight, int64_t real, float eps, float* out) {
+    double squares = 0;
+    for (int64_t k = 0; k < real; k++) squares += double(x[k]) * double(x[k]);
+    const double factor = 1.0 / std::sqrt(squares / double(real) + double(eps));
+    for (int64_t k = 0; k < real; k++) out[k] = float(double(x[k]) * factor * double(weight[k]));
+}
+
+// What int8 quantisation may at most change: half a step of the group's scale.
+inline float half_step(const float* x, int64_t k, int group) {
+    const float* first = x + k / group * group;
+    float peak = 0;
+    for (int i = 0; i < group; i++) peak = std::max(peak, std::fabs(first[i]));
+    return peak / 127.0f / 2;
+}
+
+inline void rotate(float* head, const float* table, int dim) {
+    for (int i = 0; i < dim / 2; i++) {
+        const float a = head[i], b = head[dim / 2 + i], cosine = table[i], sine = table[dim / 2 + i];
+        head[i] = a * cosine - b * sine;
+        head[dim / 2 + i] = b * cosine + a * sine;
+    }
+}
+
+inline float key_at(const PagedHead& head, int64_t key, int d) {
+    return bf16_to_float(head.key_tile(key / kBlockTokens)[(d / 2 * kBlockTokens + key % kBlockTokens) * 2 + d % 2]);
+}
+
+inline float value_at(const PagedHead& head, int64_t key, int d) {
+    const int64_t slot = key % kBlockTokens;
+    return bf16_to_float(head.value_tile(key / kBlockTokens)[(slot / 2 * head.head_dim + d) * 2 + slot % 2]);
+}
+
+// Softmax attention of one query over the keys it sees; out[head_dim].
+inline void attend(const PagedHead& head, const Query& query, double* out) {
+    std::vector<double> scores;
+    for (int64_t key = query.from; key < query.until; key++) {
+        double score = 0;
+        for (int d = 0; d < head.head_dim; d++) score += double(bf16_to_float(query.q[d])) * double(key_at(head, key, d));
+        scores.push_back(score);
+    }
+    const double peak = *std::max_element(scores.begin(), scores.end());
+    double weight = 0;
+    std::fill(out, out + head.head_dim, 0.0);
+    for (size_t i = 0; i < scores.size(); i++) {
+        const double p = std::exp2(scores[i] - peak);
+        weight += p;
+        for (int d = 0; d < head.head_dim; d++) out[d] += p * double(value_at(head, query.from + int64_t(i), d));
+    }
+    for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+}
+
+}  // namespace kvl::scalar

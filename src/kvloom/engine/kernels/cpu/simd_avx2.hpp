@@ -1,0 +1,149 @@
+// Sixteen lanes on AVX2 with FMA and F16C: two registers each. Same functions as simd_portable.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include "layout.hpp"
+
+namespace kvl {
+
+constexpr const char* kIsaName = "avx2";
+constexpr int kRowsOnce = 2;  // 8 accumulators of 16 registers
+constexpr int kRowsMany = 2;
+constexpr int kAttentionRows = 2;
+constexpr int kByteZero = 0;  // dot_weights subtracts 128 itself: vpmaddubsw would saturate on bytes above 127
+
+struct F32 {
+    __m256 lo, hi;
+};
+struct I32 {
+    __m256i lo, hi;
+};
+using Bytes = I32;
+using Pairs = I32;
+
+inline __m256 widen_bf16(__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); }
+inline __m128i half_at(const uint16_t* from) { return _mm_loadu_si128((const __m128i*)from); }
+
+inline F32 splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline F32 load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline F32 load_fp16(const uint16_t* from) { return {_mm256_cvtph_ps(half_at(from)), _mm256_cvtph_ps(half_at(from + 8))}; }
+inline F32 load_bf16(const uint16_t* from) { return {widen_bf16(half_at(from)), widen_bf16(half_at(from + 8))}; }
+inline void store(float* to, F32 a) {
+    _mm256_storeu_ps(to, a.lo);
+    _mm256_storeu_ps(to + 8, a.hi);
+}
+inline __m256i rounded_bf16(__m256 a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+}
+inline void store_bf16(uint16_t* to, F32 a) {
+    const __m256i packed = _mm256_packus_epi32(rounded_bf16(a.lo), rounded_bf16(a.hi));
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(packed, 0b11011000));
+}
+inline F32 add(F32 a, F32 b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
+inline F32 sub(F32 a, F32 b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
+inline F32 div(F32 a, F32 b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F32 max(F32 a, F32 b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+inline F32 min(F32 a, F32 b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+inline F32 abs(F32 a) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
+}
+inline float sum(F32 a) {
+    alignas(32) float lane[8];
+    _mm256_store_ps(lane, _mm256_add_ps(a.lo, a.hi));
+    return ((lane[0] + lane[4]) + (lane[2] + lane[6])) + ((lane[1] + lane[5]) + (lane[3] + lane[7]));
+}
+inline float largest(F32 a) {
+    alignas(32) float lane[8];
+    _mm256_store_ps(lane, _mm256_max_ps(a.lo, a.hi));
+    float result = lane[0];
+    for (float value : lane) result = value > result ? value : result;
+    return result;
+}
+inline F32 first_lanes(F32 a, int count, float other) {
+    const __m256i index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256 keep_lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count), index));
+    const __m256 keep_hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(count - 8), index));
+    const __m256 rest = _mm256_set1_ps(other);
+    return {_mm256_blendv_ps(rest, a.lo, keep_lo), _mm256_blendv_ps(rest, a.hi, keep_hi)};
+}
+inline __m256 power_of_two(__m256 a) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(a), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+inline F32 scale_by_power(F32 b, F32 a) { return mul(b, {power_of_two(a.lo), power_of_two(a.hi)}); }
+inline F32 round_even(F32 a) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
+}
+
+inline I32 splat_int(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+inline I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+inline F32 to_float(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+inline I32 to_int(F32 a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+inline int32_t sum(I32 a) {
+    alignas(32) int32_t lane[8];
+    _mm256_store_si256((__m256i*)lane, _mm256_add_epi32(a.lo, a.hi));
+    int32_t total = 0;
+    for (int32_t value : lane) total += value;
+    return total;
+}
+inline void store_bytes(int8_t* to, I32 a) {
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0b11011000);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i*)to, bytes);
+}
+
+inline Bytes load_bytes(const uint8_t* from) {
+    const __m256i zero = _mm256_set1_epi8(-128);  // u8 with zero at 128 -> s8
+    return {_mm256_xor_si256(_mm256_loadu_si256((const __m256i*)from), zero),
+            _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(from + 32)), zero)};
+}
+inline Bytes low_nibbles(const uint8_t* from) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(_mm256_loadu_si256((const __m256i*)from), mask),
+            _mm256_and_si256(_mm256_loadu_si256((const __m256i*)(from + 32)), mask)};
+}
+inline Bytes high_nibbles(const uint8_t* from) {
+    const __m256i mask = _mm256_set1_epi8(15);
+    return {_mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)from), 4), mask),
+            _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)(from + 32)), 4), mask)};
+}
+
+// |w| x (x with w's sign): both at most 127 in size, so the pair sums stay below 32767 and nothing saturates.
+inline __m256i dot_signed(__m256i acc, __m256i weights, __m256i x) {
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline __m256i dot_unsigned(__m256i acc, __m256i weights, __m256i x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1)));
+}
+inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
+    const __m256i x = _mm256_set1_epi32(quad);
+    return {dot_signed(acc.lo, weights.lo, x), dot_signed(acc.hi, weights.hi, x)};
+}
+inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) {
+    const __m256i x = _mm256_set1_epi32(quad);
+    return {dot_unsigned(acc.lo, weights.lo, x), dot_unsigned(acc.hi, weights.hi, x)};
+}
+
+inline Pairs load_pairs(const uint16_t* from) {
+    return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 16))};
+}
+inline __m256 dot_pairs_half(__m256 acc, __m256i a, __m256 even, __m256 odd) {
+    const __m256i high = _mm256_set1_epi32(int32_t(0xffff0000u));
+    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), even, acc);
+    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), odd, acc);
+}
+inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
+    const __m256 even = _mm256_set1_ps(bits_to_float(uint32_t(pair) << 16));
+    const __m256 odd = _mm256_set1_ps(bits_to_float(uint32_t(pair) & 0xffff0000u));
+    return {dot_pairs_half(acc.lo, a.lo, even, odd), dot_pairs_half(acc.hi, a.hi, even, odd)};
+}
+
+}  // namespace kvl

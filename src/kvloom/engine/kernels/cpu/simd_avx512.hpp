@@ -1,0 +1,79 @@
+// Sixteen lanes on AVX-512 with VNNI and BF16: one register each. Same functions as simd_portable.hpp.
+#pragma once
+
+#include <immintrin.h>
+
+#include "layout.hpp"
+
+namespace kvl {
+
+constexpr const char* kIsaName = "avx512";
+constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums spill once a group, cheaper than a second pass
+constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
+constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
+constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
+
+struct F32 {
+    __m512 v;
+};
+struct I32 {
+    __m512i v;
+};
+struct Bytes {
+    __m512i v;
+};
+struct Pairs {
+    __m512bh v;
+};
+
+inline F32 splat(float value) { return {_mm512_set1_ps(value)}; }
+inline F32 load(const float* from) { return {_mm512_loadu_ps(from)}; }
+inline F32 load_fp16(const uint16_t* from) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from))}; }
+inline F32 load_bf16(const uint16_t* from) {
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+inline void store(float* to, F32 a) { _mm512_storeu_ps(to, a.v); }
+inline void store_bf16(uint16_t* to, F32 a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline F32 div(F32 a, F32 b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline F32 fma(F32 a, F32 b, F32 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline F32 max(F32 a, F32 b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
+inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
+inline F32 first_lanes(F32 a, int count, float other) {
+    const __mmask16 kept = count >= kLanes ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
+    return {_mm512_mask_mov_ps(_mm512_set1_ps(other), kept, a.v)};
+}
+inline F32 scale_by_power(F32 b, F32 a) { return {_mm512_scalef_ps(b.v, a.v)}; }
+inline F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+
+inline I32 splat_int(int32_t value) { return {_mm512_set1_epi32(value)}; }
+inline I32 add(I32 a, I32 b) { return {_mm512_add_epi32(a.v, b.v)}; }
+inline F32 to_float(I32 a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline I32 to_int(F32 a) { return {_mm512_cvtps_epi32(a.v)}; }
+inline int32_t sum(I32 a) { return _mm512_reduce_add_epi32(a.v); }
+inline void store_bytes(int8_t* to, I32 a) { _mm_storeu_si128((__m128i*)to, _mm512_cvtsepi32_epi8(a.v)); }
+
+inline Bytes load_bytes(const uint8_t* from) { return {_mm512_loadu_si512(from)}; }
+inline Bytes low_nibbles(const uint8_t* from) {
+    return {_mm512_and_si512(_mm512_loadu_si512(from), _mm512_set1_epi8(15))};
+}
+inline Bytes high_nibbles(const uint8_t* from) {
+    return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from), 4), _mm512_set1_epi8(15))};
+}
+inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
+    return {_mm512_dpbusd_epi32(acc.v, weights.v, _mm512_set1_epi32(quad))};
+}
+inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
+
+inline Pairs load_pairs(const uint16_t* from) { return {(__m512bh)_mm512_loadu_si512(from)}; }
+inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
+    return {_mm512_dpbf16_ps(acc.v, a.v, (__m512bh)_mm512_set1_epi32(pair))};
+}
+
+}  // namespace kvl

@@ -1,0 +1,150 @@
+// Sixteen lanes in plain C++: the variant of every machine without its own, and the model of what the others do.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "layout.hpp"
+
+namespace kvl {
+
+constexpr const char* kIsaName = "portable";
+constexpr int kRowsOnce = 4;      // rows of one pass over a panel when the whole step fits in it
+constexpr int kRowsMany = 4;      // rows of a pass when there are several
+constexpr int kAttentionRows = 4; // queries that share each load of a key tile
+constexpr int kByteZero = 0;      // what is subtracted from an int8 weight's byte by the caller: dot_weights does it here
+
+struct F32 {
+    float lane[kLanes];
+};
+struct I32 {
+    int32_t lane[kLanes];
+};
+
+template <class Op>
+inline F32 each(Op op) {
+    F32 result;
+    for (int i = 0; i < kLanes; i++) result.lane[i] = op(i);
+    return result;
+}
+
+inline F32 splat(float value) {
+    return each([&](int) { return value; });
+}
+inline F32 load(const float* from) {
+    return each([&](int i) { return from[i]; });
+}
+inline F32 load_fp16(const uint16_t* from) {
+    return each([&](int i) { return fp16_to_float(from[i]); });
+}
+inline F32 load_bf16(const uint16_t* from) {
+    return each([&](int i) { return bf16_to_float(from[i]); });
+}
+inline void store(float* to, F32 a) {
+    for (int i = 0; i < kLanes; i++) to[i] = a.lane[i];
+}
+inline void store_bf16(uint16_t* to, F32 a) {
+    for (int i = 0; i < kLanes; i++) to[i] = float_to_bf16(a.lane[i]);
+}
+inline F32 add(F32 a, F32 b) {
+    return each([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline F32 sub(F32 a, F32 b) {
+    return each([&](int i) { return a.lane[i] - b.lane[i]; });
+}
+inline F32 mul(F32 a, F32 b) {
+    return each([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline F32 div(F32 a, F32 b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+}
+inline F32 fma(F32 a, F32 b, F32 c) {
+    return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+}
+inline F32 max(F32 a, F32 b) {
+    return each([&](int i) { return std::max(a.lane[i], b.lane[i]); });
+}
+inline F32 min(F32 a, F32 b) {
+    return each([&](int i) { return std::min(a.lane[i], b.lane[i]); });
+}
+inline F32 abs(F32 a) {
+    return each([&](int i) { return std::fabs(a.lane[i]); });
+}
+inline float sum(F32 a) {
+    for (int half = kLanes / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) a.lane[i] += a.lane[i + half];
+    return a.lane[0];
+}
+inline float largest(F32 a) { return *std::max_element(a.lane, a.lane + kLanes); }
+
+// Lanes below `count` of a, `other` in the rest. count may be negative or above kLanes.
+inline F32 first_lanes(F32 a, int count, float other) {
+    return each([&](int i) { return i < count ? a.lane[i] : other; });
+}
+
+// 2 to the power of an integer-valued a, times b.
+inline F32 scale_by_power(F32 b, F32 a) {
+    return each([&](int i) { return b.lane[i] * bits_to_float(uint32_t(int32_t(a.lane[i]) + 127) << 23); });
+}
+inline F32 round_even(F32 a) {
+    return each([&](int i) { return std::nearbyint(a.lane[i]); });
+}
+
+inline I32 splat_int(int32_t value) {
+    I32 result;
+    std::fill(result.lane, result.lane + kLanes, value);
+    return result;
+}
+inline I32 add(I32 a, I32 b) {
+    for (int i = 0; i < kLanes; i++) a.lane[i] += b.lane[i];
+    return a;
+}
+inline F32 to_float(I32 a) {
+    return each([&](int i) { return float(a.lane[i]); });
+}
+inline I32 to_int(F32 a) {
+    I32 result;
+    for (int i = 0; i < kLanes; i++) result.lane[i] = int32_t(std::nearbyint(a.lane[i]));
+    return result;
+}
+inline int32_t sum(I32 a) {
+    int32_t total = 0;
+    for (int value : a.lane) total += value;
+    return total;
+}
+inline void store_bytes(int8_t* to, I32 a) {
+    for (int i = 0; i < kLanes; i++) to[i] = int8_t(a.lane[i]);
+}
+
+inline I32 dot_quads(I32 acc, const int8_t* x, const uint8_t* weights, int zero, int shift, int mask) {
+    for (int i = 0; i < kLanes; i++)
+        for (int j = 0; j < 4; j++) acc.lane[i] += x[j] * (((weights[4 * i + j] >> shift) & mask) - zero);
+    return acc;
+}
+
+// Four activations (a quad, packed in an int) times 16 channels of weights.
+struct Bytes {
+    const uint8_t* at;
+    int shift, mask, zero;
+};
+inline Bytes load_bytes(const uint8_t* from) { return {from, 0, 255, 128}; }
+inline Bytes low_nibbles(const uint8_t* from) { return {from, 0, 15, 0}; }
+inline Bytes high_nibbles(const uint8_t* from) { return {from, 4, 15, 0}; }
+inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
+    int8_t x[4];
+    std::memcpy(x, &quad, 4);
+    return dot_quads(acc, x, weights.at, weights.zero, weights.shift, weights.mask);
+}
+inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
+
+// Adds, in each lane, the product of two bf16 pairs: the lane's own and the broadcast one.
+struct Pairs {
+    const uint16_t* at;
+};
+inline Pairs load_pairs(const uint16_t* from) { return {from}; }
+inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
+    const float even = bf16_to_float(uint16_t(uint32_t(pair) & 0xffff)), odd = bf16_to_float(uint16_t(uint32_t(pair) >> 16));
+    return each([&](int i) { return acc.lane[i] + bf16_to_float(a.at[2 * i]) * even + bf16_to_float(a.at[2 * i + 1]) * odd; });
+}
+
+}  // namespace kvl

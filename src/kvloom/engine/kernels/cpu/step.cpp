@@ -1,0 +1,184 @@
+#include "step.hpp"
+
+#include <algorithm>
+
+namespace kvl {
+
+Step::Step(kvl_model& model, const kvl_batch& batch)
+    : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
+      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads) {
+    reserve();
+    scratch_.sequence.resize(size_t(batch.num_tokens));
+    for (int s = 0; s < batch.num_seqs; s++)
+        std::fill(scratch_.sequence.begin() + batch.qstart[s], scratch_.sequence.begin() + batch.qstart[s + 1], s);
+    plan_attention();
+}
+
+// Cuts `bytes` off the front of a buffer, kept to whole cache lines.
+template <class T>
+static T* take(uint8_t*& at, int64_t count) {
+    T* result = reinterpret_cast<T*>(at);
+    at += round_up(count * int64_t(sizeof(T)), 64);
+    return result;
+}
+
+static Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
+    const int64_t groups = cols / kInt4Group;
+    int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
+    float* scale = take<float>(at, tokens * groups);
+    return {data, scale, take<int32_t>(at, tokens * groups)};
+}
+
+// Lays the scratch out for `tokens` at `at` and returns its end.
+static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
+    const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
+    const int64_t queries = round_up(model.query_width(), kPad);
+    const int64_t qkv = round_up(model.query_width() + 2 * model.kv_width(), kPad);
+    const int64_t widest = std::max({hidden, mlp, queries});
+    s.residual = {take<float>(at, tokens * hidden), hidden};
+    s.qkv = {take<float>(at, tokens * qkv), qkv};
+    s.attended = {take<float>(at, tokens * queries), queries};
+    s.mlp = {take<float>(at, tokens * mlp), mlp};
+    s.queries = take<uint16_t>(at, tokens * model.query_width());
+    s.shared = take_activations(at, tokens, widest);
+    s.own.resize(size_t(model.pool.size()));
+    s.row.resize(size_t(model.pool.size()));
+    for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
+    for (float*& row : s.row) row = take<float>(at, widest);
+    return at;
+}
+
+void Step::reserve() {
+    const int64_t tokens = std::max<int64_t>(batch_.num_tokens, batch_.num_rows);
+    if (tokens <= scratch_.capacity) return;
+    const int64_t capacity = round_up(tokens, 64);
+    uint8_t* const nowhere = reinterpret_cast<uint8_t*>(kHugePage);  // only to measure: never read or written
+    scratch_.memory = HugeBuffer(lay_out(scratch_, model_, capacity, nowhere) - nowhere);
+    lay_out(scratch_, model_, capacity, scratch_.memory.as());
+    scratch_.capacity = capacity;
+}
+
+// Rows of a kv head (tokens x heads of its group) in tiles of kAttentionRows; last tiles of a prompt see most keys, so
+// they come first and the short ones fill the gaps at the end.
+void Step::plan_attention() {
+    for (int s = 0; s < batch_.num_seqs; s++) {
+        const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
+        const int tiles = (rows + kAttentionRows - 1) / kAttentionRows;
+        for (int tile = tiles - 1; tile >= 0; tile--) {
+            const int first = int(int64_t(rows) * tile / tiles), end = int(int64_t(rows) * (tile + 1) / tiles);
+            for (int head = 0; head < shape_.num_kv_heads; head++) tasks_.push_back({s, head, first, end - first});
+        }
+    }
+}
+
+void Step::run() {
+    for (std::atomic<int64_t>& next : model_.next) next.store(0, std::memory_order_relaxed);
+    model_.pool.run([this](int thread) { work(thread); });
+}
+
+void Step::work(int thread) {
+    embed_tokens(thread);
+    sync();
+    for (const kvl_instruction& instruction : model_.program) execute(instruction, thread);
+}
+
+void Step::execute(const kvl_instruction& instruction, int thread) {
+    switch (instruction.kind) {
+        case KVL_NORM_QUANT:
+        case KVL_ROWS_NORM_QUANT:
+        case KVL_QUANT: return quantize(instruction, thread);
+        case KVL_LINEAR: return multiply(instruction, thread);
+        case KVL_ROPE_KV: return place_heads(instruction, thread);
+        case KVL_ATTENTION: return attend(instruction);
+        default: return;
+    }
+}
+
+void Step::embed_tokens(int thread) {
+    const int64_t hidden = shape_.hidden;
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
+        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
+    }
+}
+
+// Fills the activations of the next linear. Ends with a barrier unless every thread keeps its own copy.
+void Step::quantize(const kvl_instruction& instruction, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const bool asked_only = instruction.kind == KVL_ROWS_NORM_QUANT;
+    const int64_t rows = asked_only ? batch_.num_rows : batch_.num_tokens;
+    const bool small = is_small(rows);
+    const Activations& to = small ? scratch_.own[size_t(thread)] : scratch_.shared;
+    const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
+    for (int64_t r = begin; r < end; r++) {
+        const float* from;
+        if (instruction.kind == KVL_QUANT) {
+            from = (instruction.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended).row(r);
+        } else {
+            float* normed = scratch_.row[size_t(thread)];
+            const float* x = scratch_.residual.row(asked_only ? batch_.rows[r] : r);
+            rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, normed);
+            from = normed;
+        }
+        store_activations(to, r, from, linear.padded_cols, linear.format);
+    }
+    if (!small) sync();
+}
+
+// Small steps stream each thread's own panels in order; large ones hand panels out.
+void Step::multiply(const kvl_instruction& instruction, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
+    const Activations& x = is_small(rows) ? scratch_.own[size_t(thread)] : scratch_.shared;
+    if (rows < kHandOutTokens) {
+        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, linear, p, x, rows);
+        return sync();
+    }
+    for (int64_t p; (p = next(instruction)) < linear.panels;) panel(instruction, linear, p, x, rows);
+    sync();
+}
+
+// One panel times all rows, and what is to be done with the sums while they are in the first-level cache.
+void Step::panel(const kvl_instruction& instruction, const Linear& linear, int64_t index, const Activations& x, int64_t rows) {
+    alignas(64) float sums[kRowsOnce * kPanel];
+    const Passes passes(rows);
+    for (int64_t i = 0; i < passes.count; i++) {
+        const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
+        tile_for(linear.format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
+        for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel);
+    }
+}
+
+// Epilogues. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
+void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums) {
+    const int64_t channel = panel * kPanel;
+    F32 lo = load(sums), hi = load(sums + kLanes);
+    if (const float* bias = vector(instruction.vector)) {
+        lo = add(lo, load(bias + channel));
+        hi = add(hi, load(bias + channel + kLanes));
+    }
+    if (instruction.epilogue == KVL_SWIGLU || instruction.epilogue == KVL_GEGLU) {
+        const F32 gate = instruction.epilogue == KVL_SWIGLU ? silu(lo) : gelu_tanh(lo);
+        return store(scratch_.mlp.row(row) + channel / 2, mul(gate, hi));
+    }
+    if (instruction.epilogue == KVL_LOGITS) {
+        float* to = batch_.logits + row * shape_.vocab_size + channel;
+        const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
+        if (count < kPanel) return void(std::copy(sums, sums + count, to));
+        store(to, lo);
+        return store(to + kLanes, hi);
+    }
+    float* to = (instruction.epilogue == KVL_RESIDUAL ? scratch_.residual : scratch_.qkv).row(row) + channel;
+    if (instruction.epilogue == KVL_RESIDUAL) {
+        lo = add(lo, load(to));
+        hi = add(hi, load(to + kLanes));
+    }
+    store(to, lo);
+    store(to + kLanes, hi);
+}
+
+}  // namespace kvl
+
+const char* kvl_isa(void) { return kvl::kIsaName; }
+
+void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::Step(*model, *batch).run(); }

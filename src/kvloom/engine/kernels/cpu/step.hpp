@@ -1,0 +1,59 @@
+// One ragged step: every thread runs the program from its first instruction to its last, with a barrier where needed.
+#pragma once
+
+#include "attention.hpp"
+#include "gemm.hpp"
+#include "model.hpp"
+#include "rope.hpp"
+
+namespace kvl {
+
+constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
+constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
+
+// A few query rows of one kv head of one sequence, over all keys they see.
+struct AttentionTask {
+    int32_t sequence, kv_head;
+    int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
+};
+
+class Step {
+  public:
+    Step(kvl_model& model, const kvl_batch& batch);
+    void run();
+
+  private:
+    void reserve();
+    void plan_attention();
+    void work(int thread);
+    void execute(const kvl_instruction& instruction, int thread);
+    void embed_tokens(int thread);
+    void quantize(const kvl_instruction& instruction, int thread);
+    void multiply(const kvl_instruction& instruction, int thread);
+    void panel(const kvl_instruction& instruction, const Linear& linear, int64_t index, const Activations& x, int64_t rows);
+    void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums);
+    void place_heads(const kvl_instruction& instruction, int thread);
+    void place_token(const kvl_instruction& instruction, int64_t token);
+    void attend(const kvl_instruction& instruction);
+    void attend_task(const AttentionTask& task, int layer);
+
+    // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
+    int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
+    // The next item of an instruction's work, handed out to whoever asks.
+    int64_t next(const kvl_instruction& instruction) {
+        return model_.next[size_t(&instruction - model_.program.data())].fetch_add(1, std::memory_order_relaxed);
+    }
+    void sync() { model_.pool.barrier(); }
+    bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
+    const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
+    uint16_t* cache(int layer, int side) const;
+
+    kvl_model& model_;
+    const kvl_batch& batch_;
+    const kvl_shape& shape_;
+    Scratch& scratch_;
+    const int heads_per_kv_;
+    std::vector<AttentionTask> tasks_;
+};
+
+}  // namespace kvl

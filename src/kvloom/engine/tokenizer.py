@@ -1,0 +1,207 @@
+"""Text <-> token ids, and chat templates. Imports no torch: the HTTP process uses it."""
+
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
+from kvloom.engine.weights.metadata import read_metadata
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+class Tokenizer:
+    """One model's tokenizer. `is_byte_level`: tokens are spelt in GPT-2's byte alphabet, else with U+2581 spaces."""
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        *,
+        special_ids: frozenset[int],
+        eos_ids: frozenset[int],
+        bos_id: int | None,
+        is_byte_level: bool,
+        templates: Mapping[str, str],
+        template_values: Mapping[str, Any],
+    ) -> None:
+        self._fast = fast
+        self._special_ids = special_ids
+        self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
+        self._is_byte_level = is_byte_level
+        self._templates = templates
+        self._template_values = template_values
+        self._compiled: dict[str, Template] = {}
+        self.eos_ids, self.bos_id = eos_ids, bos_id
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Lone surrogates become U+FFFD."""
+        clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        ids: list[int] = self._fast.encode(clean, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are dropped."""
+        text: str = self._fast.decode(
+            [i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens
+        )
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; "" for an id outside of it."""
+        return self._fast.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token contributes to the text; a special token gives its literal text."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        text = self.token_text(token_id)
+        if self._is_byte_level:
+            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in text)
+        match = BYTE_TOKEN.match(text)
+        return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model's prompt. Raises BadRequest when the template refuses it or there is none."""
+        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            raise BadRequest("messages", "this model has no chat template; use completions")
+        values = {**self._template_values, **kwargs, "messages": messages, "tools": tools}
+        try:
+            return self._template(name).render(**values, add_generation_prompt=add_generation_prompt)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+            raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
+
+    def _template(self, name: str) -> Template:
+        if name not in self._compiled:
+            self._compiled[name] = _ENVIRONMENT.from_string(self._templates[name])
+        return self._compiled[name]
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Of a Hugging Face folder or a GGUF file. Raises ModelError when it holds none that can be read."""
+    path = Path(path)
+    return _load_folder(path) if path.is_dir() else _load_gguf(path)
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    meta = read_metadata(path)
+    fast = build_fast_tokenizer(meta, str(path))
+    ids: dict[str, Any] = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    prefix = "tokenizer.chat_template"
+    templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
+    if prefix in meta:
+        templates["default"] = meta[prefix]
+    return Tokenizer(
+        fast,
+        special_ids=frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special),
+        eos_ids=frozenset(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None),
+        bos_id=ids["bos"],
+        is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
+        templates=templates,
+        template_values={
+            f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")
+        },
+    )
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    try:
+        fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"{folder / 'tokenizer.json'}: cannot be read: {error}") from None
+    config = _json(folder / "tokenizer_config.json")
+    eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
+    ids = set(eos) if isinstance(eos, list) else {eos}
+    ids.add(fast.token_to_id(_content(config.get("eos_token"))))
+    bos = _content(config.get("bos_token"))
+    decoder = json.loads(fast.to_str()).get("decoder") or {}
+    return Tokenizer(
+        fast,
+        special_ids=frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special),
+        eos_ids=frozenset(i for i in ids if i is not None),
+        bos_id=fast.token_to_id(bos),
+        is_byte_level="ByteLevel" in json.dumps(decoder),
+        templates=_folder_templates(folder, config),
+        template_values={"bos_token": bos, "eos_token": _content(config.get("eos_token"))},
+    )
+
+
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; a file of its own wins over the configuration."""
+    stored = config.get("chat_template") or {}
+    if isinstance(stored, list):
+        stored = {entry["name"]: entry["template"] for entry in stored}
+    elif isinstance(stored, str):
+        stored = {"default": stored}
+    path = folder / "chat_template.jinja"
+    return dict(stored) | ({"default": path.read_text(encoding="utf-8")} if path.exists() else {})
+
+
+def _content(token: Any) -> str:
+    """A special token as text: configurations hold strings or {"content": ...}."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+    return value if isinstance(value, dict) else {}
+
+
+def byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else from U+0100 on."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(moved)}
+
+
+_BYTE_OF = {text: byte for byte, text in byte_alphabet().items()}
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which training code uses to mark answers: its body is rendered as it is."""
+
+    tags = {"generation"}  # noqa: RUF012, jinja2's interface
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+)
+_ENVIRONMENT.filters["tojson"] = _to_json
+_ENVIRONMENT.globals["raise_exception"] = _refuse
+_ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -1,0 +1,281 @@
+"""The OpenAI dialect: chat completions, text completions, models."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvloom.engine.errors import BadRequest, NotFound, ServingError
+from kvloom.engine.request import Delta, TokenLogprob
+from kvloom.server.api.openai_bodies import ChatBody, CompletionBody
+from kvloom.server.api.openai_shapes import (
+    ChatChunkChoice,
+    ChatDelta,
+    Chunk,
+    TextChunkChoice,
+    TextLogprobs,
+    Usage,
+    chat_logprobs,
+    finish_name,
+    usage_of,
+    usage_of_answers,
+)
+from kvloom.server.body import decode_body
+from kvloom.server.errors import openai_error
+from kvloom.server.generation import Answer, Generation, GenerationService
+from kvloom.server.sse import DONE, event
+
+FINGERPRINT = "fp_kvloom"
+OWNER = "MindIE Server"
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Either a whole body or a stream of events."""
+
+    body: bytes | None = None
+    events: "Events | None" = None
+
+
+class OpenAI:
+    """Parses OpenAI bodies, runs them, formats the answers. `now` and `new_id` are injected for golden files."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        model: str,
+        validates_model: bool = True,
+        now: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._service, self._model, self._validates_model = service, model, validates_model
+        self._now, self._new_id = now, new_id
+        self._started = int(now())
+
+    # -- models
+
+    def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._card()]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        if name != self._model:
+            raise NotFound(f"the model {name!r} does not exist")
+        return self._card()
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._model,
+            "object": "model",
+            "created": self._started,
+            "owned_by": OWNER,
+            "root": self._model,
+            "parent": None,
+            "max_model_len": self._service.engine.max_seq_len,
+        }
+
+    # -- chat
+
+    async def chat(self, data: bytes) -> Reply:
+        """POST /v1/chat/completions. Raises ServingError before anything is answered."""
+        body = decode_body(_chat_decoder, data)
+        self._check_model(body.model)
+        body.refuse_unsupported()
+        params = body.params()
+        add_prompt = body.add_generation_prompt is not False
+        text = self._service.tokenizer.apply_chat_template(
+            body.conversation(), add_generation_prompt=add_prompt, **(body.chat_template_kwargs or {})
+        )
+        ids = tuple(self._service.tokenizer.encode(text, add_special_tokens=False))
+        n = body.n or 1
+        generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n)
+        self._service.check(generation, "messages")
+        if body.stream:
+            return Reply(events=await Events.begin(self._chat_events(body, generation)))
+        answers = await self._service.collect(generation)
+        choices = [self._chat_choice(i, answer, body) for i, answer in enumerate(answers)]
+        return Reply(body=self._whole(generation, "chat.completion", choices, answers))
+
+    def _chat_choice(self, index: int, answer: Answer, body: ChatBody) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": chat_logprobs(self._service.tokenizer, answer.logprobs) if body.logprobs else None,
+            "finish_reason": finish_name(answer.finish_reason),
+        }
+
+    async def _chat_events(self, body: ChatBody, generation: Generation) -> AsyncGenerator[bytes]:
+        stream = _Stream(generation, "chat.completion.chunk", int(self._now()), self._model, body.wants_usage)
+        begun: set[int] = set()
+        async with aclosing(self._service.stream(generation)) as deltas:
+            async for index, delta in deltas:
+                if index not in begun:
+                    begun.add(index)
+                    yield stream.event(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+                stream.count(delta)
+                if delta.text or delta.logprobs:
+                    logprobs = chat_logprobs(self._service.tokenizer, delta.logprobs) if body.logprobs else None
+                    choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs)
+                    yield stream.event(choice, body.wants_running_usage)
+                if delta.finish_reason:
+                    choice = ChatChunkChoice(index, ChatDelta(), None, finish_name(delta.finish_reason))
+                    yield stream.event(choice, body.wants_running_usage)
+        if body.wants_usage:
+            yield stream.last()
+
+    # -- completions
+
+    async def completion(self, data: bytes) -> Reply:
+        """POST /v1/completions. Raises ServingError before anything is answered."""
+        body = decode_body(_completion_decoder, data)
+        self._check_model(body.model)
+        params = body.params()
+        prompts = tuple(self._prompt_ids(item) for item in body.texts_or_ids())
+        n = body.n or 1
+        generation = Generation(f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n)
+        self._service.check(generation, "prompt")
+        if body.stream:
+            return Reply(events=await Events.begin(self._text_events(body, generation)))
+        answers = await self._service.collect(generation)
+        choices = [self._text_choice(i, answer, body) for i, answer in enumerate(answers)]
+        return Reply(body=self._whole(generation, "text_completion", choices, answers))
+
+    def _prompt_ids(self, item: str | list[int]) -> tuple[int, ...]:
+        return tuple(self._service.tokenizer.encode(item) if isinstance(item, str) else item)
+
+    def _text_choice(self, index: int, answer: Answer, body: CompletionBody) -> dict[str, Any]:
+        text = (self._text_of(answer.prompt_ids) if body.echo else "") + answer.text
+        logprobs = None
+        if body.logprobs is not None:
+            values: list[tuple[int, TokenLogprob | None]] = []
+            if body.echo:
+                values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
+            values += zip(answer.token_ids, answer.logprobs, strict=True)
+            logprobs = TextLogprobs(self._service.tokenizer).of(values)
+        finish = finish_name(answer.finish_reason)
+        stop = answer.stop_reason
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+    async def _text_events(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[bytes]:
+        stream = _Stream(generation, "text_completion", int(self._now()), self._model, body.wants_usage)
+        formats: dict[int, TextLogprobs] = {}
+        async with aclosing(self._service.stream(generation)) as deltas:
+            async for index, delta in deltas:
+                stream.count(delta)
+                text, values = delta.text, list(zip(delta.token_ids, delta.logprobs, strict=False))
+                if index not in formats:
+                    formats[index] = TextLogprobs(self._service.tokenizer)
+                    if body.echo:
+                        prompt = generation.prompts[index // generation.n]
+                        text = self._text_of(prompt) + text
+                        values = [*zip(prompt, delta.prompt_logprobs or (), strict=False), *values]  # type: ignore[list-item]
+                if not (text or values or delta.finish_reason):
+                    continue
+                logprobs = formats[index].of(values) if body.logprobs is not None else None  # type: ignore[arg-type]
+                finish = finish_name(delta.finish_reason)
+                choice = TextChunkChoice(index, text, logprobs, finish, delta.stop_reason)
+                yield stream.event(choice, body.wants_running_usage)
+        if body.wants_usage:
+            yield stream.last()
+
+    def _text_of(self, ids: tuple[int, ...]) -> str:
+        return b"".join(map(self._service.tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    # -- both
+
+    def _check_model(self, name: str | None) -> None:
+        if self._validates_model and name is None:
+            raise BadRequest("model", "is required")
+        if self._validates_model and name != self._model:
+            raise NotFound(f"the model {name!r} does not exist; this server has {self._model!r}")
+
+    def _whole(self, generation: Generation, kind: str, choices: list[dict[str, Any]], answers: list[Answer]) -> bytes:
+        return msgspec.json.encode(
+            {
+                "id": generation.id,
+                "object": kind,
+                "created": int(self._now()),
+                "model": self._model,
+                "system_fingerprint": FINGERPRINT,
+                "choices": choices,
+                "usage": usage_of_answers(generation.prompts, answers),
+            }
+        )
+
+
+class Events:
+    """A stream of events whose first one is there already: an error before it raises, so that it gets a status.
+
+    A later error becomes an event. The last event is [DONE]. Closing it cancels the generation.
+    """
+
+    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
+        self._first: bytes | None = first
+        self._rest = rest
+        self._is_done = False
+
+    @classmethod
+    async def begin(cls, events: AsyncGenerator[bytes]) -> "Events":
+        """Wait for the first event. Raises ServingError."""
+        try:
+            return cls(await anext(events), events)
+        except BaseException:
+            await events.aclose()
+            raise
+
+    def __aiter__(self) -> "Events":
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        if self._is_done:
+            raise StopAsyncIteration
+        try:
+            return await anext(self._rest)
+        except StopAsyncIteration:
+            self._is_done = True
+            return DONE
+        except ServingError as error:
+            self._is_done = True
+            return event(msgspec.json.encode(openai_error(error))) + DONE
+
+    async def aclose(self) -> None:
+        await self._rest.aclose()
+
+
+class _Stream:
+    """What the events of one answer have in common, and its token counts."""
+
+    def __init__(self, generation: Generation, kind: str, created: int, model: str, has_usage: bool) -> None:
+        self._chunk = Chunk(generation.id, kind, created, model, FINGERPRINT, [])
+        if has_usage:
+            self._chunk.usage = None
+        self._encode = msgspec.json.Encoder().encode
+        self._num_prompt = sum(map(len, generation.prompts))
+        self._num_output = self._num_cached = 0
+
+    def count(self, delta: Delta) -> None:
+        self._num_output += len(delta.token_ids)
+        self._num_cached = max(self._num_cached, delta.num_cached_tokens)
+
+    def event(self, choice: ChatChunkChoice | TextChunkChoice, has_usage: bool = False) -> bytes:
+        self._chunk.choices = [choice]  # type: ignore[assignment]
+        if has_usage:
+            self._chunk.usage = self._usage()
+        return event(self._encode(self._chunk))
+
+    def last(self) -> bytes:
+        self._chunk.choices, self._chunk.usage = [], self._usage()
+        return event(self._encode(self._chunk))
+
+    def _usage(self) -> Usage:
+        return usage_of(self._num_prompt, self._num_output, self._num_cached)

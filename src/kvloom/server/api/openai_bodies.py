@@ -1,0 +1,193 @@
+"""OpenAI request bodies and what they mean. Unknown keys are ignored, as OpenAI does; known ones are checked.
+
+Beyond OpenAI's own: top_k, min_p, typical_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
+skip_special_tokens, include_stop_str_in_output (the names vLLM gave them).
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.request import SamplingParams
+
+MAX_STOPS = 4
+MAX_CHOICES = 128
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingBody(msgspec.Struct, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Raises BadRequest naming the field."""
+        if self.top_p is not None and self.top_p == 0:
+            raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            typical_p=self.typical_p or 1.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=_logit_bias(self.logit_bias),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=_stops(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self.seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens is not False,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """What a chat template sees of a message."""
+
+    role: str = msgspec.field(default="user")
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Any] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+
+    def params(self) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs", "needs logprobs: true")
+        if self.max_tokens == 0:
+            raise BadRequest("max_tokens", "must be at least 1")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens, None)
+
+    def refuse_unsupported(self) -> None:
+        """Raises BadRequest for what this server cannot do yet, by name."""
+        if self.functions:
+            raise BadRequest("functions", "is not supported")
+        if self.tools and self.tool_choice != "none":
+            raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
+        if self.response_format and self.response_format.get("type") != "text":
+            raise BadRequest("response_format", 'only {"type": "text"} is supported')
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
+        found = []
+        for i, message in enumerate(self.messages):
+            plain = msgspec.to_builtins(message)
+            plain["role"] = message.role
+            plain["content"] = _text_of(message.content, f"messages[{i}].content")
+            found.append(plain)
+        return found
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: str | list[str | int | list[TokenId]]
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+
+    def params(self) -> SamplingParams:
+        if self.suffix:
+            raise BadRequest("suffix", "is not supported")
+        n, best_of = self.n or 1, self.best_of or self.n or 1
+        if best_of < n:
+            raise BadRequest("best_of", f"must be at least n ({n}), got {best_of}")
+        if best_of > n and self.stream:
+            raise BadRequest("best_of", "cannot be streamed; leave out stream or best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens", "must be at least 1 unless echo is true")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling(self.logprobs, max_tokens, self.logprobs if self.echo else None)
+
+    def texts_or_ids(self) -> list[str | list[int]]:
+        """The prompts, one or many. Raises BadRequest when they are of mixed kinds or none."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [item for item in self.prompt if isinstance(item, str)]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        lists = [item for item in self.prompt if isinstance(item, list)]
+        if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
+            raise BadRequest("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
+        return [ids] if ids else [*texts, *lists]
+
+
+def _text_of(content: str | list[Part] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise BadRequest(f"{field}[{i}]", f"must be a text part; {part.type!r} is not supported")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise BadRequest("stop", f"takes up to {MAX_STOPS} strings, got {len(stops)}")
+    return stops
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in (bias or {}).items()}
+    except ValueError:
+        raise BadRequest("logit_bias", "its keys must be token ids") from None

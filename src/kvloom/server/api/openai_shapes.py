@@ -1,0 +1,124 @@
+"""OpenAI answers: the structs that become JSON, and the pieces both kinds of completion share."""
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kvloom.engine.request import FinishReason, TokenLogprob
+from kvloom.server.generation import Answer, TokenizerLike
+
+FINISH = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "stop",
+}
+
+
+class CachedTokens(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class ReasoningTokens(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    return Usage(num_prompt, num_output, num_prompt + num_output, CachedTokens(num_cached), ReasoningTokens())
+
+
+def usage_of_answers(prompts: tuple[tuple[int, ...], ...], answers: list[Answer]) -> Usage:
+    """A prompt counts once, however many choices it has."""
+    num_cached = max((answer.num_cached_tokens for answer in answers), default=0) if len(prompts) == 1 else 0
+    if len(prompts) > 1:
+        num_cached = sum(answer.num_cached_tokens for answer in answers)
+    return usage_of(sum(map(len, prompts)), sum(len(answer.token_ids) for answer in answers), num_cached)
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    return None if reason is None else FINISH[reason]
+
+
+def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
+    """A token by itself as text; bytes that are no UTF-8 show as U+FFFD."""
+    return tokenizer.token_bytes(token_id).decode("utf-8", errors="replace")
+
+
+def chat_logprobs(tokenizer: TokenizerLike, logprobs: tuple[TokenLogprob, ...] | list[TokenLogprob]) -> dict[str, Any]:
+    """`logprobs` of a chat choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    content = [
+        entry(value.token_id, value.logprob) | {"top_logprobs": [entry(token, logprob) for token, logprob in value.top]}
+        for value in logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+class TextLogprobs:
+    """`logprobs` of a text choice, built token by token: `text_offset` counts characters from the text's beginning."""
+
+    def __init__(self, tokenizer: TokenizerLike, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def of(self, values: list[tuple[int, TokenLogprob | None]]) -> dict[str, Any]:
+        """values: (token id, its log-probability or None for a first prompt token)."""
+        tokens = [token_text(self._tokenizer, token_id) for token_id, _ in values]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token)
+        return {
+            "text_offset": offsets,
+            "tokens": tokens,
+            "token_logprobs": [None if value is None else value.logprob for _, value in values],
+            "top_logprobs": [
+                None if value is None else {token_text(self._tokenizer, i): logprob for i, logprob in value.top}
+                for _, value in values
+            ],
+        }
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+
+
+class TextChunkChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event of a stream. `usage` is left out unless asked for; then it is null but for the last event."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice] | list[TextChunkChoice]
+    usage: Usage | UnsetType | None = UNSET

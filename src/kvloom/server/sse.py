@@ -1,0 +1,10 @@
+"""Server-sent events (WHATWG HTML, 9.2): how a chunk travels."""
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+MEDIA_TYPE = "text/event-stream"
+
+
+def event(data: bytes) -> bytes:
+    """One event; `data` is JSON and so holds no line break."""
+    return b"data: " + data + b"\n\n"

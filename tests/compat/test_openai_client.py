@@ -1,0 +1,75 @@
+"""The official openai client, unmodified."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.support.servers import MODEL, FakeServer
+
+pytestmark = pytest.mark.compat
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+GREEDY = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_models(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "MindIE Server"
+
+
+def test_chat_and_its_stream_agree(client: openai.OpenAI):
+    whole = client.chat.completions.create(model=MODEL, messages=MESSAGES, **GREEDY)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage is not None
+    assert whole.usage.completion_tokens == 8
+    stream = client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True, **GREEDY)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == whole.choices[0].message.content
+
+
+def test_the_stream_helper_accumulates(client: openai.OpenAI):
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, temperature=0) as stream:
+        for _ in stream:
+            pass
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_stop_n_and_log_probabilities(client: openai.OpenAI):
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, n=2, seed=3, max_tokens=6, stop=["zzz"], logprobs=True, top_logprobs=1
+    )
+    assert len(answer.choices) == 2
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content[0].top_logprobs) == 1
+
+
+def test_completions_with_texts_ids_echo_and_log_probabilities(client: openai.OpenAI):
+    batch = client.completions.create(model=MODEL, prompt=["ab", "cd"], **GREEDY)
+    assert [choice.index for choice in batch.choices] == [0, 1]
+    ids = client.completions.create(model=MODEL, prompt=[97, 98], **GREEDY)
+    assert ids.choices[0].text == batch.choices[0].text
+    scored = client.completions.create(model=MODEL, prompt="ab", echo=True, logprobs=1, **GREEDY)
+    assert scored.choices[0].logprobs is not None
+    assert scored.choices[0].logprobs.tokens is not None
+    assert len(scored.choices[0].logprobs.tokens) == 10
+
+
+def test_errors_become_the_clients_exceptions(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="temperature") as bad:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")

@@ -1,0 +1,166 @@
+// Every vector kernel of this build against its scalar reference, at every number of rows and every remainder.
+// Compiled with -fsanitize=address,undefined and run by test_cpu_native.py; prints what differs, exits 1 if anything does.
+#include <cstdio>
+#include <numeric>
+#include <random>
+
+#include "gemm.hpp"
+#include "model.hpp"
+#include "rope.hpp"
+#include "scalar.hpp"
+
+using namespace kvl;
+
+static int failures = 0;
+static std::mt19937 generator(7);
+
+static std::vector<float> noise(int64_t count) {
+    std::normal_distribution<float> normal;
+    std::vector<float> values(static_cast<size_t>(count));
+    for (float& value : values) value = normal(generator);
+    return values;
+}
+
+static void near(double got, double want, double tolerance, const char* what, int64_t a, int64_t b) {
+    if (std::fabs(got - want) <= tolerance) return;
+    failures++;
+    std::printf("%s (%ld, %ld): got %g, want %g\n", what, long(a), long(b), got, want);
+}
+
+static void test_numbers() {
+    for (int bits = 0; bits < 0x7c00; bits++)  // every finite fp16 survives the way through float
+        near(float_to_fp16(fp16_to_float(uint16_t(bits))), bits, 0, "fp16", bits, 0);
+    for (float x = -30; x < 30; x += 0.37f) {
+        alignas(64) float lane[kLanes];
+        store(lane, exp2(splat(x)));
+        near(lane[3] / std::exp2(double(x)), 1, 1e-6, "exp2", int64_t(x), 0);
+        store(lane, silu(splat(x)));
+        near(lane[5], x / (1 + std::exp(-double(x))), 1e-5, "silu", int64_t(x), 0);
+        store(lane, gelu_tanh(splat(x)));
+        const double u = 0.7978845608 * (double(x) + 0.044715 * std::pow(double(x), 3));
+        near(lane[7], 0.5 * double(x) * (1 + std::tanh(u)), 1e-5, "gelu", int64_t(x), 0);
+    }
+    for (int count = -2; count < kLanes + 2; count++) {
+        alignas(64) float lane[kLanes];
+        store(lane, first_lanes(splat(1), count, 2));
+        for (int i = 0; i < kLanes; i++) near(lane[i], i < count ? 1 : 2, 0, "first_lanes", count, i);
+    }
+}
+
+static void test_norm_and_quantisation(int64_t cols) {
+    const int64_t padded = round_up(cols, kPad);
+    std::vector<float> x = noise(cols), weight = noise(cols), got(static_cast<size_t>(padded)), want(got);
+    x.resize(static_cast<size_t>(padded));
+    weight.resize(static_cast<size_t>(padded));
+    rms_norm(x.data(), weight.data(), padded, cols, 1e-5f, got.data());
+    scalar::rms_norm(x.data(), weight.data(), cols, 1e-5f, want.data());
+    for (int64_t k = 0; k < padded; k++) near(got[size_t(k)], want[size_t(k)], 1e-5, "rms_norm", cols, k);
+    for (int group : {kInt8Group, kInt4Group}) {
+        std::vector<int8_t> data(static_cast<size_t>(padded));
+        std::vector<float> scale(static_cast<size_t>(padded / group));
+        std::vector<int32_t> sums(scale.size());
+        quantize_row(x.data(), padded, group, data.data(), scale.data(), sums.data());
+        for (int64_t k = 0; k < padded; k++)
+            near(float(data[size_t(k)]) * scale[size_t(k / group)], x[size_t(k)],
+                 1.001 * double(scalar::half_step(x.data(), k, group)), "quantize", group, k);
+        for (size_t g = 0; g < sums.size(); g++)
+            near(sums[g], std::accumulate(&data[g * size_t(group)], &data[(g + 1) * size_t(group)], 0), 0, "sum", group, 0);
+    }
+}
+
+// A linear packed through the C interface, then each number of rows of the micro-kernel.
+static void test_tiles(int format, int64_t cols) {
+    kvl_shape shape{};
+    shape.num_threads = 2;
+    kvl_model* model = kvl_new(&shape);
+    kvl_add_linear(model, kPanel, cols, format);
+    kvl_allocate(model);
+    const std::vector<float> weights = noise(kPanel * cols);
+    kvl_fill_f32(model, 0, weights.data(), kPanel, 0, -1);
+    const Linear& linear = model->linears[0];
+    const double step = format == KVL_INT4 ? 0.3 : format == KVL_INT8 ? 0.03 : 0.02;
+    for (int c = 0; c < kPanel; c++)
+        for (int64_t k = 0; k < cols; k++)
+            near(scalar::weight_at(linear.panel(0), format, k, c), weights[size_t(c * cols + k)], step, "weight", c, k);
+    const int64_t padded = linear.padded_cols, groups = padded / group_size(format);
+    for (int rows = 1; rows <= kRowsOnce; rows++) {
+        std::vector<float> scale(static_cast<size_t>(rows * groups));
+        std::vector<int8_t> data(static_cast<size_t>(rows * padded * 2));
+        std::vector<int32_t> sums(scale.size());
+        const Activations x{data.data(), scale.data(), sums.data()};
+        std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
+        for (int m = 0; m < rows; m++, values = noise(padded)) store_activations(x, m, values.data(), padded, format);
+        tile_for(format, rows)({x, 0, padded, linear.panel(0), out.data()});
+        for (int m = 0; m < rows; m++)
+            for (int c = 0; c < kPanel; c++)
+                near(out[size_t(m * kPanel + c)], scalar::dot(x, m, padded, format, linear.panel(0), c), 2e-3, "tile", rows, c);
+    }
+    kvl_free(model);
+}
+
+// Keys and values written through store_key and store_value, each number of query rows, lengths around every limit.
+static void test_attention(int dim, int length, int window) {
+    const int blocks = (length + kBlockTokens - 1) / kBlockTokens;
+    const int64_t stride = int64_t(kBlockTokens) * dim;
+    std::vector<uint16_t> keys(size_t(blocks * stride)), values(keys);
+    std::vector<int32_t> table(static_cast<size_t>(blocks));
+    std::iota(table.rbegin(), table.rend(), 0);
+    std::vector<float> rope = noise(dim);
+    for (int key = 0; key < length; key++) {
+        std::vector<float> head = noise(dim), want = head;
+        rotate(head.data(), rope.data(), dim);
+        scalar::rotate(want.data(), rope.data(), dim);
+        for (int d = 0; d < dim; d++) near(head[size_t(d)], want[size_t(d)], 1e-5, "rotate", dim, d);
+        const int64_t tile = table[size_t(key / kBlockTokens)] * stride;
+        store_key(keys.data() + tile, head.data(), dim, key % kBlockTokens);
+        store_value(values.data() + tile, noise(dim).data(), dim, key % kBlockTokens);
+    }
+    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim};
+    for (int rows = 1; rows <= kAttentionRows; rows++) {
+        std::vector<uint16_t> q(size_t(rows * dim));
+        std::vector<float> sums(q.size());
+        std::vector<Query> queries;
+        std::vector<Partial> partials(static_cast<size_t>(rows));
+        for (int m = 0; m < rows; m++) {
+            store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
+            const int64_t until = std::max(1, length - rows + 1 + m);
+            queries.push_back({q.data() + m * dim, window ? std::max<int64_t>(0, until - window) : 0, until});
+            partials[size_t(m)].sums = sums.data() + m * dim;
+        }
+        for (int64_t chunk = queries[0].from / kChunkKeys; chunk * kChunkKeys < length; chunk++)
+            chunk_kernel(rows)(head, queries.data(), chunk, length, partials.data());
+        std::vector<double> want(static_cast<size_t>(dim));
+        for (int m = 0; m < rows; m++) {
+            scalar::attend(head, queries[size_t(m)], want.data());
+            for (int d = 0; d < dim; d++)
+                near(sums[size_t(m * dim + d)] / partials[size_t(m)].weight, want[size_t(d)], 0.02, "attend", length, d);
+        }
+    }
+}
+
+static void test_pool() {
+    for (int threads : {1, 2, 3, 8}) {
+        Pool pool(threads);
+        std::vector<int> seen(static_cast<size_t>(threads), 0);
+        for (int round = 0; round < 50; round++)
+            pool.run([&](int thread) {
+                seen[size_t(thread)]++;
+                pool.barrier();
+                near(std::accumulate(seen.begin(), seen.end(), 0), threads * (round + 1), 0, "barrier", threads, round);
+                pool.barrier();
+            });
+    }
+}
+
+int main() {
+    test_numbers();
+    for (int64_t cols : {1, 15, 16, 63, 64, 65, 200}) test_norm_and_quantisation(cols);
+    for (int format : {KVL_INT8, KVL_INT4, KVL_BF16})
+        for (int64_t cols : {1, 31, 33, 64, 96, 200}) test_tiles(format, cols);
+    for (int dim : {32, 64, 96, 128, 256})
+        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_attention(dim, length, 0);
+    for (int window : {1, 16, 37, 128, 500}) test_attention(64, 300, window);
+    test_pool();
+    std::printf("%s: %d differences\n", kvl_isa(), failures);
+    return failures != 0;
+}

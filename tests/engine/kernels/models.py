@@ -1,0 +1,95 @@
+"""Tiny random models of every family shape, and ragged steps over them."""
+
+from dataclasses import dataclass, field
+
+import gguf
+import torch
+
+from kvloom.engine.models.spec import DecoderSpec, Rope
+from kvloom.engine.weights.source import RawTensor
+
+
+def tiny_spec(
+    family: str = "llama",
+    *,
+    hidden: int = 64,
+    intermediate: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    vocab: int = 101,
+    **switches: object,
+) -> DecoderSpec:
+    rope = Rope(tuple(float(10000.0 ** (-2 * i / head_dim)) for i in range(head_dim // 2)))
+    return DecoderSpec(
+        family, 2, hidden, intermediate, heads, kv_heads, head_dim, vocab, 2048, rope, 1e-5, True, **switches
+    )
+
+
+SPECS = {
+    "llama": tiny_spec(),
+    "llama, own head": tiny_spec(vocab=96),
+    "smollm2 heads": tiny_spec(hidden=192, intermediate=200, heads=9, kv_heads=3, head_dim=64),
+    "mistral": tiny_spec("mistral", heads=4, kv_heads=1, head_dim=96, sliding_window=37),
+    "qwen2": tiny_spec("qwen2", heads=14, kv_heads=2, head_dim=64, qkv_bias=True),
+    "qwen3": tiny_spec("qwen3", heads=2, kv_heads=2, head_dim=128, qk_norm=True),
+    "gelu, uneven sizes": tiny_spec(
+        "gemma", hidden=72, intermediate=100, activation="gelu_tanh", head_dim=256, heads=2
+    ),
+}
+
+
+@dataclass
+class MemoryWeights:
+    """A WeightSource over float32 tensors; `kinds` replaces some by raw blocks."""
+
+    values: dict[str, torch.Tensor]
+    blocks: dict[str, RawTensor] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def tensor(self, name: str) -> RawTensor:
+        if name in self.blocks:
+            return self.blocks[name]
+        value = self.values[name].contiguous()
+        data = value.numpy().view("uint8").reshape(value.shape[0] if value.dim() > 1 else 1, -1)
+        return RawTensor(name, tuple(value.shape), "f32", data)
+
+
+def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
+    generator = torch.Generator().manual_seed(seed)
+    values = {}
+    for name, shape in spec.tensor_shapes().items():
+        noise = torch.randn(shape, generator=generator)
+        if name.endswith("norm"):
+            values[name] = 1 + 0.2 * noise
+        else:
+            values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
+    return MemoryWeights(values)
+
+
+def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:
+    """The same model with its layers' weights as a GGUF file of `kind` (q4_0, q4_1) holds them."""
+    quantized = gguf.GGMLQuantizationType[kind.upper()]
+    blocks = {}
+    for name, value in weights.values.items():
+        if name.startswith("layers.") and value.dim() == 2 and value.shape[1] % 32 == 0:
+            blocks[name] = RawTensor(name, tuple(value.shape), kind, gguf.quants.quantize(value.numpy(), quantized))
+    return MemoryWeights(weights.values, blocks)
+
+
+def tensor32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def ragged(parts: list[tuple[list[int], int, list[int]]]) -> tuple[torch.Tensor, ...]:
+    """Step arguments for sequences (tokens, position of the first, blocks); every token's logits are asked for."""
+    ids = [token for tokens, _, _ in parts for token in tokens]
+    pos = [start + i for tokens, start, _ in parts for i in range(len(tokens))]
+    qstart = [0]
+    for tokens, _, _ in parts:
+        qstart.append(qstart[-1] + len(tokens))
+    width = max(len(blocks) for _, _, blocks in parts)
+    table = torch.tensor([blocks + [-1] * (width - len(blocks)) for _, _, blocks in parts], dtype=torch.int32)
+    return tensor32(ids), tensor32(pos), tensor32(qstart), table, tensor32(list(range(len(ids))))

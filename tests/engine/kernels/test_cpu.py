@@ -1,0 +1,115 @@
+"""The CPU backend against the reference, and against itself: alone or in company, whole or in chunks, on every ISA."""
+
+import pytest
+import torch
+
+from kvloom.engine.errors import ModelError
+from kvloom.engine.kernels import build
+from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.kernels.reference import ReferenceBackend
+
+from .models import SPECS, four_bit, ragged, random_weights, tiny_spec
+
+AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
+LENGTHS = (1, 2, 7, 15, 16, 17, 33, 130, 300)
+
+
+def tokens_of(count: int, seed: int = 1) -> list[int]:
+    return torch.randint(0, 96, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def prompts() -> list[tuple[list[int], int, list[int]]]:
+    """Sequences of all LENGTHS, their blocks scattered."""
+    free = torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()
+    return [(tokens_of(n, n), 0, [free.pop() for _ in range(-(-n // 16))]) for n in LENGTHS]
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
+def test_logits_are_near_the_reference(name, isa, weight_format, limit):
+    spec = SPECS[name]
+    weights = random_weights(spec)
+    backend = CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+    args = ragged(prompts())
+    assert relative_error(backend.step(*args), ReferenceBackend(spec, weights, 64).step(*args)) < limit
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", ["llama", "smollm2 heads", "qwen2"])
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1"])
+def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
+    """As near to the dequantised file as 8 bits are: what is lost is lost by the activations."""
+    spec = SPECS[name]
+    weights = four_bit(random_weights(spec), kind)
+    backend = CpuBackend(spec, weights, 64, "w4a8", num_threads=2, isa=isa)
+    args = ragged(prompts())
+    limit = 0.04 if spec.intermediate % 32 == 0 else 0.2  # down of 200 columns has no blocks, it is quantised here
+    assert relative_error(backend.step(*args), ReferenceBackend(spec, weights, 64).step(*args)) < limit
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("weight_format", ["bf16", "w8a8", "w4a8"])
+def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format):
+    spec = SPECS[name]
+    backend = CpuBackend(spec, random_weights(spec), 64, weight_format, num_threads=2, isa=isa)
+    parts = prompts()
+    together = backend.step(*ragged(parts))
+    start = 0
+    for part in parts:
+        alone = backend.step(*ragged([part]))
+        assert torch.equal(alone, together[start : start + len(part[0])])
+        start += len(part[0])
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("chunk", [1, 3, 16, 50, 128])
+def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk):
+    spec = SPECS[name]
+    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=2, isa=isa)
+    tokens, blocks = tokens_of(150), list(range(20, 30))
+    whole = backend.step(*ragged([(tokens, 0, blocks)]))
+    pieces = [
+        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])])) for at in range(0, len(tokens), chunk)
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_the_number_of_threads_does_not_change_the_result(threads):
+    spec = SPECS["smollm2 heads"]
+    weights, args = random_weights(spec), ragged(prompts())
+    want = CpuBackend(spec, weights, 64, num_threads=1).step(*args)
+    assert torch.equal(CpuBackend(spec, weights, 64, num_threads=threads).step(*args), want)
+
+
+def test_only_the_asked_rows_are_returned_in_the_asked_order():
+    spec = SPECS["llama"]
+    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=2)
+    ids, pos, qstart, table, rows = ragged(prompts())
+    every = backend.step(ids, pos, qstart, table, rows)
+    some = torch.tensor([40, 2, 2, 0, 100], dtype=torch.int32)
+    assert torch.equal(backend.step(ids, pos, qstart, table, some), every[some.long()])
+
+
+def test_what_the_kernels_lack_is_refused_by_name():
+    with pytest.raises(ModelError, match="head size 80"):
+        CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)
+    with pytest.raises(ModelError, match="weight format w2"):
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, weight_format="w2")
+    with pytest.raises(ModelError, match="instruction set sse9"):
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, isa="sse9")
+
+
+def test_progress_ends_at_the_total():
+    seen: list[tuple[int, int]] = []
+    spec = SPECS["llama"]
+    CpuBackend(spec, random_weights(spec), 4, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert seen == sorted(seen)

@@ -1,0 +1,228 @@
+"""Tokenizers against transformers, exact bytes of tokens, and chat templates in a sandbox."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, normalizers
+from tokenizers.models import BPE
+
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
+from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
+
+TRICKY = (
+    "",
+    "Hello world",
+    "  lead   and trail  ",
+    "tabs\tand\r\nlines\n\n\n",
+    "1234567.89 in 2024",
+    "it's WE'LL don't",
+    "é e\u0301 a\u0308",
+    "你好，世界 русский العربية ไทย",
+    "👩‍🚀🧵",
+    "def f(x):\n\t return  x+1  # ok",
+    "<|im_start|>user\nhi<|im_end|>",
+    "\x00\x1f\u200b",
+)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def oracle(smollm2_path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+
+
+@pytest.mark.parametrize("text", TRICKY)
+def test_a_gguf_tokenizer_gives_the_ids_of_transformers_and_round_trips(smollm2, oracle, text):
+    ids = smollm2.encode(text)
+    assert ids == oracle(text).input_ids
+    assert smollm2.decode(ids, skip_special_tokens=False) == text
+    assert b"".join(map(smollm2.token_bytes, ids)) == text.encode()
+
+
+@given(st.text(max_size=60))
+def test_token_bytes_of_any_text_join_to_it(text):
+    tokenizer = _BYTE_LEVEL
+    clean = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == clean.encode()
+
+
+def test_lone_surrogates_become_replacement_characters(smollm2):
+    assert smollm2.decode(smollm2.encode("a\ud83eb")) == "a\ufffdb"
+
+
+def test_ends_and_special_tokens(smollm2):
+    assert smollm2.eos_ids == {2}
+    assert smollm2.bos_id == 1
+    assert smollm2.is_special(2)
+    assert not smollm2.is_special(19556)
+    assert smollm2.token_bytes(2) == b"<|im_end|>"
+    assert smollm2.decode([2, 19556]) == "Hello"
+    assert smollm2.vocab_size == 49152
+
+
+def test_the_chat_template_inside_a_gguf_file(smollm2):
+    text = smollm2.apply_chat_template([{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
+    assert text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\n"
+    assert not smollm2.apply_chat_template([{"role": "user", "content": "U"}], add_generation_prompt=False).endswith(
+        "assistant\n"
+    )
+
+
+ALPHABET = {chr(c): i for i, c in enumerate(range(32, 127))}
+
+
+def byte_level_folder(folder: Path, **config: Any) -> Path:
+    """A Hugging Face folder with a small byte-level tokenizer."""
+    _fast_byte_level().save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"eos_token_id": 3}')
+    return folder
+
+
+def _fast_byte_level() -> FastTokenizer:
+    meta = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*_byte_tokens(), "<eos>"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3],
+        "tokenizer.ggml.eos_token_id": 256,
+    }
+    return build_fast_tokenizer(meta, "test")
+
+
+def _byte_tokens() -> list[str]:
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = iter(range(256, 512))
+    return [chr(b) if b in kept else chr(next(moved)) for b in range(256)]
+
+
+_BYTE_LEVEL = Tokenizer(
+    _fast_byte_level(),
+    special_ids=frozenset({256}),
+    eos_ids=frozenset({256}),
+    bos_id=None,
+    is_byte_level=True,
+    templates={},
+    template_values={},
+)
+
+
+def test_a_folder_names_its_ends_and_its_templates(tmp_path):
+    folder = byte_level_folder(tmp_path, eos_token={"content": "<eos>"}, chat_template="{{ messages[0].content }}!")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_ids == {3, 256}
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}]) == "hi!"
+    (folder / "chat_template.jinja").write_text("{{ messages|length }}{{ eos_token }}")
+    assert load_tokenizer(folder).apply_chat_template([{}]) == "1<eos>"
+
+
+def test_templates_by_name_and_with_arguments(tmp_path):
+    templates = [
+        {"name": "default", "template": "{% if thinking %}T{% endif %}{% generation %}D{% endgeneration %}"},
+        {"name": "tool_use", "template": "{{ tools|tojson }}"},
+    ]
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path, chat_template=templates))
+    assert tokenizer.apply_chat_template([], thinking=True) == "TD"
+    assert tokenizer.apply_chat_template([], tools=[{"é": 1}]) == '[{"é": 1}]'
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages.append(1) }}", "refuses them"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses them"),
+        ("{% for %}", "refuses them"),
+        ("{{ messages[0].content + 1 }}", "refuses them"),
+        ("{{ 'x' * 10 ** 12 }}", "refuses them"),
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_bad_request(tmp_path, template, words):
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path, chat_template=template))
+    with pytest.raises(BadRequest, match=words) as caught:
+        tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    with pytest.raises(BadRequest, match="no chat template; use completions"):
+        load_tokenizer(byte_level_folder(tmp_path)).apply_chat_template([])
+
+
+SPM_TOKENS = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "ab", "▁ab"]
+SPM_META = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": SPM_TOKENS,
+    "tokenizer.ggml.scores": [0.0] * 262 + [-3.0, -2.0, -1.0],
+    "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * 6],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+
+
+def sentence_piece(**meta: Any) -> Tokenizer:
+    values = SPM_META | {f"tokenizer.ggml.{key}": value for key, value in meta.items()}
+    return Tokenizer(
+        build_fast_tokenizer(values, "test"),
+        special_ids=frozenset({0, 1, 2}),
+        eos_ids=frozenset({2}),
+        bos_id=1,
+        is_byte_level=False,
+        templates={},
+        template_values={},
+    )
+
+
+def test_a_sentence_piece_tokenizer_merges_by_score_begins_with_bos_and_falls_back_to_bytes():
+    tokenizer = sentence_piece()
+    assert [tokenizer.token_text(i) for i in tokenizer.encode("ab")] == ["<s>", "▁ab"]
+    ids = tokenizer.encode("é", add_special_tokens=False)
+    assert [tokenizer.token_text(i) for i in ids] == ["▁", "<0xC3>", "<0xA9>"]
+    assert b"".join(map(tokenizer.token_bytes, ids)) == " é".encode()
+    assert tokenizer.decode(ids) == "é"
+    assert sentence_piece(add_bos_token=False).encode("ab") == [SPM_TOKENS.index("▁ab")]
+    assert sentence_piece(add_eos_token=True).encode("ab")[-1] == 2
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({}, "holds no tokenizer"),
+        ({"tokenizer.ggml.model": "rwkv", "tokenizer.ggml.tokens": ["a"]}, "tokenizer 'rwkv' is not known"),
+        (
+            {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.pre": "odd"},
+            "pre-tokenizer 'odd' is not known",
+        ),
+    ],
+)
+def test_a_gguf_tokenizer_of_an_unknown_kind_is_named(meta, words):
+    with pytest.raises(ModelError, match=words):
+        build_fast_tokenizer(meta, "file.gguf")
+
+
+def test_a_folder_without_a_tokenizer_and_a_file_that_is_none_are_named(tmp_path):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "m.gguf").write_text("hello")
+    with pytest.raises(ModelError, match="not a GGUF file"):
+        load_tokenizer(tmp_path / "m.gguf")
+
+
+def test_metaspace_folders_are_recognised_by_their_decoder(tmp_path):
+    fast = FastTokenizer(BPE({"▁": 0, "a": 1, "<0xFF>": 2}, [], byte_fallback=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert [tokenizer.token_bytes(i) for i in (0, 1, 2)] == [b" ", b"a", b"\xff"]

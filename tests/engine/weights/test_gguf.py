@@ -1,0 +1,172 @@
+"""GGUF files written with the gguf package: names, shapes, every block type, and damage."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from kvloom.engine.errors import ModelError
+from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.weights.checkpoint import open_checkpoint
+from tests.support.checkpoints import run_step, tiny_model
+
+TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(key: str) -> str:
+    for theirs, ours in NAMES.items():
+        key = key.replace(theirs, ours)
+    return key.replace("model.layers.", "blk.")
+
+
+def interleave(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Rows of q and k as Llama's GGUF files hold them: RoPE partners side by side."""
+    return weight.reshape(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
+    """A GGUF file of a transformers model; matrices in block type `quantised` where it fits."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if getattr(config, "head_dim", None):
+        writer.add_key_length(config.head_dim)
+    for key, value in metadata.items():
+        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+    for key, value in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        data = value.numpy()
+        if arch == "llama" and (".q_proj." in key or ".k_proj." in key):
+            data = interleave(data, config.num_attention_heads if ".q_" in key else config.num_key_value_heads)
+        if quantised and data.ndim == 2:
+            kind = gguf.GGMLQuantizationType[quantised]
+            writer.add_tensor(gguf_name(key), gguf.quants.quantize(data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(key), np.ascontiguousarray(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def backend_of(path: Path) -> ReferenceBackend:
+    checkpoint = open_checkpoint(path)
+    return ReferenceBackend(checkpoint.spec, checkpoint.weights, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [("llama", "llama"), ("llama, tied", "llama"), ("qwen2", "qwen2"), ("qwen2, tied", "qwen2"), ("qwen3", "qwen3")],
+)
+def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(name, arch, tmp_path):
+    model = tiny_model(name)
+    backend = backend_of(write(tmp_path / "m.gguf", model, arch))
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(run_step(backend, [TOKENS], [[2]]), wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+def test_each_block_type_is_read_as_the_gguf_package_reads_it(kind, tmp_path):
+    model = tiny_model("llama")
+    path = write(tmp_path / "m.gguf", model, "llama", quantised=kind)
+    source = open_checkpoint(path).weights
+    for name, key in (("embed", "model.embed_tokens.weight"), ("layers.0.gate", "model.layers.0.mlp.gate_proj.weight")):
+        raw, weight = source.tensor(name), model.state_dict()[key].numpy()
+        type_ = gguf.GGMLQuantizationType[kind]
+        wanted = gguf.quants.dequantize(gguf.quants.quantize(weight, type_), type_)
+        assert raw.kind == kind.lower()
+        assert torch.equal(raw.float32(), torch.from_numpy(np.asarray(wanted, dtype=np.float32)))
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    path = write(tmp_path / "m.gguf", model, "llama")
+    reader = gguf.GGUFReader(path)
+    type_ = gguf.GGMLQuantizationType[kind]
+    _, size = gguf.GGML_QUANT_SIZES[type_]
+    blocks = np.random.default_rng(0).integers(0, 60, (256, size), dtype=np.uint8)  # small bytes: finite scales
+    writer = gguf.GGUFWriter(tmp_path / "k.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        if tensor.name == "blk.0.ffn_up.weight":
+            writer.add_tensor(tensor.name, blocks, raw_dtype=type_)
+        else:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    values = open_checkpoint(tmp_path / "k.gguf").weights.tensor("layers.0.up").float32()
+    assert values.shape == (256, 256)
+    assert torch.equal(values, torch.from_numpy(gguf.quants.dequantize(blocks, type_)))
+
+
+def test_raw_rows_of_q_move_as_a_whole(tmp_path):
+    model = tiny_model("llama")
+    source = open_checkpoint(write(tmp_path / "m.gguf", model, "llama", quantised="Q4_0")).weights
+    type_ = gguf.GGMLQuantizationType.Q4_0
+    wanted = gguf.quants.quantize(model.state_dict()["model.layers.0.self_attn.q_proj.weight"].numpy(), type_)
+    assert np.array_equal(source.tensor("layers.0.q").data, wanted)
+
+
+def test_rope_scaling_comes_from_metadata_and_from_frequency_factors(tmp_path):
+    plain = open_checkpoint(write(tmp_path / "a.gguf", tiny_model("llama"), "llama")).spec.rope
+    scaled = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    linear = open_checkpoint(write(tmp_path / "b.gguf", tiny_model("llama"), "llama", **scaled)).spec.rope
+    assert linear.inv_freq == pytest.approx([f / 4 for f in plain.inv_freq])
+
+
+def test_a_file_cut_short_anywhere_is_a_model_error(tmp_path):
+    whole = write(tmp_path / "m.gguf", tiny_model("llama"), "llama").read_bytes()
+    path = tmp_path / "cut.gguf"
+    for length in [*range(0, 1200, 37), len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            open_checkpoint(path)
+
+
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path):
+    with pytest.raises(ModelError, match=r"bloom.*LlamaForCausalLM"):
+        open_checkpoint(write(tmp_path / "m.gguf", tiny_model("llama"), "bloom"))
+
+
+def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path):
+    model = tiny_model("llama")
+    path = write(tmp_path / "m.gguf", model, "qwen2")
+    with pytest.raises(ModelError, match=r"blk\.0\.attn_q\.bias is missing"):
+        open_checkpoint(path)
+    metadata = {"llama__attention__key_length": 8}
+    with pytest.raises(ModelError, match=r"attn_q\.weight has shape \[64, 64\], the configuration asks for \[32, 64\]"):
+        open_checkpoint(write(tmp_path / "n.gguf", model, "llama", **metadata))

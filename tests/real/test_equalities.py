@@ -1,0 +1,103 @@
+"""The real small model through the whole engine: how a request is scheduled never changes its answer."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.runner import ModelRunner, open_runner
+from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
+from tests.support.engines import run_all, text_of, tokens_of
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a village by the sea, there lived an old woman who",
+    "Water boils at one hundred degrees because",
+)
+PARAMS = (
+    SamplingParams(temperature=0, max_tokens=16),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16),
+    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=16, repetition_penalty=1.1),
+    SamplingParams(temperature=0, max_tokens=16, frequency_penalty=0.5),
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def runner(smollm2_path) -> Iterator[ModelRunner]:
+    config = EngineConfig(model=str(smollm2_path), backend="reference", num_blocks=64, max_seq_len=256)
+    return open_runner(config, [2], lambda done, total: None)
+
+
+@pytest.fixture(scope="module")
+def requests(tokenizer) -> list[Request]:
+    return [Request(f"r{i}", tuple(tokenizer.encode(text)), PARAMS[i]) for i, text in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def alone(runner, tokenizer, requests) -> dict[str, list[int]]:
+    """Each request by itself, its prompt computed in one piece, nothing cached."""
+    return {request.id: tokens_of(run_all(make_engine(runner, tokenizer), request)[request.id]) for request in requests}
+
+
+def make_engine(runner: ModelRunner, tokenizer: Tokenizer, **fields: object) -> Engine:
+    config = EngineConfig(model="m", backend="reference", **{"enable_prefix_cache": False, **fields})  # type: ignore[arg-type]
+    return Engine(config, InProcessExecutor(runner), tokenizer)
+
+
+def test_batched_equals_alone(runner, tokenizer, requests, alone):
+    together = run_all(make_engine(runner, tokenizer), *requests)
+    assert {name: tokens_of(deltas) for name, deltas in together.items()} == alone
+
+
+def test_a_prompt_in_chunks_equals_one_in_one_piece(runner, tokenizer, requests, alone):
+    chunked = run_all(make_engine(runner, tokenizer, max_batch=2, max_tokens_per_step=5), *requests)
+    assert {name: tokens_of(deltas) for name, deltas in chunked.items()} == alone
+
+
+def test_a_cached_prefix_equals_a_computed_one(runner, tokenizer, requests, alone):
+    engine = make_engine(runner, tokenizer, enable_prefix_cache=True)
+    run_all(engine, *requests)
+    again = run_all(engine, *requests)
+    assert {name: tokens_of(deltas) for name, deltas in again.items()} == alone
+    assert any(deltas[0].num_cached_tokens for deltas in again.values())
+
+
+def test_preempted_and_resumed_equals_undisturbed(smollm2_path, tokenizer, requests, alone):
+    config = EngineConfig(model=str(smollm2_path), backend="reference", num_blocks=5, max_seq_len=64)
+    engine = make_engine(open_runner(config, [2], lambda done, total: None), tokenizer)
+    found = run_all(engine, *requests)
+    assert engine.stats().total_preemptions > 0
+    assert {name: tokens_of(deltas) for name, deltas in found.items()} == alone
+
+
+def test_streamed_text_is_the_text_of_the_tokens(runner, tokenizer, requests):
+    for request in requests:
+        deltas = run_all(make_engine(runner, tokenizer), request)[request.id]
+        assert text_of(deltas) == tokenizer.decode(tokens_of(deltas))
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_generating_it(runner, tokenizer):
+    prompt = tuple(tokenizer.encode(PROMPTS[0]))
+    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    deltas = run_all(make_engine(runner, tokenizer), Request("a", prompt, params))["a"]
+    whole = prompt + tuple(tokens_of(deltas))
+    scored = run_all(
+        make_engine(runner, tokenizer), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0))
+    )
+    values = scored["b"][0].prompt_logprobs
+    assert values is not None
+    for delta, value in zip(deltas, values[len(prompt) :], strict=True):
+        assert value is not None
+        assert value.token_id == delta.token_ids[0]
+        assert value.logprob == pytest.approx(delta.logprobs[0].logprob, abs=1e-3)

@@ -1,0 +1,154 @@
+"""`kvloom serve` as a process: starting, stopping, mistakes, and a model process that is killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.processes import CLI, serve
+from tests.support.servers import until
+
+MOCK = ("--backend", "fake")
+BODY = {"model": "mock", "prompt": "hi", "ignore_eos": True}
+
+
+def mock_config(folder: Path, **model: object) -> Path:
+    """A config.json of the seed's layout that serves the mock model."""
+    path = folder / "config.json"
+    document = {
+        "OtherParam": {
+            "ResourceParam": {"cacheBlockSize": 128, "preAllocBlocks": 4},
+            "LogParam": {"logLevel": "Info", "logPath": "/logs/mindservice.log"},
+            "ServeParam": {"ipAddress": "127.0.0.1", "port": 1025, "maxLinkNum": 300, "httpsEnabled": False},
+        },
+        "WorkFlowParam": {
+            "TemplateParam": {"templateType": "Standard", "templateName": "Standard_llama", "pipelineNumber": 1}
+        },
+        "ModelDeployParam": {
+            "maxSeqLen": 2560,
+            "npuDeviceIds": [[0]],
+            "ModelParam": [{"modelInstanceType": "StandardMock", "modelName": "llama_65b", "worldSize": 1, **model}],
+        },
+        "ScheduleParam": {
+            "maxPrefillBatchSize": 50,
+            "maxPrefillTokens": 8192,
+            "maxBatchSize": 200,
+            "maxIterTimes": 512,
+        },
+    }
+    path.write_text(json.dumps(document))
+    path.chmod(0o640)
+    return path
+
+
+def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
+    with serve(*MOCK) as server:
+        assert "Daemon start success!" in server.lines
+        line = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
+        answer = subprocess.run(["bash", "-c", line + " -s"], capture_output=True, text=True, check=True, timeout=30)
+        assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_sigterm_lets_running_requests_finish_and_exits_0():
+    with serve(*MOCK, "--grace", "20") as server:
+        body = {**BODY, "max_tokens": 1500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(server.url + "/health").status_code == 503)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert server.process.wait(timeout=10) == 0
+
+
+def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
+    with serve(*MOCK, "--grace", "0.2", "--config", str(mock_config(tmp_path))) as server:
+        body = {**BODY, "model": "llama_65b", "max_tokens": 2500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["message"] == "the server is stopping"
+        assert server.process.wait(timeout=10) == 0
+
+
+def test_a_killed_model_process_fails_its_requests_and_comes_back_without_the_server_restarting():
+    with serve(*MOCK) as server:
+        body = {**BODY, "max_tokens": 1500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=5) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.rank_pid(), signal.SIGKILL)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert "was killed by signal 9" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+        until(lambda: httpx.get(server.url + "/health").status_code == 200)
+        answer = httpx.post(server.url + "/v1/completions", json={**BODY, "max_tokens": 3})
+        assert answer.json()["usage"]["completion_tokens"] == 3
+
+
+def test_the_model_process_ends_with_a_server_that_is_killed():
+    with serve(*MOCK) as server:
+        rank = server.rank_pid()
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+        until(lambda: not Path(f"/proc/{rank}/cmdline").exists() or not Path(f"/proc/{rank}/cmdline").read_bytes())
+
+
+def test_a_config_file_is_served_and_flags_override_it(tmp_path):
+    with serve("--config", str(mock_config(tmp_path)), "--served-model-name", "mine") as server:
+        card = httpx.get(server.url + "/v1/models").json()["data"][0]
+        assert (card["id"], card["max_model_len"]) == ("mine", 2560)
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "nowhere"], "'nowhere' is neither a folder, a .gguf file nor a known model; known are smollm2"),
+        (["serve", "--backend", "tpu", "--port", "0", "/etc/hostname"], "backend: must be one of"),
+        (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
+        (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),
+        (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
+        (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2"),
+        (["chat", "--url", "http://127.0.0.1:9"], "does not answer like an OpenAI server"),
+    ],
+)
+def test_a_users_mistake_is_one_line_that_says_what_to_do(arguments, words):
+    result = run_cli(*arguments)
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_port_in_use_is_one_line_before_anything_is_loaded():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = run_cli("serve", "--backend", "fake", "--port", str(taken.getsockname()[1]))
+    assert result.returncode == 1
+    assert "cannot be listened on: Address already in use; choose another --port" in result.stderr
+
+
+def test_a_file_that_is_no_model_is_one_line(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    result = run_cli("serve", "--port", "0", str(path))
+    assert result.returncode == 1
+    assert "damaged or cut short" in result.stderr
+
+
+def test_the_version_is_printed():
+    assert run_cli("--version").stdout.startswith("kvloom 0.")

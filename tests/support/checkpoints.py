@@ -1,0 +1,93 @@
+"""Tiny random models made with transformers, the oracle; and a paged harness around a backend."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from kvloom.engine.kernels.backend import Backend
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
+    "llama, one kv head": ("Llama", {"num_key_value_heads": 1}),
+    "llama, llama3 rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama, yarn rope": ("Llama", {"rope_parameters": YARN_ROPE}),
+    "llama, linear rope": ("Llama", {"rope_parameters": LINEAR_ROPE}),
+    "mistral, window of 7": ("Mistral", {"sliding_window": 7}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "qwen3, yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
+}
+VOCAB_SIZE = 128
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
+    """A random model of a family, its biases random too. `fields` override its configuration."""
+    family, own = TINY_MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**{**BASE, **own, **fields})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for key, parameter in model.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def save(model: transformers.PreTrainedModel, folder: Path, max_shard_size: str = "60KB") -> Path:
+    """As a Hugging Face folder of several safetensors files."""
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def run_step(
+    backend: Backend,
+    seqs: Sequence[Sequence[int]],
+    tables: Sequence[Sequence[int]],
+    starts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Logits of every token of a ragged step: seqs[i] from position starts[i] on, in the blocks of tables[i]."""
+    starts = starts or [0] * len(seqs)
+    width = max(map(len, tables))
+    values = (
+        [token for seq in seqs for token in seq],
+        [pos for start, seq in zip(starts, seqs, strict=True) for pos in range(start, start + len(seq))],
+        [0, *itertools.accumulate(map(len, seqs))],
+        [[*table, *[-1] * (width - len(table))] for table in tables],
+        list(range(sum(map(len, seqs)))),
+    )
+    return backend.step(*(torch.tensor(value, dtype=torch.int32) for value in values))
+
+
+def generate(backend: Backend, prompt: Sequence[int], num_tokens: int, table: Sequence[int]) -> list[int]:
+    """Greedy tokens, the prompt in one piece and then one token a step."""
+    tokens = [int(run_step(backend, [prompt], [table])[-1].argmax())]
+    for pos in range(len(prompt), len(prompt) + num_tokens - 1):
+        tokens.append(int(run_step(backend, [tokens[-1:]], [table], [pos])[-1].argmax()))
+    return tokens

@@ -1,0 +1,60 @@
+"""`kvloom serve` as a user starts it: a process, a free port, its output."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tests.support.servers import until
+
+CLI = (sys.executable, "-m", "kvloom.cli")
+READY = re.compile(r"is served on (http://\S+:\d+)\.")
+
+
+@dataclass(slots=True)
+class ServeProcess:
+    process: subprocess.Popen[str]
+    url: str = ""
+    lines: list[str] = field(default_factory=list)
+
+    def rank_pid(self) -> int:
+        """The model process: the one child of the server."""
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            children = file.read().split()
+        for task in os.listdir(f"/proc/{self.process.pid}/task"):
+            with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
+                children += file.read().split()
+        return int(children[0])
+
+    def read_output(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            found = READY.search(line)
+            if found:
+                self.url = found[1]
+
+
+@contextmanager
+def serve(*arguments: str, limit_s: float = 60.0) -> Iterator[ServeProcess]:
+    """Run `kvloom serve` until it says where it serves; killed at the end."""
+    command = [*CLI, "serve", "--port", "0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    running = ServeProcess(process)
+    reader = threading.Thread(target=running.read_output, daemon=True)
+    reader.start()
+    try:
+        until(lambda: bool(running.url) or process.poll() is not None, limit_s)
+        assert running.url, "\n".join(running.lines)
+        yield running
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        reader.join()
+        assert process.stdout is not None
+        process.stdout.close()
