@@ -1,6 +1,7 @@
 """MindIEHTTPClient: seed 001, 4.3.1.2."""
 
 import logging
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
@@ -66,11 +67,14 @@ class MindIEHTTPClient:
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_workers"):  # the last thing that __init__ sets
+        # `_workers` is the last thing that __init__ sets; a dying interpreter closes sockets by itself.
+        if hasattr(self, "_workers") and not sys.is_finalizing():
             self.close()
 
     def close(self) -> None:
         """Requests that were not sent yet are dropped; those under way finish. May be called again."""
+        if self._control.is_closed:
+            return
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._inference.close()
         self._control.close()
