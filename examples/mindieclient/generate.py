@@ -1,0 +1,39 @@
+"""Text generation: seed 001, 4.4.4."""
+
+import sys
+
+from utils import create_client
+
+from mindieclient.python.common import Log
+
+logger = Log(__name__).getlog()
+if __name__ == "__main__":
+    # get argument and create client
+    try:
+        mindie_client = create_client()
+    except Exception:
+        logger.exception("Client Creation falied!")
+        sys.exit(1)
+    # create input
+    prompt = "My name is Olivier and I"
+    model_name = "llama_65b"
+    parameters = {
+        "do_sample": True,
+        "temperature": 0.5,
+        "top_k": 10,
+        "top_p": 0.9,
+        "truncate": 5,
+        "typical_p": 0.9,
+        "seed": 1,
+        "repetition_penalty": 1,
+        "watermark": True,
+        "details": True,
+    }
+    # apply model inference
+    result = mindie_client.generate(
+        model_name,
+        prompt,
+        request_id="1",
+        parameters=parameters,
+    )
+    logger.info(result.get_response())

@@ -1,0 +1,5 @@
+"""What the client's samples use besides the client."""
+
+from mindieclient.python.common.log import Log
+
+__all__ = ["Log"]

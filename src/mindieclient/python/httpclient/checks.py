@@ -1,0 +1,100 @@
+"""Arguments of the client, checked before anything is sent: seed 001, 4.3.1.2."""
+
+import math
+import re
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from mindieclient.python.httpclient.errors import MindIEClientException
+
+MAX_NAME_CHARS = 256
+MAX_CONCURRENCY = 300
+MAX_SEED = 2**64 - 1
+MAX_TOP_K = 2**31 - 1
+
+# The seed allows letters, digits, "-" and "_"; its server allows "." too, and most published models have one.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
+
+
+def check_model(model_name: object, model_version: object) -> str:
+    """The path of a model below the server's root."""
+    _check_name("model_name", model_name)
+    if model_version == "":
+        return f"/v2/models/{model_name}"
+    _check_name("model_version", model_version)
+    return f"/v2/models/{model_name}/versions/{model_version}"
+
+
+def _check_name(argument: str, value: object) -> None:
+    if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or not _NAME.fullmatch(value):
+        raise MindIEClientException(
+            f"{argument} must be 1 to {MAX_NAME_CHARS} letters, digits, '-', '_' or '.', not '.' first: {value!r}"
+        )
+
+
+def check_request_id(value: object, *, optional: bool) -> str:
+    if optional and value == "":
+        return ""
+    if not isinstance(value, str) or not _REQUEST_ID.fullmatch(value):
+        raise MindIEClientException(f"request_id must be 1 to 256 letters, digits, '-' or '_': {value!r}")
+    return value
+
+
+def check_prompt(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise MindIEClientException("prompt must be a string that is not empty")
+    return value
+
+
+def check_positive(argument: str, value: object) -> float:
+    return _real(argument, value, above=0.0, most=math.inf)
+
+
+def check_count(argument: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise MindIEClientException(f"{argument} must be an integer in [{least}, {most}]: {value!r}")
+    return int(value)
+
+
+def check_parameters(parameters: object) -> dict[str, Any]:
+    """The parameters of a request as plain JSON values; None means "as if absent".
+
+    Names that the seed does not list go through as they are: the server decides about them.
+    """
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise MindIEClientException(f"parameters must be a dict: {type(parameters).__name__}")
+    return {str(name): _parameter(name, value) for name, value in parameters.items() if value is not None}
+
+
+_COUNTS = {
+    "seed": (1, MAX_SEED),
+    "top_k": (0, MAX_TOP_K),
+    "batch_size": (1, MAX_TOP_K),
+    "truncate": (1, MAX_TOP_K),
+    "max_new_tokens": (1, MAX_TOP_K),
+}
+_REALS = {"temperature": math.inf, "repetition_penalty": math.inf, "top_p": 1.0, "typical_p": 1.0}
+_SWITCHES = {"do_sample", "details", "watermark"}
+
+
+def _parameter(name: object, value: Any) -> Any:
+    if name in _COUNTS:
+        return check_count(f"parameters[{name!r}]", value, *_COUNTS[str(name)])
+    if name in _REALS:
+        return _real(f"parameters[{name!r}]", value, above=0.0, most=_REALS[str(name)])
+    if name in _SWITCHES and not isinstance(value, bool):
+        raise MindIEClientException(f"parameters[{name!r}] must be True or False: {value!r}")
+    return value
+
+
+def _real(argument: str, value: object, above: float, most: float) -> float:
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = float(value)
+        if math.isfinite(number) and above < number <= most:
+            return number
+    limit = f"in ({above:g}, {most:g}]" if math.isfinite(most) else f"above {above:g} and finite"
+    raise MindIEClientException(f"{argument} must be a number {limit}: {value!r}")

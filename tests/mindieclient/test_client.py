@@ -1,0 +1,177 @@
+"""Seed 001, 4.3.1.2: the client against a server of the Triton routes."""
+
+import numpy as np
+import pytest
+
+import mindieclient.httpclient
+import mindieclient.python.common.logging
+from mindieclient.python.common import Log
+from mindieclient.python.httpclient import Input, MindIEClientException, MindIEHTTPClient, RequestedOutput
+from tests.support.triton import MODEL, FakeTriton, serving
+
+
+def tokens(*values: int) -> Input:
+    tensor = Input("INPUT0", [1, len(values)], "UINT32")
+    tensor.initialize_data(np.array([values], dtype=np.uint32))
+    return tensor
+
+
+def test_infer_returns_the_tokens_under_the_requested_name(client):
+    result = client.infer(MODEL, [tokens(1, 2, 3)], outputs=[RequestedOutput("OUTPUT0")], request_id="42")
+    assert result
+    assert result.get_response()["id"] == "42"
+    for output in (result.retrieve_output_name_to_numpy("output0"), result.retrieve_output_index_to_numpy(0)):
+        assert output.dtype == np.uint32
+        assert output.tolist() == [[3, 2, 1]]
+
+
+def test_parameters_go_into_the_input_where_every_server_reads_them(client, fake):
+    client.infer(MODEL, [tokens(1)], parameters={"top_k": np.int64(3), "seed": None, "max_new_tokens": 5})
+    assert fake.bodies[0]["inputs"][0]["parameters"] == {"top_k": 3, "max_new_tokens": 5}
+
+
+def test_async_infer_runs_more_requests_than_it_has_connections(client):
+    pending = [client.async_infer(MODEL, [tokens(n, n + 1)]) for n in range(20)]
+    answers = [request.get_result(timeout=30).retrieve_output_index_to_numpy(0).tolist() for request in pending]
+    assert answers == [[[n + 1, n]] for n in range(20)]
+
+
+def test_generate_returns_the_text(client):
+    assert client.generate(MODEL, "你好").get_response()["text_output"] == "你好!"
+
+
+def test_generate_stream_yields_strings(client, fake):
+    pieces = list(client.generate_stream(MODEL, "hi", request_id="s"))
+    assert pieces == fake.pieces
+
+
+def test_a_failure_inside_a_stream_is_raised_after_the_text_before_it(client, fake):
+    fake.pieces = ["a", "FAIL"]
+    stream = client.generate_stream(MODEL, "hi")
+    assert next(stream) == "a"
+    with pytest.raises(MindIEClientException, match="out of luck"):
+        next(stream)
+
+
+def test_a_stream_can_be_cancelled_when_concurrency_is_one(url, fake):
+    fake.pieces = ["x" * 10_000] * 100_000
+    with MindIEHTTPClient(url) as client:
+        stream = client.generate_stream(MODEL, "hi", request_id="long")
+        next(stream)
+        assert client.cancel(MODEL, "long")
+        assert sum(1 for _ in stream) < len(fake.pieces) - 1
+
+
+def test_cancel_of_an_unknown_request_is_false(client):
+    assert not client.cancel(MODEL, "nobody")
+
+
+def test_status_and_metadata(client):
+    assert client.is_server_live()
+    assert client.is_server_ready()
+    assert client.is_model_ready(MODEL)
+    assert not client.is_model_ready("other")
+    assert client.get_server_metadata()["name"] == "MindIE Server"
+    assert client.get_model_metadata(MODEL)["platform"] == "MindIE Server"
+    assert client.get_model_metadata(MODEL, "1")["versions"] == ["1"]
+    assert client.get_model_config(MODEL)["max_seq_len"] == 2560
+    assert client.get_slot_count(MODEL).get_response() == {"total_slots": 50, "free_slots": 50}
+
+
+def test_the_servers_error_text_reaches_the_caller(client):
+    with pytest.raises(MindIEClientException, match="422: token 999 is unknown") as caught:
+        client.infer(MODEL, [tokens(999)])
+    assert caught.value.get_message() == str(caught.value)
+
+
+def test_a_server_that_is_gone_is_not_live_and_cannot_answer():
+    with serving(FakeTriton().app()) as port:
+        pass
+    with MindIEHTTPClient(f"http://127.0.0.1:{port}") as client:
+        assert not client.is_server_live()
+        with pytest.raises(MindIEClientException, match="cannot connect"):
+            client.generate(MODEL, "hi")
+
+
+def test_a_closed_client_says_so(client):
+    client.close()
+    for call in (lambda: client.generate(MODEL, "x"), lambda: client.async_infer(MODEL, [tokens(1)])):
+        with pytest.raises(MindIEClientException, match="closed"):
+            call()
+
+
+def test_valid_url_is_the_url(client, url):
+    assert str(client.valid_url) == url
+
+
+def test_every_import_path_leads_to_the_same_classes():
+    assert mindieclient.httpclient.MindIEHTTPClient is MindIEHTTPClient
+    assert mindieclient.python.common.logging.Log is mindieclient.httpclient.Log is Log
+    assert Log("a.name").getlog().name == "a.name"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"url": "127.0.0.1:1025"},
+        {"url": "ftp://127.0.0.1:1025"},
+        {"url": "http://127.0.0.1:1025/v2"},
+        {"url": "https://127.0.0.1:1025"},  # without enable_ssl
+        {"enable_ssl": True},  # with http
+        {"url": "https://127.0.0.1:1025", "enable_ssl": True},  # without ssl_options
+        {"url": "https://127.0.0.1:1025", "enable_ssl": True, "ssl_options": {"ca_certs": "none.pem"}},
+        {"concurrency": 0},
+        {"concurrency": 301},
+        {"concurrency": 2, "greenlet_size": 3},
+        {"greenlet_size": 0},
+        {"network_timeout": 0},
+        {"connection_timeout": -1.0},
+        {"connection_timeout": True},
+    ],
+)
+def test_a_client_with_wrong_arguments_is_refused(options):
+    with pytest.raises(MindIEClientException):
+        MindIEHTTPClient(**({"url": "http://127.0.0.1:1025"} | options))
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", ".x", "模型", "x" * 257, None])
+def test_model_names_are_checked(client, name):
+    for call in (client.is_model_ready, client.get_slot_count, client.get_model_config):
+        with pytest.raises(MindIEClientException, match="model_name"):
+            call(name)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"seed": 0}, {"seed": 2**64}, {"temperature": 0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 2**31},
+     {"top_p": 0}, {"top_p": 1.1}, {"typical_p": 2}, {"repetition_penalty": 0}, {"do_sample": 1}, {"batch_size": 0},
+     {"details": "yes"}, {"top_k": 1.5}, "text"],
+)  # fmt: skip
+def test_parameters_out_of_range_are_refused(client, parameters, fake):
+    with pytest.raises(MindIEClientException, match="parameters"):
+        client.generate(MODEL, "hi", parameters=parameters)
+    assert fake.bodies == []
+
+
+@pytest.mark.parametrize("shape", [[2, 3], [1], [1, 0], [1, 16001], [1, 2, 3], "1,2", [1, 2.0], None])
+def test_shapes_are_checked(shape):
+    with pytest.raises(MindIEClientException, match="shape"):
+        Input("INPUT0", shape, "UINT32")
+
+
+def test_an_input_takes_its_own_kind_of_data():
+    tensor = Input("INPUT0", np.array([1, 2]), "UINT32")
+    for wrong in (np.array([[1, 2]]), np.array([[1]], dtype=np.uint32), [[1, 2]]):
+        with pytest.raises(MindIEClientException, match="input_tensor"):
+            tensor.initialize_data(wrong)
+    tensor.initialize_data(np.array([[1, 2]], dtype=np.uint32))
+    tensor.set_input_shape([1, 3])
+    assert tensor.get_input_tensor() is None
+    with pytest.raises(MindIEClientException, match="datatype"):
+        Input("INPUT0", [1, 2], "INT64")
+
+
+@pytest.mark.parametrize("inputs", [[], [tokens(1), tokens(2)], None, ["x"], [Input("a", [1, 1], "UINT32")]])
+def test_infer_takes_exactly_one_filled_input(client, inputs):
+    with pytest.raises(MindIEClientException, match="input"):
+        client.infer(MODEL, inputs)

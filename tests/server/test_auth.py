@@ -1,0 +1,106 @@
+"""API keys, the rule about 0.0.0.0, and clients that are slow on purpose."""
+
+import socket
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from kvloom.server.auth import AccessError, ApiKeyMiddleware, KeyRing, check_bind, hash_key, new_key
+from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
+from tests.support.triton import serving
+
+KEYS = [new_key(), new_key()]
+
+
+async def read(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(str(len(await request.body())))
+
+
+def app():
+    return Starlette(
+        routes=[Route(path, read, methods=["GET", "POST"]) for path in ("/health", "/v1/models", "/infer")]
+    )
+
+
+@pytest.fixture(scope="module")
+def url():
+    guarded = ApiKeyMiddleware(app(), KeyRing([hash_key(key) for key in KEYS]), open_paths=["/health"])
+    with serving(guarded) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("form", ["bearer", "x-api-key"])
+def test_every_key_opens_in_both_forms(url, key, form):
+    headers = {"Authorization": f"Bearer {key}"} if form == "bearer" else {"X-Api-Key": key}
+    assert httpx.get(f"{url}/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer x"}, {"Authorization": f"Basic {KEYS[0]}"}, {"X-Api-Key": KEYS[0] + "x"}]
+)
+def test_without_a_key_the_answer_is_401_in_the_form_of_the_dialect(url, headers):
+    answer = httpx.get(f"{url}/v1/models", headers=headers)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.post(f"{url}/infer", headers=headers).json()["error_type"] == "authentication"
+
+
+def test_open_paths_need_no_key_and_are_exact(url):
+    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health/").status_code == 401
+
+
+def test_a_stored_hash_is_salted_and_does_not_hold_the_key():
+    assert hash_key(KEYS[0]) != hash_key(KEYS[0])
+    assert KEYS[0] not in hash_key(KEYS[0])
+
+
+@pytest.mark.parametrize("key", ["short", "x" * 513, "密" * 30, "with space" * 3])
+def test_keys_that_can_be_guessed_or_sent_wrongly_are_refused(key):
+    with pytest.raises(AccessError, match="API key must be"):
+        hash_key(key)
+
+
+@pytest.mark.parametrize("hashes", [[], ["plain-key"], ["sha256$zz$00"], ["md5$00$00"]])
+def test_a_ring_of_wrong_hashes_is_refused(hashes):
+    with pytest.raises(AccessError):
+        KeyRing(hashes)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0:0:0:0:0:0:0:0"])
+def test_all_addresses_must_be_allowed_by_name(address):
+    with pytest.raises(AccessError, match="allowAllZeroIpListening"):
+        check_bind(address, False)
+    check_bind(address, True)
+    check_bind("127.0.0.1", False)
+    with pytest.raises(AccessError, match="IP address"):
+        check_bind("localhost", True)
+
+
+class Impatient(GuardedProtocol):
+    head_timeout_s = 0.2
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX-A: 1", b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000])
+def test_a_head_that_is_slow_or_long_ends_its_connection(sent):
+    with serving(app(), http=Impatient) as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            try:
+                sock.sendall(sent)
+                assert sock.recv(1) == b""
+            except ConnectionError:
+                pass
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+
+
+def test_a_slow_body_ends_its_request():
+    with serving(BodyTimeoutMiddleware(app(), limit_s=0.2), log_level="critical") as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+            sock.sendall(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
+            assert b" 200 " not in sock.recv(1000)
+        assert httpx.post(f"http://127.0.0.1:{port}/infer", content=b"abc").text == "3"
