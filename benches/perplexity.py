@@ -1,15 +1,15 @@
 """Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
 
-`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English from the docstrings of the standard library
-and installed packages' documentation, cuts it into windows of 512 tokens, and prints one JSON line.
+`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English from the Python language reference that is
+shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes minutes.
 """
 
 import argparse
 import inspect
 import json
 import math
-import pydoc_data.topics
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from kvloom.engine.kernels.backend import Backend
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.tokenizer import open_tokenizer
+from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import open_checkpoint
 
 WINDOW, NUM_WINDOWS = 512, 8
@@ -25,7 +25,7 @@ TOPICS = ("typesobjects", "customization", "exceptions", "naming", "class", "wit
 
 
 def text() -> str:
-    return "\n\n".join(inspect.cleandoc(pydoc_data.topics.topics.get(topic, "")) for topic in TOPICS)
+    return "\n\n".join(inspect.cleandoc(topics.get(topic, "")) for topic in TOPICS)
 
 
 def mean_loss(backend: Backend, windows: torch.Tensor) -> float:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--weight-format", default="w8a8")
     args = parser.parse_args()
     checkpoint = open_checkpoint(args.model)
-    ids = open_tokenizer(args.model).encode(text())
+    ids = load_tokenizer(args.model).encode(text())
     windows = torch.tensor(ids[: WINDOW * NUM_WINDOWS]).view(-1, WINDOW)
     want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
     got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, args.weight_format), windows)
