@@ -1,6 +1,6 @@
 """Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
 
-`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English from the Python language reference that is
+`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English: the Python language reference that is
 shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes minutes.
 """
 
