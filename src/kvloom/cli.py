@@ -1,4 +1,4 @@
-"""The command line: `kvloom serve | chat | pull`. Options and wiring, no logic."""
+"""The command line: `kvloom serve | chat | pull | pool | gewu | cert`. Options and wiring, no logic."""
 
 import sys
 from importlib.metadata import version
@@ -12,6 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.hub import MODELS, find_model, pull
+from kvloom.gewu.cli import app as gewu_app
+from kvloom.pool.cli import app as pool_app
+from kvloom.server.cert_cli import app as cert_app
 from kvloom.server.chat import Chat, first_model, run
 from kvloom.server.config import Settings, load_settings
 from kvloom.server.main import serve as run_server
@@ -19,6 +22,9 @@ from kvloom.server.main import serve as run_server
 DEMO_MODEL = "smollm2"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, control plane, status, bench.")
+app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
+app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
 console = Console()
 
 
@@ -93,7 +99,7 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """kvloom: an LLM inference server."""
+    """kvloom: an LLM inference server, an elastic KV-cache pool, on-device sessions."""
 
 
 def main() -> None:

@@ -161,6 +161,6 @@ int main() {
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_attention(dim, length, 0);
     for (int window : {1, 16, 37, 128, 500}) test_attention(64, 300, window);
     test_pool();
-    std::printf("%s: %d differences\n", kvl_isa(), failures);
+    std::printf("%s: %d differences\n", kIsaName, failures);
     return failures != 0;
 }

@@ -1,0 +1,60 @@
+"""Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
+
+`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English: the Python language reference that is
+shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes minutes.
+"""
+
+import argparse
+import inspect
+import json
+import math
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from torch.nn import functional as F
+
+from kvloom.engine.kernels.backend import Backend
+from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.tokenizer import load_tokenizer
+from kvloom.engine.weights.checkpoint import open_checkpoint
+
+WINDOW, NUM_WINDOWS = 512, 8
+TOPICS = ("typesobjects", "customization", "exceptions", "naming", "class", "with", "specialnames", "execmodel")
+
+
+def text() -> str:
+    return "\n\n".join(inspect.cleandoc(topics.get(topic, "")) for topic in TOPICS)
+
+
+def mean_loss(backend: Backend, windows: torch.Tensor) -> float:
+    """Mean negative log likelihood of each window's tokens after its first."""
+    table = torch.arange(WINDOW // 16, dtype=torch.int32)[None]
+    pos, qstart = torch.arange(WINDOW, dtype=torch.int32), torch.tensor([0, WINDOW], dtype=torch.int32)
+    losses = [
+        F.cross_entropy(backend.step(window.int(), pos, qstart, table, pos[:-1]), window[1:]).item()
+        for window in windows
+    ]
+    return sum(losses) / len(losses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--weight-format", default="w8a8")
+    args = parser.parse_args()
+    checkpoint = open_checkpoint(args.model)
+    ids = load_tokenizer(args.model).encode(text())
+    windows = torch.tensor(ids[: WINDOW * NUM_WINDOWS]).view(-1, WINDOW)
+    want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
+    got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, args.weight_format), windows)
+    report = {
+        "bench": "perplexity", "weight_format": args.weight_format, "tokens": windows.numel(),
+        "reference": round(math.exp(want), 4), "cpu": round(math.exp(got), 4), "ratio": round(math.exp(got - want), 5),
+    }  # fmt: skip
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
