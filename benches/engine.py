@@ -1,4 +1,4 @@
-"""What the engine costs beside the model: time a step outside the runner, with the fake model, at several batch sizes."""
+"""What the engine costs beside the model: its own time a step, with the fake model, at several batch sizes."""
 
 import statistics
 import time

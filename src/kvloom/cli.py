@@ -14,10 +14,13 @@ from kvloom.engine.errors import ServingError
 from kvloom.engine.hub import MODELS, find_model, pull
 from kvloom.gewu.cli import app as gewu_app
 from kvloom.pool.cli import app as pool_app
+from kvloom.server.auth import AccessError, hash_key, new_key, read_hashes
 from kvloom.server.cert_cli import app as cert_app
 from kvloom.server.chat import Chat, first_model, run
 from kvloom.server.config import Settings, load_settings
+from kvloom.server.keystore import KeyStoreError
 from kvloom.server.main import serve as run_server
+from kvloom.server.tls import TlsError
 
 DEMO_MODEL = "smollm2"
 
@@ -40,13 +43,16 @@ def serve(
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
+    allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
 ) -> None:
     """Serve a model over HTTP. Without MODEL, the demo model is fetched and served."""
     settings = Settings(load_settings(config) if config else {})
     settings.override(host=host, port=port, served_model_name=served_model_name, backend=backend, dtype=dtype)
     settings.override(max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace, model=model)
-    settings.override(weight_format=weight_format)
+    settings.override(weight_format=weight_format, allows_all_addresses=allow_all_addresses)
+    settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
     run_server(settings.build(_model_path(settings)))
 
 
@@ -64,13 +70,22 @@ def _model_path(settings: Settings) -> str:
     return str(_fetch(DEMO_MODEL))
 
 
+@app.command("api-key")
+def api_key() -> None:
+    """Make an API key: the key for its user on the first line, its hash for --api-key-file on the second."""
+    key = new_key()
+    console.print(f"{key}\n{hash_key(key)}", soft_wrap=True, highlight=False)
+
+
 @app.command()
 def chat(
     url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:1025",
+    api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
 ) -> None:
     """Chat in the terminal with a running server."""
-    with httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None)) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
         run(Chat(client, model or first_model(client)), console)
 
 
@@ -106,7 +121,7 @@ def main() -> None:
     """Entry point: mistakes of a user are one line and exit code 1."""
     try:
         app()
-    except ServingError as error:
+    except (ServingError, AccessError, TlsError, KeyStoreError) as error:
         print(f"kvloom: {error}", file=sys.stderr)
         sys.exit(1)
 

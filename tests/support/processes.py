@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from tests.support.servers import until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
-READY = re.compile(r"is served on (http://\S+:\d+)\.")
+READY = re.compile(r"is served on (https?://\S+:\d+)\.")
 
 
 @dataclass(slots=True)

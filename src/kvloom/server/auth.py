@@ -10,6 +10,7 @@ import ipaddress
 import json
 import secrets
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -35,6 +36,18 @@ def hash_key(key: str) -> str:
         raise AccessError(f"an API key must be {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters, no space")
     salt = secrets.token_bytes(SALT_BYTES)
     return f"{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}"
+
+
+def read_hashes(path: Path) -> tuple[str, ...]:
+    """Hashes from a file, one a line; empty lines and those that begin with # are skipped. Raises AccessError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(f"{path} cannot be read: {error}") from error
+    hashes = tuple(line for line in lines if line and not line.startswith("#"))
+    if not hashes:
+        raise AccessError(f"{path} holds no hash of an API key; make one with: kvloom api-key")
+    return hashes
 
 
 class KeyRing:

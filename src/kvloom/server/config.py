@@ -13,6 +13,7 @@ from typing import Any
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
+from kvloom.server.tls import TlsConfig
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ class ServerConfig:
     grace_s: float = 30.0  # running requests may take so long to finish when the server is told to stop
     max_body_bytes: int = 40 * 2**20
     validates_model: bool = True  # a wrong `model` is a 404, not served by this one
+    allows_all_addresses: bool = False  # 0.0.0.0 and :: may be listened on
+    tls: TlsConfig | None = None  # None = plain HTTP
+    api_key_hashes: tuple[str, ...] = ()  # none = no key is asked for
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -73,13 +77,18 @@ _SERVE = {
     "ipAddress": Key(str, setting="host"),
     "port": Key(int, 1024, 65535, setting="port"),
     "maxLinkNum": Key(int, 1, 1000, setting="max_link_num"),
-    "httpsEnabled": Key(bool, choices=(False,)),
+    "httpsEnabled": Key(bool, setting="https"),
     "validateModel": Key(bool, setting="validates_model"),
-    **{
-        name: Key(str)
-        for name in ("tlsCaPath", "tlsCert", "tlsPk", "tlsPkPwd", "kmcKsfMaster", "kmcKsfStandby", "tlsCrl")
-    },
-    "tlsCaFile": Key(list),
+    "tlsCaPath": Key(str, setting="tls_ca_path"),
+    "tlsCaFile": Key(list, setting="tls_ca_files"),
+    "tlsCert": Key(str, setting="tls_cert"),
+    "tlsPk": Key(str, setting="tls_key"),
+    "tlsPkPwd": Key(str, setting="tls_key_password"),
+    "kmcKsfMaster": Key(str, setting="keystore_master"),
+    "kmcKsMaster": Key(str, setting="keystore_master"),
+    "kmcKsfStandby": Key(str, setting="keystore_standby"),
+    "kmcKsStandby": Key(str, setting="keystore_standby"),
+    "tlsCrl": Key(str, setting="tls_crl"),
 }
 _LOG = {
     "logLevel": Key(str, choices=("Verbose", "Info", "Warning", "Error", "None"), setting="log_level"),
@@ -123,7 +132,11 @@ LAYOUT_1: Mapping[str, Any] = {
 }
 LAYOUT_2: Mapping[str, Any] = {
     "Version": Key(str),
-    "ServerConfig": {**_SERVE, "allowAllZeroIpListening": Key(bool), "fullTextEnabled": Key(bool, choices=(False,))},
+    "ServerConfig": {
+        **_SERVE,
+        "allowAllZeroIpListening": Key(bool, setting="allows_all_addresses"),
+        "fullTextEnabled": Key(bool, choices=(False,)),
+    },
     "BackendConfig": {
         "npuDeviceIds": Key(list),
         "ModelDeployConfig": {**_DEPLOY, "ModelConfig": [_MODEL]},
@@ -152,7 +165,42 @@ def load_settings(path: Path) -> dict[str, Any]:
     idle = sorted(key for key in found if key.startswith("$"))
     if idle:
         log.info("%s: without effect here: %s", path, ", ".join(name[1:] for name in idle))
-    return {name: value for name, value in found.items() if not name.startswith("$")}
+    settings = {name: value for name, value in found.items() if not name.startswith("$")}
+    if settings.pop("https", False):
+        settings["tls"] = _tls_of(settings, path)
+    return settings
+
+
+def _tls_of(settings: Mapping[str, Any], file: Path) -> TlsConfig:
+    """Paths are relative to the install folder: the one that holds config.json, or `conf/config.json`."""
+    for name, key in _TLS_REQUIRED.items():
+        if not settings.get(name):
+            raise BadRequest(key, "is required when httpsEnabled is true")
+    home = file.resolve().parent
+    home = home.parent if home.name == "conf" else home
+
+    def optional(name: str) -> Path | None:
+        return home / settings[name] if settings.get(name) else None
+
+    return TlsConfig(
+        ca_files=tuple(home / settings["tls_ca_path"] / str(name) for name in settings["tls_ca_files"]),
+        cert=home / settings["tls_cert"],
+        key=home / settings["tls_key"],
+        key_password=optional("tls_key_password"),
+        keystore_master=home / settings["keystore_master"],
+        keystore_standby=home / settings["keystore_standby"],
+        crl=optional("tls_crl"),
+    )
+
+
+_TLS_REQUIRED = {
+    "tls_ca_path": "tlsCaPath",
+    "tls_ca_files": "tlsCaFile",
+    "tls_cert": "tlsCert",
+    "tls_key": "tlsPk",
+    "keystore_master": "kmcKsfMaster",
+    "keystore_standby": "kmcKsfStandby",
+}
 
 
 def _walk(layout: Any, value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -197,5 +245,14 @@ class Settings:
         return ServerConfig(EngineConfig(model=model, **engine), name, **server)
 
 
-_SERVER_FIELDS = ("host", "port", "max_link_num", "grace_s", "validates_model")
+_SERVER_FIELDS = (
+    "host",
+    "port",
+    "max_link_num",
+    "grace_s",
+    "validates_model",
+    "allows_all_addresses",
+    "tls",
+    "api_key_hashes",
+)
 _ENGINE_FIELDS = ("backend", "device", "dtype", "weight_format", "max_seq_len", "num_blocks", "max_batch", "seed")

@@ -11,6 +11,7 @@ from types import FrameType
 import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from starlette.types import ASGIApp
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.fake import ByteTokenizer
@@ -18,10 +19,14 @@ from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
 from kvloom.server.api.openai import OpenAI
 from kvloom.server.app import Health, make_app
+from kvloom.server.auth import ApiKeyMiddleware, KeyRing, check_bind
 from kvloom.server.config import ServerConfig
 from kvloom.server.generation import GenerationService
+from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
+from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
 
 READY_LINE = "Daemon start success!"
+OPEN_PATHS = ("/health",)  # answered without an API key
 _DRAIN_POLL_S = 0.05
 _FAREWELL_S = 1.0  # for the last events of requests that were cut off
 
@@ -65,25 +70,54 @@ class DrainingServer(uvicorn.Server):
 
 
 def serve(config: ServerConfig) -> None:
-    """Serve until a signal. Raises ServingError when the model cannot be loaded or the port is taken."""
+    """Serve until a signal. Raises ServingError, TlsError or AccessError, one sentence, before anything is served."""
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    check_bind(config.host, config.allows_all_addresses)
+    tls = tls_context(config.tls) if config.tls else None
+    keys = KeyRing(config.api_key_hashes) if config.api_key_hashes else None
     listener = _bind(config.host, config.port)
-    port = listener.getsockname()[1]
     tokenizer = load_tokenizer(config.engine.model) if config.engine.model else ByteTokenizer()
     engine = _open_engine(config, tokenizer)
     try:
-        service = GenerationService(engine, tokenizer, config.max_link_num)
-        openai = OpenAI(service, config.served_model_name, config.validates_model)
-        app, health = make_app(service, openai, config.max_body_bytes, lambda: engine.start(asyncio.get_running_loop()))
-        settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=65536
-        )
-        server = DrainingServer(settings, health, engine, config.grace_s, _greeting(config, port))
+        server = _make_server(config, engine, tokenizer, tls, keys, listener.getsockname()[1])
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listener])
     finally:
         engine.close()
         listener.close()
+
+
+def _make_server(
+    config: ServerConfig,
+    engine: EngineThread,
+    tokenizer: Tokenizer | ByteTokenizer,
+    tls: ServerContext | None,
+    keys: KeyRing | None,
+    port: int,
+) -> DrainingServer:
+    service = GenerationService(engine, tokenizer, config.max_link_num)
+    openai = OpenAI(service, config.served_model_name, config.validates_model)
+
+    def on_start() -> None:
+        loop = asyncio.get_running_loop()
+        engine.start(loop)
+        if tls is not None:
+            reload_on_sighup(tls, loop)
+
+    app: ASGIApp
+    app, health = make_app(service, openai, config.max_body_bytes, on_start)
+    app = BodyTimeoutMiddleware(app)
+    if keys is not None:
+        app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)
+    settings = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ssl_context_factory=None if tls is None else lambda settings, default: tls,
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    return DrainingServer(settings, health, engine, config.grace_s, _greeting(config, port))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -109,9 +143,12 @@ def _open_engine(config: ServerConfig, tokenizer: Tokenizer | ByteTokenizer) -> 
 
 
 def _greeting(config: ServerConfig, port: int) -> str:
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "") else config.host
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    scheme = "http" if config.tls is None else "https"
+    options = "" if config.tls is None else " --cacert CA --cert CERT --key KEY"
+    options += " -H 'Authorization: Bearer KEY'" if config.api_key_hashes else ""
     return (
-        f"{config.served_model_name} is served on http://{host}:{port}. Try:\n"
-        f"  curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d "
+        f"{config.served_model_name} is served on {scheme}://{host}:{port}. Try:\n"
+        f"  curl{options} {scheme}://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d "
         f"""'{{"model": "{config.served_model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )
