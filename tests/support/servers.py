@@ -66,7 +66,7 @@ def fake_server(
     def build() -> uvicorn.Server:
         service = GenerationService(engine, tokenizer, max_link_num)
         openai = OpenAI(service, MODEL, validates_model)
-        app, health = make_app(service, openai, max_body_bytes, on_start)
+        app, health = make_app(service, [openai], max_body_bytes, on_start)
         made.append(health)
         return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
 

@@ -4,12 +4,11 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,9 +18,9 @@ from starlette.types import Send
 
 from kvloom.engine.errors import ServingError, Unavailable
 from kvloom.server import sse
-from kvloom.server.api.openai import OpenAI, Reply
-from kvloom.server.errors import NoRoute, TooLarge, WrongMethod, openai_reply
+from kvloom.server.errors import ErrorReply, NoRoute, TooLarge, WrongMethod, openai_reply
 from kvloom.server.generation import GenerationService
+from kvloom.server.reply import Call, Dialect, Endpoint, Events, Reply
 
 log = logging.getLogger(__name__)
 
@@ -54,24 +53,12 @@ class EventResponse(StreamingResponse):
 
 def make_app(
     service: GenerationService,
-    openai: OpenAI,
+    dialects: Sequence[Dialect],
     max_body_bytes: int,
     on_start: Callable[[], None] = lambda: None,
 ) -> tuple[Starlette, Health]:
     """The app, and the switch that makes it refuse requests. `on_start` runs on the loop before the first request."""
     health = Health(service)
-
-    async def chat(request: Request) -> Response:
-        return await _generate(request, health, max_body_bytes, openai.chat)
-
-    async def completion(request: Request) -> Response:
-        return await _generate(request, health, max_body_bytes, openai.completion)
-
-    async def models(request: Request) -> Response:
-        return _json(openai.models())
-
-    async def model(request: Request) -> Response:
-        return _json(openai.model(request.path_params["name"]))
 
     async def is_healthy(request: Request) -> Response:
         health.check()
@@ -82,37 +69,51 @@ def make_app(
         on_start()
         yield
 
+    routes = [Route("/health", is_healthy)]
+    for dialect in dialects:
+        for endpoint in dialect.endpoints:
+            handler = _handler(dialect, endpoint, health, max_body_bytes)
+            routes.append(Route(endpoint.path, handler, methods=[endpoint.method]))
     app = Starlette(
-        routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completion, methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/health", is_healthy),
-        ],
+        routes=routes,
         exception_handlers={ServingError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )
     return app, health
 
 
-async def _generate(
-    request: Request, health: Health, max_body_bytes: int, answer: Callable[[bytes], Coroutine[Any, Any, Reply]]
-) -> Response:
-    health.check()
+def _handler(
+    dialect: Dialect, endpoint: Endpoint, health: Health, max_body_bytes: int
+) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """The endpoint as starlette wants it; errors in the shape of its dialect."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await _respond(request, endpoint, health, max_body_bytes)
+        except ClientDisconnect:
+            return Response(status_code=_CLIENT_GONE)
+        except ServingError as error:
+            return _error_response(dialect.error_reply(error))
+
+    return handle
+
+
+async def _respond(request: Request, endpoint: Endpoint, health: Health, max_body_bytes: int) -> Response:
+    if endpoint.is_generating:
+        health.check()
     given = request.headers.get("x-request-id", "")
-    headers = {"X-Request-Id": given if _REQUEST_ID.match(given) else uuid.uuid4().hex}
-    try:
-        body = await _read(request, max_body_bytes)
-        reply = await _unless_gone(request, answer(body))
-    except ClientDisconnect:
-        return Response(status_code=_CLIENT_GONE)
+    request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
+    body = await _read(request, max_body_bytes)
+    headers = {**dict(request.headers), "x-request-id": request_id}
+    call = Call(body, request.path_params, request.query_params, headers)
+    reply = await (_unless_gone(request, endpoint.answer(call)) if endpoint.is_generating else endpoint.answer(call))
+    answered = {"X-Request-Id": request_id, **reply.headers}
     if reply.events is not None:
-        return EventResponse(_chunks(reply.events), media_type=sse.MEDIA_TYPE, headers=headers | sse.HEADERS)
-    return Response(reply.body, media_type="application/json", headers=headers)
+        return EventResponse(_chunks(reply.events), media_type=reply.media_type, headers=answered | sse.HEADERS)
+    return Response(reply.body, reply.status, answered, reply.media_type)
 
 
-async def _chunks(events: Any) -> AsyncGenerator[bytes]:
+async def _chunks(events: Events) -> AsyncGenerator[bytes]:
     async with aclosing(events):
         async for chunk in events:
             yield chunk
@@ -131,9 +132,9 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return bytes(body)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Reply]) -> Reply:
+async def _unless_gone(request: Request, work: Awaitable[Reply]) -> Reply:
     """Await `work`, but cancel it when the client closes the connection. Raises ClientDisconnect then."""
-    answer = asyncio.create_task(work)
+    answer = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnect(request.receive))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -151,29 +152,24 @@ async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _error_response(error: ServingError) -> Response:
-    reply = openai_reply(error)
+def _error_response(reply: ErrorReply) -> Response:
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _error_response(error)
+    return _error_response(openai_reply(error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        response = _error_response(WrongMethod(f"{request.method} is not allowed on {request.url.path}"))
+        response = _error_response(openai_reply(WrongMethod(f"{request.method} is not allowed on {request.url.path}")))
         response.headers.update(error.headers or {})
         return response
-    return _error_response(NoRoute(f"there is no route {request.url.path}"))
+    return _error_response(openai_reply(NoRoute(f"there is no route {request.url.path}")))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("a request to %s failed", request.url.path, exc_info=error)
-    return _error_response(ServingError("the server failed on this request; its log says how"))
+    return _error_response(openai_reply(ServingError("the server failed on this request; its log says how")))

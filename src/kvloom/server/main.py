@@ -105,7 +105,7 @@ def _make_server(
             reload_on_sighup(tls, loop)
 
     app: ASGIApp
-    app, health = make_app(service, openai, config.max_body_bytes, on_start)
+    app, health = make_app(service, [openai], config.max_body_bytes, on_start)
     app = BodyTimeoutMiddleware(app)
     if keys is not None:
         app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)

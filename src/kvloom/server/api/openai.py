@@ -4,7 +4,6 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -25,23 +24,16 @@ from kvloom.server.api.openai_shapes import (
     usage_of_answers,
 )
 from kvloom.server.body import decode_body
-from kvloom.server.errors import openai_error
+from kvloom.server.errors import ErrorReply, openai_error, openai_reply
 from kvloom.server.generation import Answer, Generation, GenerationService
-from kvloom.server.sse import DONE, event
+from kvloom.server.reply import Call, Endpoint, Events, Reply
+from kvloom.server.sse import DONE, MEDIA_TYPE, event
 
 FINGERPRINT = "fp_kvloom"
 OWNER = "MindIE Server"
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Either a whole body or a stream of events."""
-
-    body: bytes | None = None
-    events: "Events | None" = None
 
 
 class OpenAI:
@@ -59,16 +51,29 @@ class OpenAI:
         self._now, self._new_id = now, new_id
         self._started = int(now())
 
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return (
+            Endpoint("POST", "/v1/chat/completions", self.chat, is_generating=True),
+            Endpoint("POST", "/v1/completions", self.completion, is_generating=True),
+            Endpoint("GET", "/v1/models", self.models),
+            Endpoint("GET", "/v1/models/{name:path}", self.model),
+        )
+
+    def error_reply(self, error: ServingError) -> ErrorReply:
+        return openai_reply(error)
+
     # -- models
 
-    def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._card()]}
+    async def models(self, call: Call) -> Reply:
+        return Reply(msgspec.json.encode({"object": "list", "data": [self._card()]}))
 
-    def model(self, name: str) -> dict[str, Any]:
+    async def model(self, call: Call) -> Reply:
         """Raises NotFound."""
+        name = call.path["name"]
         if name != self._model:
             raise NotFound(f"the model {name!r} does not exist")
-        return self._card()
+        return Reply(msgspec.json.encode(self._card()))
 
     def _card(self) -> dict[str, Any]:
         return {
@@ -83,9 +88,9 @@ class OpenAI:
 
     # -- chat
 
-    async def chat(self, data: bytes) -> Reply:
+    async def chat(self, call: Call) -> Reply:
         """POST /v1/chat/completions. Raises ServingError before anything is answered."""
-        body = decode_body(_chat_decoder, data)
+        body = decode_body(_chat_decoder, call.body)
         self._check_model(body.model)
         body.refuse_unsupported()
         params = body.params()
@@ -98,7 +103,10 @@ class OpenAI:
         generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n)
         self._service.check(generation, "messages")
         if body.stream:
-            return Reply(events=await Events.begin(self._chat_events(body, generation)))
+            return Reply(
+                media_type=MEDIA_TYPE,
+                events=await Events.begin(self._chat_events(body, generation), _error_event, DONE),
+            )
         answers = await self._service.collect(generation)
         choices = [self._chat_choice(i, answer, body) for i, answer in enumerate(answers)]
         return Reply(body=self._whole(generation, "chat.completion", choices, answers))
@@ -132,9 +140,9 @@ class OpenAI:
 
     # -- completions
 
-    async def completion(self, data: bytes) -> Reply:
+    async def completion(self, call: Call) -> Reply:
         """POST /v1/completions. Raises ServingError before anything is answered."""
-        body = decode_body(_completion_decoder, data)
+        body = decode_body(_completion_decoder, call.body)
         self._check_model(body.model)
         params = body.params()
         prompts = tuple(self._prompt_ids(item) for item in body.texts_or_ids())
@@ -142,7 +150,10 @@ class OpenAI:
         generation = Generation(f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n)
         self._service.check(generation, "prompt")
         if body.stream:
-            return Reply(events=await Events.begin(self._text_events(body, generation)))
+            return Reply(
+                media_type=MEDIA_TYPE,
+                events=await Events.begin(self._text_events(body, generation), _error_event, DONE),
+            )
         answers = await self._service.collect(generation)
         choices = [self._text_choice(i, answer, body) for i, answer in enumerate(answers)]
         return Reply(body=self._whole(generation, "text_completion", choices, answers))
@@ -210,46 +221,8 @@ class OpenAI:
         )
 
 
-class Events:
-    """A stream of events whose first one is there already: an error before it raises, so that it gets a status.
-
-    A later error becomes an event. The last event is [DONE]. Closing it cancels the generation.
-    """
-
-    def __init__(self, first: bytes, rest: AsyncGenerator[bytes]) -> None:
-        self._first: bytes | None = first
-        self._rest = rest
-        self._is_done = False
-
-    @classmethod
-    async def begin(cls, events: AsyncGenerator[bytes]) -> "Events":
-        """Wait for the first event. Raises ServingError."""
-        try:
-            return cls(await anext(events), events)
-        except BaseException:
-            await events.aclose()
-            raise
-
-    def __aiter__(self) -> "Events":
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._first is not None:
-            first, self._first = self._first, None
-            return first
-        if self._is_done:
-            raise StopAsyncIteration
-        try:
-            return await anext(self._rest)
-        except StopAsyncIteration:
-            self._is_done = True
-            return DONE
-        except ServingError as error:
-            self._is_done = True
-            return event(msgspec.json.encode(openai_error(error))) + DONE
-
-    async def aclose(self) -> None:
-        await self._rest.aclose()
+def _error_event(error: ServingError) -> bytes:
+    return event(msgspec.json.encode(openai_error(error)))
 
 
 class _Stream:

@@ -1,0 +1,85 @@
+"""`kvloom chat`: one conversation, its history, and an answer that is broken off."""
+
+import io
+
+import httpx
+import pytest
+from rich.console import Console
+
+from kvloom.server.chat import Chat, ChatFailed, first_model, run
+from tests.support.servers import MODEL, FakeServer
+
+
+@pytest.fixture
+def chat(server: FakeServer) -> Chat:
+    return Chat(server.client, first_model(server.client))
+
+
+def test_an_answer_comes_in_pieces_and_joins_the_history(chat: Chat):
+    pieces = list(chat.ask("hello"))
+    assert chat.messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "".join(pieces)}]
+    list(chat.ask("and again"))
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    chat.reset()
+    assert chat.messages == []
+
+
+def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(chat: Chat):
+    pieces = chat.ask("hello")
+    first = next(pieces)
+    pieces.close()  # type: ignore[attr-defined]
+    assert chat.messages[-1] == {"role": "assistant", "content": first}
+
+
+def test_a_question_that_is_refused_leaves_no_trace(server: FakeServer):
+    chat = Chat(server.client, "gpt-9")
+    with pytest.raises(ChatFailed, match="does not exist"):
+        list(chat.ask("hello"))
+    assert chat.messages == []
+
+
+def session(chat: Chat, *lines: str) -> str:
+    """What the terminal shows when these lines are typed."""
+    typed = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    console = Console(file=io.StringIO(), width=200)
+    run(chat, console, read)
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_session_with_its_commands(chat: Chat):
+    shown = session(chat, "hello", "/reset", "/what", "", "/exit", "never asked")
+    assert "a new conversation" in shown
+    assert shown.count("/reset begins anew") == 2
+    assert chat.messages == []
+
+
+def test_an_error_is_shown_and_the_session_goes_on(server: FakeServer):
+    chat = Chat(server.client, "gpt-9")
+    assert "does not exist" in session(chat, "hello", "/exit")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, monkeypatch):
+    def interrupted(text: str):
+        yield "half"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "ask", interrupted)
+    shown = session(chat, "hello", "/reset", "/exit")
+    assert "half [stopped]" in shown
+    assert "a new conversation" in shown
+
+
+def test_a_server_that_is_not_there_is_one_sentence():
+    with httpx.Client(base_url="http://127.0.0.1:9") as client, pytest.raises(ChatFailed, match="does not answer like"):
+        first_model(client)
+
+
+def test_the_first_model_is_the_default(server: FakeServer):
+    assert first_model(server.client) == MODEL
