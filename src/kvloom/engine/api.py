@@ -27,7 +27,7 @@ class Code(Enum):
     OK = 0
     ERROR = 1
     INVALID_ARG = 2
-    INVALID = 2  # the same code under its other name
+    INVALID = 2  # noqa: PIE796 - its other name
     NOT_FOUND = 3
 
 
