@@ -66,7 +66,7 @@ BUGS = (
     Bug("free blocks are promised twice", "scheduler.py", "        free -= taken + need\n", ""),
     Bug("running sequences' blocks are promised twice", "scheduler.py", "            free -= need\n", ""),
     Bug("a decode waits for older prefills", "scheduler.py", "    budget -= len(share)\n", ""),
-    Bug("the oldest is preempted", "scheduler.py", "need > free and end > 1", "need > free and end > 0"),
+    Bug("the oldest is preempted", "scheduler.py", "need > free and end > stop", "need > free and end > 0"),
     Bug("admission goes on in a step that preempts", "scheduler.py", "    if not preempted:\n", "    if True:\n"),
     Bug(
         "waiting sequences overtake each other",
