@@ -15,7 +15,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "src/kvloom/engine"
-TESTS = ("test_blocks", "test_scheduler", "test_stop", "test_detok", "test_engine")
+TESTS = ("test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ BUGS = (
     Bug("free blocks are promised twice", "scheduler.py", "        free -= taken + need\n", ""),
     Bug("running sequences' blocks are promised twice", "scheduler.py", "            free -= need\n", ""),
     Bug("a decode waits for older prefills", "scheduler.py", "    budget -= len(share)\n", ""),
-    Bug("the oldest is preempted", "scheduler.py", "need > free and end > 1", "need > free and end > 0"),
+    Bug("the oldest is preempted", "scheduler.py", "need > free and end > stop", "need > free and end > 0"),
     Bug("admission goes on in a step that preempts", "scheduler.py", "    if not preempted:\n", "    if True:\n"),
     Bug(
         "waiting sequences overtake each other",
@@ -104,6 +104,10 @@ BUGS = (
         "if seq.status is not Status.RUNNING:",
         "if seq.status is Status.WAITING:",
     ),
+    Bug("a static batch is joined", "scheduler.py", "if not limits.is_continuous:", "if False:"),
+    Bug("more are preempted than allowed", "scheduler.py", "max(1, end - limits.max_preempt)", "1"),
+    Bug("promised blocks are given away", "scheduler.py", "if promised > spare:", "if False:"),
+    Bug("demotion never ends", "policies.py", "0 < seq.num_preemptions < MAX_DEMOTIONS", "0 < seq.num_preemptions"),
     Bug("prompt log-probabilities are skipped by a cache hit", "scheduler.py", " if seq.may_reuse else []", ""),
     Bug("end-of-sequence before the minimum length", "stop.py", "if num_output >= params.min_tokens:", "if True:"),
     Bug("ignore_eos is ignored", "stop.py", " and not params.ignore_eos", ""),

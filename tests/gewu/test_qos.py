@@ -35,7 +35,7 @@ class Rig:
     def add(self, name: str, level: Level, num_prompt: int = 8, max_tokens: int = 12) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         prompt = tuple((len(name) * 7 + i) % 256 for i in range(num_prompt))
-        self.engine.add(Request(name, prompt, params, name, int(level)))
+        self.engine.add(Request(name, prompt, params, name, priority=int(level)))
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):

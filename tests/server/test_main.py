@@ -38,7 +38,7 @@ def mock_config(folder: Path, **model: object) -> Path:
             "maxPrefillBatchSize": 50,
             "maxPrefillTokens": 8192,
             "maxBatchSize": 200,
-            "maxIterTimes": 512,
+            "maxIterTimes": 2560,
         },
     }
     path.write_text(json.dumps(document))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvloom.engine.errors import BadRequest
 
 BACKENDS = ("auto", "cpu", "reference", "fake")
+POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
 
@@ -16,6 +17,23 @@ class Limits:
     max_batch: int  # sequences
     max_tokens: int  # tokens, prefill and decode together; at least max_batch, so that every decode fits
     block_size: int  # tokens per KV block
+    max_prefill_batch: int = 0  # sequences in prefill; 0 = max_batch
+    max_prefill_tokens: int = 0  # tokens of prefills; longer prompts take several steps; 0 = max_tokens
+    max_preempt: int | None = None  # sequences preempted; 0 = never, admission then reserves whole answers; None = any
+    prealloc_blocks: int = 0  # blocks promised to a sequence at admission
+    is_continuous: bool = True  # False: a batch ends before the next begins
+    is_selecting: bool = False  # weigh prefill against decode by the two times below
+    prefill_ms_per_seq: int = 0
+    decode_ms_per_seq: int = 0
+    max_queue_delay_s: float = 0.0  # how long a batch that is not full is held back while others run
+
+    @property
+    def prefill_places(self) -> int:
+        return self.max_prefill_batch or self.max_batch
+
+    @property
+    def prefill_tokens(self) -> int:
+        return self.max_prefill_tokens or self.max_tokens
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
@@ -24,6 +42,19 @@ class Limits:
             raise BadRequest(
                 "max_tokens_per_step", f"must be at least max_batch ({self.max_batch}), got {self.max_tokens}"
             )
+        if not 0 <= self.max_prefill_batch <= self.max_batch:
+            raise BadRequest(
+                "max_prefill_batch", f"must be between 0 and max_batch ({self.max_batch}), got {self.max_prefill_batch}"
+            )
+        if self.max_preempt is not None and not 0 <= self.max_preempt <= self.max_batch:
+            raise BadRequest(
+                "max_preempt", f"must be between 0 and max_batch ({self.max_batch}), got {self.max_preempt}"
+            )
+        for name in ("max_prefill_tokens", "prealloc_blocks", "prefill_ms_per_seq", "decode_ms_per_seq"):
+            if getattr(self, name) < 0:
+                raise BadRequest(name, f"must not be negative, got {getattr(self, name)}")
+        if not self.max_queue_delay_s >= 0:
+            raise BadRequest("max_queue_delay_s", f"must not be negative, got {self.max_queue_delay_s:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +74,19 @@ class EngineConfig:
     kv_cache_bytes: int | None = None  # None = a share of the free memory
     max_batch: int = 64
     max_tokens_per_step: int = 512
+    max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
+    prefill_policy: int = 0  # 0 FCFS, 1 STATE, 3 MLFQ; see policies.py
+    decode_policy: int = 0
+    fair_token_s: float = 0.0  # seconds of a tenant's share that a token costs; 0 = tenants are not told apart
+    max_prefill_batch: int = 0  # these as in Limits
+    max_prefill_tokens: int = 0
+    max_preempt: int | None = None
+    prealloc_blocks: int = 0
+    is_continuous: bool = True
+    is_selecting: bool = False
+    prefill_ms_per_seq: int = 0
+    decode_ms_per_seq: int = 0
+    max_queue_delay_s: float = 0.0
     enable_prefix_cache: bool = True
     seed: int | None = None  # of requests that bring none; None = drawn from the system
     step_timeout_s: float = 300.0  # a rank that takes longer is taken for dead
@@ -55,11 +99,39 @@ class EngineConfig:
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         if not self.model and self.backend != "fake":
             raise BadRequest("model", "is missing: give a folder, a .gguf file or the name of a fetched model")
-        for name, low in (("max_seq_len", 2), ("num_blocks", 2), ("kv_cache_bytes", 1), ("max_batch", 1)):
+        for name, low in (
+            ("max_seq_len", 2),
+            ("num_blocks", 2),
+            ("kv_cache_bytes", 1),
+            ("max_batch", 1),
+            ("max_iter_times", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise BadRequest(name, f"must be at least {low}, got {value}")
-        Limits(self.max_batch, self.max_tokens_per_step, block_size=1)
+        if not self.fair_token_s >= 0:
+            raise BadRequest("fair_token_s", f"must not be negative, got {self.fair_token_s:g}")
+        for name in ("prefill_policy", "decode_policy"):
+            if getattr(self, name) not in POLICIES:
+                raise BadRequest(name, f"must be 0 (FCFS), 1 (STATE) or 3 (MLFQ), got {getattr(self, name)}")
+        self.limits(block_size=1)
+
+    def limits(self, block_size: int) -> Limits:
+        """The budget of a step, for blocks of this size."""
+        return Limits(
+            self.max_batch,
+            self.max_tokens_per_step,
+            block_size,
+            max_prefill_batch=self.max_prefill_batch,
+            max_prefill_tokens=self.max_prefill_tokens,
+            max_preempt=self.max_preempt,
+            prealloc_blocks=self.prealloc_blocks,
+            is_continuous=self.is_continuous,
+            is_selecting=self.is_selecting,
+            prefill_ms_per_seq=self.prefill_ms_per_seq,
+            decode_ms_per_seq=self.decode_ms_per_seq,
+            max_queue_delay_s=self.max_queue_delay_s,
+        )
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,9 +7,10 @@ A step has two halves, so that work for people overlaps work for the model:
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
@@ -18,6 +19,7 @@ from kvloom.engine.config import EngineConfig, Limits
 from kvloom.engine.detok import Detokenizer
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
+from kvloom.engine.policies import Turns, policy_of
 from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
 from kvloom.engine.stats import Stats
@@ -44,6 +46,7 @@ class _Live:
     seed: int
     detok: Detokenizer
     stops: StopStrings
+    arrival_s: float
     is_known: bool = False  # the rank has its tokens
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
@@ -65,10 +68,19 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, vocabulary: Vocabulary, planner: Planner = plan_step
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        planner: Planner | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`planner` replaces plan_step under the policy of `config`."""
         self.config = config
-        self._planner = planner
+        self._planner = planner or self._plan_by_policy
+        self._clock = clock
+        self._policy = policy_of(config.prefill_policy, config.decode_policy)
+        self._turns = Turns(config.fair_token_s)
         self._executor = executor
         self._vocabulary = vocabulary
         self._seqs: dict[int, _Live] = {}  # arrival order
@@ -87,7 +99,7 @@ class Engine:
         info = self._executor.info
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
-        self._limits = Limits(self.config.max_batch, self.config.max_tokens_per_step, info.block_size)
+        self._limits = self.config.limits(info.block_size)
         self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache)
         self._plan = Plan()
         self._dropped = []
@@ -99,13 +111,18 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run."""
         self._check(request)
+        request = self._capped(request)
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
         seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), request.cache_salt)
         seq.priority = request.priority
+        seq.max_len = self._max_len(request)
+        now_s = self._clock()
+        seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
         seq.may_reuse = params.prompt_logprobs is None
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
-        live = _Live(request, seq, seed, self._detokenizer(request), StopStrings(params.stop, params.include_stop))
+        stops = StopStrings(params.stop, params.include_stop)
+        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s)
         self._next_id += 1
         self._counts["total_requests"] += 1
         self._counts["total_prompt_tokens"] += seq.num_prompt
@@ -201,6 +218,28 @@ class Engine:
             raise BadRequest("logit_bias", f"token id {bad} is outside the vocabulary of {vocab_size}")
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
+
+    def _capped(self, request: Request) -> Request:
+        """The request with its answer no longer than max_iter_times."""
+        cap, wanted = self.config.max_iter_times, request.params.max_tokens
+        if cap is None or (wanted is not None and wanted <= cap):
+            return request
+        return replace(request, params=replace(request.params, max_tokens=cap))
+
+    def _max_len(self, request: Request) -> int:
+        """Tokens that prompt and answer can have together."""
+        wanted = request.params.max_tokens
+        return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
+
+    def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
+        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s())
+
+    def _oldest_wait_s(self) -> float:
+        """How long the oldest waiting request has waited; no matter when batches are not held back."""
+        if self._limits.max_queue_delay_s == 0:
+            return 0.0
+        arrivals = (live.arrival_s for live in self._seqs.values() if live.seq.status is Status.WAITING)
+        return self._clock() - min(arrivals, default=self._clock())
 
     def _draw_seed(self) -> int:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)

@@ -91,7 +91,9 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     cache_salt: str = ""  # requests of different salts share no prefix blocks
-    priority: int = 0  # for a planner that looks at it; plan_step does not
+    tenant: str = ""  # whom the request is for; fairness is between tenants
+    priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
+    slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
 
 
 @dataclass(frozen=True, slots=True)

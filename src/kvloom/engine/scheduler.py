@@ -4,7 +4,7 @@ A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decod
 same thing: a sequence with tokens whose keys and values are not computed yet.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -36,6 +36,8 @@ class Seq:
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
     priority: int = 0  # of the request
+    max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
+    turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
 
     @property
     def num_pending(self) -> int:
@@ -63,28 +65,66 @@ class Plan:
     preempted: tuple[Seq, ...] = ()
 
 
-def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
+Key = Callable[[Seq], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who comes first: keys to sort waiting and running sequences by. None = order of arrival."""
+
+    waiting: Key | None = None
+    running: Key | None = None
+
+
+FCFS = Policy()
+
+
+def plan_step(
+    seqs: Sequence[Seq], pool: BlockPool, limits: Limits, policy: Policy = FCFS, oldest_wait_s: float = float("inf")
+) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
-    Running sequences first, oldest first, then waiting ones while blocks last, none overtaking another. Decodes get
-    their token before prefills share what is left of the budget. A running one that finds no block preempts the
-    youngest; the oldest never is, so some sequence always advances.
+    Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
+    overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
+    finds no block preempts the last; the first never is, so some sequence always advances.
     """
-    running = [seq for seq in seqs if seq.status is Status.RUNNING]
-    share = _share_tokens(running, limits.max_tokens)
-    steps, preempted, free = _plan_running(running, share, pool, limits.block_size)
+    running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], policy.running)
+    share = _share_tokens(running, limits)
+    steps, preempted, free = _plan_running(running, share, pool, limits)
     if not preempted:
-        waiting = (seq for seq in seqs if seq.status is Status.WAITING)
-        budget = limits.max_tokens - sum(step.num_tokens for step in steps)
-        places = limits.max_batch - len(running)
-        steps += _plan_waiting(waiting, places, budget, free, pool, limits.block_size)
+        waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], policy.waiting)
+        if may_admit(len(waiting), running, limits, oldest_wait_s):
+            steps += _plan_waiting(waiting, running, steps, free, pool, limits)
     return Plan(tuple(steps), tuple(preempted))
 
 
-def _share_tokens(running: Sequence[Seq], budget: int) -> dict[int, int]:
-    """Tokens a running sequence may compute: one for each decode, the rest to prefills in order of arrival."""
+def may_admit(num_waiting: int, running: Sequence[Seq], limits: Limits, oldest_wait_s: float) -> bool:
+    """Whether waiting sequences may join this step. Always when nothing runs, so that no rule can stop the engine.
+
+    A static batch ends before the next begins. A waiting batch that is not full is held back up to max_queue_delay_s.
+    With is_selecting, prefill goes first only while it is the longer of the two queues by the configured times.
+    """
+    if not running:
+        return True
+    if not limits.is_continuous:
+        return False
+    if num_waiting < limits.prefill_places and oldest_wait_s < limits.max_queue_delay_s:
+        return False
+    if not limits.is_selecting:
+        return True
+    return num_waiting * limits.prefill_ms_per_seq >= len(running) * limits.decode_ms_per_seq
+
+
+def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
+    return seqs if key is None else sorted(seqs, key=key)
+
+
+def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
+    """Tokens a running sequence may compute: one for each decode, the rest to prefills in their order."""
+    budget = limits.max_tokens
     share = {seq.id: 1 for seq in running if seq.num_pending == 1}
     budget -= len(share)
+    budget = min(budget, limits.prefill_tokens)
     for seq in running:
         if seq.num_pending > 1:
             share[seq.id] = min(seq.num_pending, budget)
@@ -93,18 +133,19 @@ def _share_tokens(running: Sequence[Seq], budget: int) -> dict[int, int]:
 
 
 def _plan_running(
-    running: Sequence[Seq], share: dict[int, int], pool: BlockPool, block_size: int
+    running: Sequence[Seq], share: dict[int, int], pool: BlockPool, limits: Limits
 ) -> tuple[list[SeqStep], list[Seq], int]:
-    """Steps of the running sequences, the preempted ones (youngest first), and the blocks left free."""
+    """Steps of the running sequences, the preempted ones (last first), and the blocks left free."""
     steps: list[SeqStep] = []
     preempted: list[Seq] = []
     free = pool.num_free
     end = len(running)  # running[end:] are preempted
+    stop = 1 if limits.max_preempt is None else max(1, end - limits.max_preempt)  # running[:stop] are safe
     i = 0
     while i < end:
         seq, count = running[i], share[running[i].id]
-        need = _num_blocks(seq.num_computed + count, block_size) - len(seq.block_table)
-        while count and need > free and end > 1:
+        need = _num_blocks(seq.num_computed + count, limits.block_size) - len(seq.block_table)
+        while count and need > free and end > stop:
             end -= 1
             preempted.append(running[end])
             free += pool.num_exclusive(running[end].block_table)
@@ -118,17 +159,32 @@ def _plan_running(
 
 
 def _plan_waiting(
-    waiting: Iterable[Seq], places: int, budget: int, free: int, pool: BlockPool, block_size: int
+    waiting: Iterable[Seq],
+    running: Sequence[Seq],
+    running_steps: Sequence[SeqStep],
+    free: int,
+    pool: BlockPool,
+    limits: Limits,
 ) -> list[SeqStep]:
-    """Admit waiting sequences in order of arrival while there is a place, budget, and room for all known tokens."""
+    """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens."""
     steps: list[SeqStep] = []
+    prefills = [step for step in running_steps if step.seq.num_pending > 1]
+    places = limits.max_batch - len(running)
+    places = min(places, limits.prefill_places - len(prefills))
+    budget = limits.max_tokens - sum(step.num_tokens for step in running_steps)
+    budget = min(budget, limits.prefill_tokens - sum(step.num_tokens for step in prefills))
+    block_size = limits.block_size
+    spare = pool.num_free - sum(_num_promised(seq, pool, limits) - len(seq.block_table) for seq in running)
     for seq in waiting:
-        if len(steps) == places or budget == 0:
+        if len(steps) >= places or budget == 0:
             break
         length = len(seq.token_ids)
         hits = pool.match(seq.hashes[: (length - 1) // block_size]) if seq.may_reuse else []
         taken = sum(pool.is_idle(block) for block in hits)  # free blocks that become used
         if taken + _num_blocks(length, block_size) - len(hits) > free:
+            break
+        promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
+        if promised > spare:
             break
         start = len(hits) * block_size
         count = min(length - start, budget)
@@ -136,7 +192,15 @@ def _plan_waiting(
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
         budget -= count
         free -= taken + need
+        spare -= promised
     return steps
+
+
+def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
+    """Blocks kept for a sequence from its admission on; all it can ever need when nobody may be preempted."""
+    reach = max(seq.max_len, len(seq.token_ids)) if limits.max_preempt == 0 else 0
+    promised = max(_num_blocks(reach, limits.block_size), min(limits.prealloc_blocks, pool.num_blocks))
+    return max(promised, len(seq.block_table))
 
 
 def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:

@@ -101,7 +101,7 @@ class Worker:
                 stop=job.stop,
                 max_tokens=job.max_tokens,
             )
-            self._engine.add(Request(job.key, tuple(prompt), params, job.salt, job.level))
+            self._engine.add(Request(job.key, tuple(prompt), params, job.salt, priority=job.level))
             self._counts[job.key] = _Counts(len(prompt))
         except BadRequest as error:
             self._early.append(Event(job.key, "", "abort", error=str(error)))

@@ -104,17 +104,17 @@ _MODEL = {
     "backendType": Key(str),
 }
 _SCHEDULE = {
-    "maxPrefillBatchSize": Key(int, 0),
-    "maxPrefillTokens": Key(int, 1, 409600),
-    "prefillTimeMsPerReq": Key(int, 0),
-    "prefillPolicyType": Key(int, choices=(0,)),
-    "decodeTimeMsPerReq": Key(int, 0),
-    "decodePolicyType": Key(int, choices=(0,)),
+    "maxPrefillBatchSize": Key(int, 0, setting="max_prefill_batch"),
+    "maxPrefillTokens": Key(int, 1, 409600, setting="max_prefill_tokens"),
+    "prefillTimeMsPerReq": Key(int, 0, setting="prefill_ms_per_seq"),
+    "prefillPolicyType": Key(int, choices=(0, 1, 3), setting="prefill_policy"),
+    "decodeTimeMsPerReq": Key(int, 0, setting="decode_ms_per_seq"),
+    "decodePolicyType": Key(int, choices=(0, 1, 3), setting="decode_policy"),
     "maxBatchSize": Key(int, 1, 5000, setting="max_batch"),
-    "maxIterTimes": Key(int, 1),
-    "maxPreemptCount": Key(int, 0),
-    "supportSelectBatch": Key(bool, choices=(False,)),
-    "maxQueueDelayMicroseconds": Key(int, 0),
+    "maxIterTimes": Key(int, 1, setting="max_iter_times"),
+    "maxPreemptCount": Key(int, 0, setting="max_preempt"),
+    "supportSelectBatch": Key(bool, setting="is_selecting"),
+    "maxQueueDelayMicroseconds": Key(int, 0, setting="max_queue_delay_us"),
 }
 _TEMPLATE = {
     "templateType": Key(str, choices=("Standard",)),
@@ -239,6 +239,8 @@ class Settings:
         gigabytes = values.get("kv_cache_gb", -1)
         if gigabytes >= 0 and "num_blocks" not in engine:
             engine["kv_cache_bytes"] = max(1, int(gigabytes * GB))
+        if "max_queue_delay_us" in values:
+            engine["max_queue_delay_s"] = values["max_queue_delay_us"] / 1e6
         if "max_batch" in engine:
             engine["max_tokens_per_step"] = max(512, engine["max_batch"])
         name = values.get("served_model_name") or (Path(model).stem if model else "mock")
@@ -255,4 +257,22 @@ _SERVER_FIELDS = (
     "tls",
     "api_key_hashes",
 )
-_ENGINE_FIELDS = ("backend", "device", "dtype", "weight_format", "max_seq_len", "num_blocks", "max_batch", "seed")
+_ENGINE_FIELDS = (
+    "backend",
+    "device",
+    "dtype",
+    "weight_format",
+    "max_seq_len",
+    "num_blocks",
+    "max_batch",
+    "seed",
+    "max_prefill_batch",
+    "max_prefill_tokens",
+    "prefill_ms_per_seq",
+    "prefill_policy",
+    "decode_ms_per_seq",
+    "decode_policy",
+    "max_iter_times",
+    "max_preempt",
+    "is_selecting",
+)
