@@ -152,3 +152,22 @@ def test_a_file_that_is_no_model_is_one_line(tmp_path):
 
 def test_the_version_is_printed():
     assert run_cli("--version").stdout.startswith("kvloom 0.")
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_memory_returns_to_its_level_after_many_large_bad_bodies():
+    bodies = (b'{"a":' * 200_000, b"[" * 1_000_000, b'{"model": "mock", "prompt": "' + b"x" * 1_000_000 + b'"}')
+    with serve(*MOCK) as server, httpx.Client(base_url=server.url, timeout=30) as client:
+
+        def send(rounds: int) -> None:
+            for i in range(rounds):
+                assert client.post("/v1/completions", content=bodies[i % 3]).status_code == 400
+
+        send(30)
+        before = resident_bytes(server.process.pid)
+        send(150)
+        assert resident_bytes(server.process.pid) < before + 32 * 2**20
