@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from kvloom.engine.hub import pull
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.weights.checkpoint import open_checkpoint
 
@@ -52,13 +53,13 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
     parser.add_argument("--weight-format", default="w8a8")
     parser.add_argument("--isa", default=None)
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
     torch.manual_seed(0)
-    checkpoint = open_checkpoint(args.model)
+    checkpoint = open_checkpoint(args.model or pull("smollm2"))
     start = time.perf_counter()
     backend = CpuBackend(checkpoint.spec, checkpoint.weights, 512, args.weight_format, isa=args.isa)
     load_s = time.perf_counter() - start

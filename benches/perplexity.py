@@ -14,6 +14,7 @@ from pydoc_data.topics import topics
 import torch
 from torch.nn import functional as F
 
+from kvloom.engine.hub import pull
 from kvloom.engine.kernels.backend import Backend
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
@@ -41,11 +42,12 @@ def mean_loss(backend: Backend, windows: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
     parser.add_argument("--weight-format", default="w8a8")
     args = parser.parse_args()
-    checkpoint = open_checkpoint(args.model)
-    ids = load_tokenizer(args.model).encode(text())
+    model = args.model or pull("smollm2")
+    checkpoint = open_checkpoint(model)
+    ids = load_tokenizer(model).encode(text())
     windows = torch.tensor(ids[: WINDOW * NUM_WINDOWS]).view(-1, WINDOW)
     want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
     got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, args.weight_format), windows)

@@ -139,9 +139,11 @@ def _open_backend(
     if wants_kernels:
         try:
             num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, _BF16_BYTES)
-            return CpuBackend(
+            backend = CpuBackend(
                 checkpoint.spec, checkpoint.weights, num_blocks, weight_format=_weight_format(config), progress=progress
             )
+            torch.set_num_threads(1)  # sampling only: its pool would spin on the cores of the kernels' own
+            return backend
         except ModelError as error:
             if config.backend == "cpu":
                 raise

@@ -27,6 +27,7 @@ class Backend(Protocol):
         ids, pos [T] int32: token ids and positions; qstart [S+1] int32: tokens qstart[s] .. qstart[s+1] belong to s, at
         consecutive positions; block_table [S, max_blocks] int32, -1 = unused: position p of s lives in slot
         p % block_size of block block_table[s, p // block_size]; rows [R] int32: which tokens' logits are wanted.
-        Returns [R, vocab] float32. The result for a sequence does not depend on the others in the step.
+        Returns [R, vocab] float32, valid until the next step. The result for a sequence does not depend on the others
+        in the step.
         """
         ...

@@ -66,10 +66,13 @@ class CpuBackend:
         )
         self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * BLOCK_SIZE * spec.head_dim))
         self.kv_bytes = self.kv.nbytes
+        self._logits = torch.empty(0, spec.vocab_size, dtype=torch.float32)
 
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
-        """See kernels/backend.py. One caller at a time."""
-        logits = torch.empty(len(rows), self.spec.vocab_size, dtype=torch.float32)
+        """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
+        if len(rows) > len(self._logits):  # kept: fresh pages would cost more than writing them
+            self._logits = torch.empty(len(rows), self.spec.vocab_size, dtype=torch.float32)
+        logits = self._logits[: len(rows)]
         held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
         batch = Batch(
             self.kv.data_ptr(),
