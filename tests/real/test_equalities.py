@@ -1,7 +1,5 @@
 """The real small model through the whole engine: how a request is scheduled never changes its answer."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvloom.engine.config import EngineConfig
@@ -33,9 +31,9 @@ def tokenizer(smollm2_path) -> Tokenizer:
     return load_tokenizer(smollm2_path)
 
 
-@pytest.fixture(scope="module")
-def runner(smollm2_path) -> Iterator[ModelRunner]:
-    config = EngineConfig(model=str(smollm2_path), backend="reference", num_blocks=64, max_seq_len=256)
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def runner(smollm2_path, request) -> ModelRunner:
+    config = EngineConfig(model=str(smollm2_path), backend=request.param, num_blocks=64, max_seq_len=256)
     return open_runner(config, [2], lambda done, total: None)
 
 
@@ -73,8 +71,8 @@ def test_a_cached_prefix_equals_a_computed_one(runner, tokenizer, requests, alon
     assert any(deltas[0].num_cached_tokens for deltas in again.values())
 
 
-def test_preempted_and_resumed_equals_undisturbed(smollm2_path, tokenizer, requests, alone):
-    config = EngineConfig(model=str(smollm2_path), backend="reference", num_blocks=5, max_seq_len=64)
+def test_preempted_and_resumed_equals_undisturbed(smollm2_path, runner, tokenizer, requests, alone):
+    config = EngineConfig(model=str(smollm2_path), backend=runner.info.backend, num_blocks=5, max_seq_len=64)
     engine = make_engine(open_runner(config, [2], lambda done, total: None), tokenizer)
     found = run_all(engine, *requests)
     assert engine.stats().total_preemptions > 0
