@@ -154,3 +154,17 @@ def test_no_answer_is_longer_than_max_iter_times():
     requests = [Request(str(i), (1, 2), p) for i, p in enumerate(params)]
     found = run_all(fake_engine(max_iter_times=5), *requests)
     assert [len(tokens_of(found[str(i)])) for i in range(3)] == [3, 5, 5]
+
+
+def test_no_more_are_preempted_in_a_step_than_allowed():
+    pool = BlockPool(3)
+    blocks = [pool.allocate(1) for _ in range(3)]
+    seqs = [
+        Seq(i, list(range(5)), 4, status=Status.RUNNING, num_computed=4, block_table=list(blocks[i] or ()))
+        for i in range(3)
+    ]
+    free_for_all = plan_step(seqs, pool, Limits(4, 100, 4))
+    assert [seq.id for seq in free_for_all.preempted] == [2, 1]
+    at_most_one = plan_step(seqs, pool, Limits(4, 100, 4, max_preempt=1))
+    assert [seq.id for seq in at_most_one.preempted] == [2]
+    assert [step.seq.id for step in at_most_one.steps] == [0]
