@@ -18,7 +18,7 @@ def test_each_command_has_a_help_page(command):
     assert "Usage:" in result.stdout
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"`?make ([a-z]+)", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))))
 def test_each_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
