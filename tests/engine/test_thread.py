@@ -19,12 +19,17 @@ from kvloom.engine.thread import EngineThread, open_engine
 PROMPT = tuple(range(1, 40))
 
 
-def with_engine(body: Callable[[EngineThread], Awaitable[None]], limit_s: float = 30.0, **fields: object) -> None:
+def with_engine(
+    body: Callable[[EngineThread], Awaitable[None]],
+    limit_s: float = 30.0,
+    vocabulary: ByteTokenizer | None = None,
+    **fields: object,
+) -> None:
     """Run `body` against an engine with the fake model in a rank process."""
 
     async def main() -> None:
         config = EngineConfig(backend="fake", **{"num_blocks": 64, "fake_step_s": 0.002, **fields})  # type: ignore[arg-type]
-        engine = open_engine(config, ByteTokenizer())
+        engine = open_engine(config, vocabulary or ByteTokenizer())
         engine.start(asyncio.get_running_loop())
         try:
             await asyncio.wait_for(body(engine), limit_s)
@@ -136,6 +141,28 @@ def test_a_rank_that_does_not_answer_is_taken_for_dead():
         await until(lambda: engine.is_ready)
 
     with_engine(body, step_timeout_s=0.3)
+
+
+def test_a_bug_in_a_step_fails_its_requests_and_the_engine_goes_on(caplog):
+    class Breakable(ByteTokenizer):
+        is_broken = True
+
+        def token_bytes(self, token_id: int) -> bytes:
+            if self.is_broken:
+                raise ZeroDivisionError("planted")
+            return super().token_bytes(token_id)
+
+    vocabulary = Breakable()
+
+    async def body(engine: EngineThread) -> None:
+        with pytest.raises(GenerationFailed, match="the engine failed on a step"):
+            await collect(engine, endless("a"))
+        vocabulary.is_broken = False
+        await until(lambda: engine.is_ready)
+        assert await collect(engine, Request("b", PROMPT, SamplingParams(max_tokens=1)))
+
+    with_engine(body, vocabulary=vocabulary)
+    assert "ZeroDivisionError: planted" in caplog.text
 
 
 def test_closing_the_engine_ends_running_requests_and_the_process():

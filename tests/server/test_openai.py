@@ -237,6 +237,8 @@ def test_a_bad_chat_body_is_a_400_that_names_the_field(
         ({**TEXT, "prompt": [-1]}, "prompt"),
         ({**TEXT, "prompt": {"a": 1}}, "prompt"),
         ({**TEXT, "prompt": "x" * 2048}, "prompt"),
+        ({**TEXT, "prompt": ["a"] * 1025}, "prompt"),
+        ({**TEXT, "prompt": ["a"] * 9, "n": 128}, "prompt"),
         ({**TEXT, "best_of": 1, "n": 2}, "best_of"),
         ({**TEXT, "best_of": 3, "stream": True}, "best_of"),
         ({**TEXT, "max_tokens": 0}, "max_tokens"),

@@ -142,11 +142,15 @@ class Engine:
             self._outbox.append(self._delta(live, finish=FinishReason.ABORT))
 
     def fail_all(self, error: str) -> list[Delta]:
-        """End every request with an error: the model under them is gone. Returns their last deltas."""
-        deltas = self._drain()  # tokens that were sampled before the failure still count
-        for live in list(self._by_request.values()):
-            self._retire(live)
-            deltas.append(self._delta(live, finish=FinishReason.ERROR, error=error))
+        """End every request with an error: the model, or this engine's own state, cannot be relied on any more.
+
+        Touches neither sequences nor blocks; `reset` comes before the next request. Returns the last deltas.
+        """
+        deltas, self._outbox, self._fresh = self._outbox, [], []
+        deltas += [self._delta(live, finish=FinishReason.ERROR, error=error) for live in self._by_request.values()]
+        self._counts["total_finished"] += len(self._by_request)
+        self._seqs.clear()
+        self._by_request.clear()
         return deltas
 
     def step(self) -> list[Delta]:

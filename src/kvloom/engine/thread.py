@@ -115,7 +115,10 @@ class EngineThread:
                 self._deliver(self._engine.start_step())
                 self._engine.finish_step()
             except RankDied as error:
-                self._mourn(error)
+                self._mourn(str(error))
+            except Exception:  # our mistake; whoever waits must still be answered
+                log.exception("the engine failed on a step")
+                self._mourn("the engine failed on a step; the server's log says how")
             self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
         self._deliver(self._engine.fail_all("the server is stopping"))
 
@@ -139,11 +142,11 @@ class EngineThread:
         elif isinstance(message, _Drop):
             self._engine.abort(message.request_id)
 
-    def _mourn(self, error: RankDied) -> None:
+    def _mourn(self, error: str) -> None:
         """Fail what was running, then bring the rank back; requests that slip in meanwhile fail too."""
         self._ready.clear()
         log.error("%s; requests running on it fail, restarting it", error)
-        self._deliver(self._engine.fail_all(str(error)))
+        self._deliver(self._engine.fail_all(error))
         if restart_with_backoff(self._executor, self._closing.is_set, self._closing.wait):
             self._engine.reset()
             self._num_restarts += 1

@@ -14,6 +14,8 @@ from kvloom.engine.errors import BadRequest, Overloaded, ServingError
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from kvloom.engine.stats import Stats
 
+MAX_CHOICES = 1024  # answers to one HTTP request
+
 
 class EngineLike(Protocol):
     """What the server needs of an EngineThread."""
@@ -103,6 +105,8 @@ class GenerationService:
 
     def check(self, generation: Generation, field: str) -> None:
         """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
+        if len(generation.prompts) * generation.best_of > MAX_CHOICES:
+            raise BadRequest(field, f"asks for more than {MAX_CHOICES} answers in one request")
         limit = self.engine.max_seq_len
         for prompt in generation.prompts:
             if not prompt:
