@@ -8,6 +8,7 @@ BACKENDS = ("auto", "cpu", "reference", "fake")
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
+KV_DTYPES = ("auto", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,9 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"  # float32 takes the reference backend
     weight_format: str = "auto"  # of the cpu backend; auto = w8a8, or bf16 with that dtype
+    kv_dtype: str = (
+        "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = a scale a token and head
+    )
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
     kv_cache_bytes: int | None = None  # None = a share of the free memory
@@ -97,6 +101,7 @@ class EngineConfig:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if not self.model and self.backend != "fake":
             raise BadRequest("model", "is missing: give a folder, a .gguf file or the name of a fetched model")
         for name, low in (

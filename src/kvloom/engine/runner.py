@@ -13,7 +13,7 @@ from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOut
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels.backend import Backend
-from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, sample
@@ -22,7 +22,7 @@ from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_BF16_BYTES = 2
+_REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -135,12 +135,18 @@ def _open_backend(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
 ) -> Backend:
     """The named backend; "auto" is the CPU kernels, or the reference where they cannot be had (and a log line)."""
+    spec, kv_dtype = checkpoint.spec, "bf16" if config.kv_dtype == "auto" else config.kv_dtype
     wants_kernels = config.backend == "cpu" or (config.backend == "auto" and _kernels_fit(config))
     if wants_kernels:
         try:
-            num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, _BF16_BYTES)
+            token_bytes = kv_token_bytes(kv_dtype, spec.head_dim)
             backend = CpuBackend(
-                checkpoint.spec, checkpoint.weights, num_blocks, weight_format=_weight_format(config), progress=progress
+                spec,
+                checkpoint.weights,
+                config.num_blocks or _num_blocks_for(config, spec, max_seq_len, token_bytes),
+                weight_format=_weight_format(config),
+                kv_dtype=kv_dtype,
+                progress=progress,
             )
             torch.set_num_threads(1)  # sampling only: its pool would spin on the cores of the kernels' own
             return backend
@@ -149,15 +155,17 @@ def _open_backend(
                 raise
             log.warning("%s; the slower torch backend is used instead", error)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, dtype.itemsize)
+    kept = _REFERENCE_KV.get(config.kv_dtype, dtype)
+    token_bytes = spec.head_dim * kept.itemsize + (4 if kept == torch.int8 else 0)
     return ReferenceBackend(
-        checkpoint.spec,
+        spec,
         checkpoint.weights,
-        num_blocks,
+        config.num_blocks or _num_blocks_for(config, spec, max_seq_len, token_bytes),
         device=config.device,
         dtype=dtype,
         block_size=_BLOCK_SIZE,
         progress=progress,
+        kv_dtype=kept,
     )
 
 
@@ -171,13 +179,13 @@ def _weight_format(config: EngineConfig) -> str:
     return "bf16" if config.dtype == "bfloat16" else "w8a8"
 
 
-def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, item_bytes: int) -> int:
+def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, token_bytes: int) -> int:
     """Blocks that the KV budget holds, no more than max_batch sequences of full length need, no fewer than one needs.
 
-    Without a budget: 2 GiB, or 40 % of the free memory where that is less. Raises ModelError when one sequence of
-    max_seq_len does not fit into a budget that was given.
+    token_bytes: of one token's key (or value) of one head. Without a budget: 2 GiB, or 40 % of the free memory where
+    that is less. Raises ModelError when one sequence of max_seq_len does not fit into a budget that was given.
     """
-    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * item_bytes
+    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * token_bytes
     per_seq = -(-max_seq_len // _BLOCK_SIZE)
     budget = config.kv_cache_bytes or min(2 * 2**30, int(0.4 * available_bytes()))
     if config.kv_cache_bytes and budget < per_seq * block_bytes:

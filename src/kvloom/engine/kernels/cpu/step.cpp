@@ -6,7 +6,8 @@ namespace kvl {
 
 Step::Step(kvl_model& model, const kvl_batch& batch)
     : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
-      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads) {
+      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
+      tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)) {
     reserve();
     scratch_.sequence.resize(size_t(batch.num_tokens));
     for (int s = 0; s < batch.num_seqs; s++)
@@ -40,6 +41,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.attended = {take<float>(at, tokens * queries), queries};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
     s.queries = take<uint16_t>(at, tokens * model.query_width());
+    s.query_scale = take<float>(at, tokens * model.shape.num_heads);
     s.shared = take_activations(at, tokens, widest);
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));

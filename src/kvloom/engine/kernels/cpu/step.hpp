@@ -33,6 +33,7 @@ class Step {
     void panel(const kvl_instruction& instruction, const Linear& linear, int64_t index, const Activations& x, int64_t rows);
     void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums);
     void place_heads(const kvl_instruction& instruction, int thread);
+    template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
     void attend(const kvl_instruction& instruction);
     void attend_task(const AttentionTask& task, int layer);
@@ -46,13 +47,14 @@ class Step {
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
-    uint16_t* cache(int layer, int side) const;
+    uint8_t* cache(int layer, int side) const;
 
     kvl_model& model_;
     const kvl_batch& batch_;
     const kvl_shape& shape_;
     Scratch& scratch_;
     const int heads_per_kv_;
+    const int64_t tile_bytes_;  // of a block of one kv head, keys or values
     std::vector<AttentionTask> tasks_;
 };
 
