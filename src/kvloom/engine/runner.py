@@ -3,20 +3,20 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels.backend import Backend
+from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.sampler import History, describe, sample
+from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -74,19 +74,34 @@ class ModelRunner:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         wanted = self._rows(works)
-        logits = self._backend.step(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32))
-        histories = [self._states[id].history for id in wanted.samples]
-        start = len(wanted.samples)
+        tops = [self._num_candidates(id) for id in wanted.samples]
+        tops += [0] * (len(wanted.rows) - len(tops))
+        head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
+        start = tops[: len(wanted.samples)].count(0)
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
-            logprobs = torch.log_softmax(logits[start : start + len(following)], dim=-1)
+            logprobs = torch.log_softmax(head.full[start : start + len(following)], dim=-1)
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
-        chosen = sample(logits[: len(histories)], histories, self._eos_ids) if histories else []
-        for id, history, (token_id, logprob) in zip(wanted.samples, histories, chosen, strict=True):
+        full = iter(head.full)
+        for row, id in enumerate(wanted.samples):
+            history = self._states[id].history
+            token_id, logprob = self._choose(head, row, full, history)
             history.append(token_id)
             output.samples.append(Sample(id, token_id, logprob))
+
+    def _num_candidates(self, id: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids)), self.info.vocab_size)
+
+    def _choose(
+        self, head: Head, row: int, full: Iterator[torch.Tensor], history: History
+    ) -> tuple[int, Logprob | None]:
+        """The next token after row `row`: of its candidates, or of the next of the rows with all logits."""
+        top = head.tops[row]
+        if top:
+            return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
+        return sample(next(full)[None], [history], self._eos_ids)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""

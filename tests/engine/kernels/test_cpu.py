@@ -116,6 +116,45 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
     assert torch.equal(backend.step(ids, pos, qstart, table, some).clone(), every[some.long()])
 
 
+def assert_same_head(got, want, tops):
+    """`got` asked for candidates of some rows of the logits `want`, and has exactly those that a full sort finds."""
+    full = iter(got.full)
+    for row, top in enumerate(tops):
+        if top == 0:
+            assert torch.equal(next(full), want[row])
+        else:
+            order = sorted(range(want.shape[1]), key=lambda token: (-float(want[row, token]), token))[:top]
+            assert got.ids[row, :top].tolist() == order
+            assert torch.equal(got.values[row, :top], want[row, order])
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 60])
+def test_the_largest_logits_are_those_of_the_whole_row(isa, threads, num_rows):
+    spec = SPECS["llama"]  # 101 tokens: the last panel is not full
+    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=threads, isa=isa)
+    ids, pos, qstart, table, _ = ragged(prompts())
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    want = backend.step(ids, pos, qstart, table, rows).clone()
+    for tops in ([1] * num_rows, [(3 * row) % 40 for row in range(num_rows)], [101, *[0] * (num_rows - 1)]):
+        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, tops), want, tops)
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
+    spec = SPECS["llama"]
+    weights = random_weights(spec)
+    weights.values["embed"][50:90] = weights.values["embed"][7]  # the head is the embedding: 41 equal logits
+    backend = CpuBackend(spec, weights, 64, num_threads=2, isa=isa)
+    ids, pos, qstart, table, _ = ragged(prompts())
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    want = backend.step(ids, pos, qstart, table, rows).clone()
+    for top in (1, 5, 30, 60):
+        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, [top] * num_rows), want, [top] * num_rows)
+
+
 def test_what_the_kernels_lack_is_refused_by_name():
     with pytest.raises(ModelError, match="head size 80"):
         CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)

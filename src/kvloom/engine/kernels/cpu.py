@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build, cpu_abi
+from kvloom.engine.kernels.backend import Head
 from kvloom.engine.kernels.cpu_abi import Batch, Instruction, Shape
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import RawTensor, WeightSource
@@ -72,9 +73,22 @@ class CpuBackend:
 
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
-        if len(rows) > len(self._logits):  # kept: fresh pages would cost more than writing them
-            self._logits = torch.empty(len(rows), self.spec.vocab_size, dtype=torch.float32)
-        logits = self._logits[: len(rows)]
+        return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows)).full
+
+    def step_head(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+    ) -> Head:
+        """See kernels/backend.py. As `step`."""
+        num_full = tops.count(0)
+        if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
+            self._logits = torch.empty(num_full, self.spec.vocab_size, dtype=torch.float32)
+        head = Head(
+            tops,
+            self._logits[:num_full],
+            torch.empty(len(tops), max(tops, default=0), dtype=torch.float32),
+            torch.empty(len(tops), max(tops, default=0), dtype=torch.int32),
+        )
+        wanted = torch.tensor(tops, dtype=torch.int32)
         held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
         batch = Batch(
             self.kv.data_ptr(),
@@ -84,11 +98,15 @@ class CpuBackend:
             len(qstart) - 1,
             block_table.shape[1],
             len(rows),
-            logits.data_ptr(),
+            wanted.data_ptr(),
+            head.values.shape[1],
+            head.full.data_ptr(),
+            head.values.data_ptr(),
+            head.ids.data_ptr(),
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
-        return logits
+        return head
 
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""

@@ -34,7 +34,11 @@ class Batch(ctypes.Structure):
         ("num_blocks", _I64),
         *((name, _POINTER) for name in ("ids", "pos", "qstart", "block_table", "rows")),
         *((name, _I32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_rows")),
+        ("tops", _POINTER),
+        ("max_top", _I32),
         ("logits", _POINTER),
+        ("top_values", _POINTER),
+        ("top_ids", _POINTER),
     )
 
 

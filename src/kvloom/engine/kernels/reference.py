@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvloom.engine.kernels.backend import Head, most_likely
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import WeightSource
 
@@ -68,6 +69,18 @@ class ReferenceBackend:
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
         return logits
+
+    def step_head(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+    ) -> Head:
+        """See kernels/backend.py."""
+        logits = self.step(ids, pos, qstart, block_table, rows)
+        values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
+        top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
+        for row, top in enumerate(tops):
+            if top:
+                values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
+        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids)
 
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""

@@ -43,13 +43,18 @@ typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source;
 } kvl_instruction;
 
-/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles. */
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
+ * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
+ * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top]. */
 typedef struct {
     uint8_t *kv;
     int64_t num_blocks;
     const int32_t *ids, *pos, *qstart, *block_table, *rows;
     int32_t num_tokens, num_seqs, max_blocks, num_rows;
-    float *logits;
+    const int32_t *tops;
+    int32_t max_top;
+    float *logits, *top_values;
+    int32_t *top_ids;
 } kvl_batch;
 
 const char *kvl_isa(void);
