@@ -27,6 +27,7 @@ class Limits:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0  # how long a batch that is not full is held back while others run
+    max_draft_tokens: int = 0  # guessed tokens of a step, shared evenly by the sequences that have guesses
 
     @property
     def prefill_places(self) -> int:
@@ -51,7 +52,13 @@ class Limits:
             raise BadRequest(
                 "max_preempt", f"must be between 0 and max_batch ({self.max_batch}), got {self.max_preempt}"
             )
-        for name in ("max_prefill_tokens", "prealloc_blocks", "prefill_ms_per_seq", "decode_ms_per_seq"):
+        for name in (
+            "max_prefill_tokens",
+            "prealloc_blocks",
+            "prefill_ms_per_seq",
+            "decode_ms_per_seq",
+            "max_draft_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise BadRequest(name, f"must not be negative, got {getattr(self, name)}")
         if not self.max_queue_delay_s >= 0:
@@ -91,6 +98,10 @@ class EngineConfig:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
+    num_speculative_tokens: int = 0  # most tokens guessed ahead for a sequence by prompt lookup; 0 = off
+    prompt_lookup_min: int = 2  # fewest and most last tokens that are looked for
+    prompt_lookup_max: int = 4
+    max_draft_tokens: int = 16  # as in Limits: with many sequences a guess costs more than it saves
     enable_prefix_cache: bool = True
     seed: int | None = None  # of requests that bring none; None = drawn from the system
     step_timeout_s: float = 300.0  # a rank that takes longer is taken for dead
@@ -110,6 +121,9 @@ class EngineConfig:
             ("kv_cache_bytes", 1),
             ("max_batch", 1),
             ("max_iter_times", 1),
+            ("num_speculative_tokens", 0),
+            ("prompt_lookup_min", 1),
+            ("prompt_lookup_max", self.prompt_lookup_min),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
@@ -136,6 +150,7 @@ class EngineConfig:
             prefill_ms_per_seq=self.prefill_ms_per_seq,
             decode_ms_per_seq=self.decode_ms_per_seq,
             max_queue_delay_s=self.max_queue_delay_s,
+            max_draft_tokens=self.max_draft_tokens,
         )
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class _Rows:
     """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
 
     rows: list[int]
-    samples: list[int]  # sequence ids
+    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
 
 
@@ -74,34 +74,42 @@ class ModelRunner:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         wanted = self._rows(works)
-        tops = [self._num_candidates(id) for id in wanted.samples]
+        tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
+        start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
         head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
-        start = tops[: len(wanted.samples)].count(0)
+        row = 0
+        for id, draft in wanted.samples:
+            self._sample(head, row, id, draft, output)
+            row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
             logprobs = torch.log_softmax(head.full[start : start + len(following)], dim=-1)
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
-        full = iter(head.full)
-        for row, id in enumerate(wanted.samples):
-            history = self._states[id].history
-            token_id, logprob = self._choose(head, row, full, history)
+
+    def _num_candidates(self, id: int, num_more: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
+        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        history = self._states[id].history
+        for guess in (*draft, None):
+            token_id, logprob = self._choose(head, row, history)
             history.append(token_id)
             output.samples.append(Sample(id, token_id, logprob))
+            if token_id != guess:
+                return
+            row += 1
 
-    def _num_candidates(self, id: int) -> int:
-        return min(num_candidates(self._states[id].history, len(self._eos_ids)), self.info.vocab_size)
-
-    def _choose(
-        self, head: Head, row: int, full: Iterator[torch.Tensor], history: History
-    ) -> tuple[int, Logprob | None]:
-        """The next token after row `row`: of its candidates, or of the next of the rows with all logits."""
+    def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
+        """The token after row `row`, of its candidates or of all its logits."""
         top = head.tops[row]
         if top:
             return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
-        return sample(next(full)[None], [history], self._eos_ids)[0]
+        place = head.tops[:row].count(0)
+        return sample(head.full[place : place + 1], [history], self._eos_ids)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
@@ -110,7 +118,8 @@ class ModelRunner:
         qstart = [0]
         for work in works:
             end = work.start + work.num_tokens
-            ids += self._states[work.id].history.token_ids[work.start : end]
+            known = self._states[work.id].history.token_ids
+            ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
         tables = [self._states[work.id].blocks for work in works]
@@ -126,9 +135,10 @@ class ModelRunner:
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end == len(history.token_ids):
-                wanted.samples.append(work.id)
-                wanted.rows.append(first_row + work.num_tokens - 1)
+            if end - len(work.draft) == len(history.token_ids):
+                wanted.samples.append((work.id, work.draft))
+                end_row = first_row + work.num_tokens
+                wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
             if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
                 following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
                 wanted.chunks.append((work.id, work.start, following))
