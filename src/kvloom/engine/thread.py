@@ -106,6 +106,10 @@ class EngineThread:
             self._queues.pop(request.id, None)
             self._inbox.put(_Drop(request.id))  # a no-op when it had finished
 
+    def abort(self, request_id: str) -> None:
+        """End a request with what it has: its stream's last delta says ABORT. Unknown ids are ignored."""
+        self._inbox.put(_Drop(request_id))
+
     # -- on the engine's thread
 
     def _run(self) -> None:
