@@ -277,7 +277,7 @@ class Settings:
         path = both.get("model") or ""
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
-        return ModelCard(name, EngineConfig(model=path, **engine), **card)
+        return ModelCard(name, EngineConfig(model=path, **engine), dtype=both.get("torch_dtype", "auto"), **card)
 
 
 _SERVER_FIELDS: Sequence[str] = (

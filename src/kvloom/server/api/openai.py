@@ -53,8 +53,8 @@ class OpenAI:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/v1/chat/completions", self.chat, "Chat", ChatBody, True, is_streaming=True),
-            Endpoint("POST", "/v1/completions", self.completion, "Text", CompletionBody, True, is_streaming=True),
+            Endpoint("POST", "/v1/chat/completions", self.chat, "Chat", (ChatBody,), True, is_streaming=True),
+            Endpoint("POST", "/v1/completions", self.completion, "Text", (CompletionBody,), True, is_streaming=True),
             Endpoint("GET", "/v1/models", self.models, "The served models"),
             Endpoint("GET", "/v1/models/{name:path}", self.model, "One model"),
         )

@@ -37,16 +37,16 @@ class TextGeneration:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/", self.root, "TGI: generate, whole or streamed", RootBody, True, is_streaming=True),
+            Endpoint("POST", "/", self.root, "TGI: generate, whole or streamed", (RootBody,), True, is_streaming=True),
             Endpoint(
-                "POST", "/invocations", self.root, "TGI: the same for SageMaker", RootBody, True, is_streaming=True
+                "POST", "/invocations", self.root, "TGI: the same for SageMaker", (RootBody,), True, is_streaming=True
             ),
             Endpoint(
                 "POST",
                 "/generate_stream",
                 self.stream,
                 "TGI: generate, streamed",
-                GenerateBody,
+                (GenerateBody,),
                 True,
                 is_streaming=True,
             ),

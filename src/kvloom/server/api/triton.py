@@ -14,10 +14,10 @@ from kvloom.server.api import triton_models
 from kvloom.server.api.parameters import TRITON, Parameters, finish_name, generation_of, invalid, prompt_of
 from kvloom.server.api.triton_bodies import (
     JSON_LENGTH_HEADER,
-    GenerateBody,
     Infer,
     InferBody,
     StopBody,
+    TextInputBody,
     generate_decoder,
     infer_answer,
     stop_decoder,
@@ -57,7 +57,7 @@ class Triton:
         def post(path: str, answer: Callable[[Call], Awaitable[Reply]], summary: str, body: type) -> list[Endpoint]:
             streams = path.endswith("stream")
             return [
-                Endpoint("POST", base + path, answer, summary, body, path != "/stopInfer", is_streaming=streams)
+                Endpoint("POST", base + path, answer, summary, (body,), path != "/stopInfer", is_streaming=streams)
                 for base in (versioned, model)
             ]
 
@@ -70,8 +70,8 @@ class Triton:
             *get("/getSlotCount", self.slots, "Places of the running batch"),
             *get("", self.model, "The model's metadata"),
             *post("/infer", self.infer, "Tokens to tokens, JSON or binary tensors", InferBody),
-            *post("/generate", self.generate, "Text to text", GenerateBody),
-            *post("/generate_stream", self.generate_stream, "Text to text, streamed", GenerateBody),
+            *post("/generate", self.generate, "Text to text", TextInputBody),
+            *post("/generate_stream", self.generate_stream, "Text to text, streamed", TextInputBody),
             *post("/stopInfer", self.stop, "End a request with what it has", StopBody),
         )
 
@@ -177,7 +177,7 @@ class Triton:
                     item["details"] = _details(service, timing, num_tokens, delta.finish_reason)
                 yield _event(item)
 
-    def _text_generation(self, service: GenerationService, body: GenerateBody) -> Generation:
+    def _text_generation(self, service: GenerationService, body: TextInputBody) -> Generation:
         if body.id is not None and not body.id:
             raise invalid("`id` cannot be empty")
         ids = prompt_of(service, body.text_input, self._models.options.max_input_chars, "text_input")

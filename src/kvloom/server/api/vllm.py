@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
@@ -54,7 +55,7 @@ class PromptBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logits_processors: list[object] | None = None
+    logits_processors: list[Any] | None = None
     model: str | None = None
 
     def sampling(self, max_tokens: int) -> SamplingParams:
