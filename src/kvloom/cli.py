@@ -1,5 +1,6 @@
-"""The command line: `kvloom serve | chat | pull | pool | gewu | cert`. Options and wiring, no logic."""
+"""The command line: `kvloom serve | chat | config | pull | pool | gewu | cert`. Options and wiring, no logic."""
 
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -8,25 +9,23 @@ from typing import Annotated
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 from kvloom.engine.errors import ServingError
-from kvloom.engine.hub import MODELS, find_model, pull
+from kvloom.engine.hub import MODELS
 from kvloom.gewu.cli import app as gewu_app
 from kvloom.pool.cli import app as pool_app
 from kvloom.server.auth import AccessError, hash_key, new_key, read_hashes
 from kvloom.server.cert_cli import app as cert_app
 from kvloom.server.chat import Chat, first_model, run
-from kvloom.server.config import Settings, load_settings
+from kvloom.server.config_cli import app as config_app
 from kvloom.server.keystore import KeyStoreError
-from kvloom.server.main import serve as run_server
+from kvloom.server.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.tls import TlsError
-
-DEMO_MODEL = "smollm2"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, control plane, status, bench.")
 app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
+app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
 app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
 console = Console()
 
@@ -45,29 +44,18 @@ def serve(
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
     allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Verbose, Info, Warning, Error or None.")] = None,
+    pid_file: Annotated[Path | None, typer.Option(help="Write the process number here while serving.")] = None,
     grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
 ) -> None:
-    """Serve a model over HTTP. Without MODEL, the demo model is fetched and served."""
-    settings = Settings(load_settings(config) if config else {})
-    settings.override(host=host, port=port, served_model_name=served_model_name, backend=backend, dtype=dtype)
-    settings.override(max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace, model=model)
-    settings.override(weight_format=weight_format, allows_all_addresses=allow_all_addresses)
+    """Serve models over HTTP. Without MODEL, the demo model is fetched and served."""
+    settings = read_settings(config, os.environ)
+    settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
+    settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
-    run_server(settings.build(_model_path(settings)))
-
-
-def _model_path(settings: Settings) -> str:
-    """The model's path, "" for a mock; the demo model is fetched when nothing is named."""
-    values = settings.values
-    if values.get("instance_type") == "StandardMock" or values.get("backend") == "fake":
-        settings.override(backend="fake")
-        return ""
-    name = values.get("model")
-    if name:
-        settings.override(served_model_name=values.get("served_model_name") or (name if name in MODELS else None))
-        return str(find_model(name))
-    settings.override(served_model_name=values.get("served_model_name") or DEMO_MODEL)
-    return str(_fetch(DEMO_MODEL))
+    settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
+    settings.override_model(weight_format=weight_format)
+    launch(settings)
 
 
 @app.command("api-key")
@@ -92,14 +80,7 @@ def chat(
 @app.command("pull")
 def pull_command(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(MODELS)}.")] = DEMO_MODEL) -> None:
     """Fetch a demo model into the user's cache."""
-    console.print(str(_fetch(name)), soft_wrap=True, highlight=False)
-
-
-def _fetch(name: str) -> Path:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"fetching {name}", total=None)
-        return pull(name, lambda done, total: bar.update(task, completed=done, total=total))
+    console.print(str(fetch(name)), soft_wrap=True, highlight=False)
 
 
 def _print_version(is_wanted: bool) -> None:

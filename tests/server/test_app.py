@@ -30,12 +30,14 @@ def test_a_body_over_the_limit_is_a_413(server: FakeServer):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/v1/completions", 405), ("POST", "/v1/models", 405)]
+    ("method", "path", "status"),
+    [("GET", "/v1/nope", 404), ("GET", "/v1/completions", 405), ("GET", "/nope", 404), ("GET", "/generate", 405)],
 )
-def test_a_wrong_path_or_method_has_an_openai_error(server: FakeServer, method: str, path: str, status: int):
+def test_a_wrong_path_or_method_has_an_error_of_its_family(server: FakeServer, method: str, path: str, status: int):
     response = server.client.request(method, path)
     assert response.status_code == status
-    assert path in response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert path in (error["message"] if path.startswith("/v1/") else error)
 
 
 def test_a_request_id_comes_back_or_is_made(server: FakeServer):
@@ -62,7 +64,7 @@ def test_a_client_that_goes_away_frees_its_blocks(slow: FakeServer, stream: bool
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(slow.url + "/v1/completions", json={"model": MODEL, "prompt": "hi", **LONG}, timeout=0.2)
     until(lambda: slow.engine.stats().num_running == 0 and slow.engine.stats().num_free_blocks == total)
-    until(lambda: slow.health.service.admission.num_active == 0)
+    until(lambda: slow.admission.num_active == 0)
 
 
 def test_more_requests_than_run_and_wait_are_refused_and_the_others_all_answered(slow: FakeServer):
@@ -74,7 +76,7 @@ def test_more_requests_than_run_and_wait_are_refused_and_the_others_all_answered
 
     with ThreadPoolExecutor(8) as pool:
         running = [pool.submit(ask, i) for i in range(6)]
-        until(lambda: slow.health.service.admission.num_active == 6)
+        until(lambda: slow.admission.num_active == 6)
         assert slow.engine.stats().num_running <= 2
         for stream in (False, True):
             response = slow.post("/v1/completions", {**body, "stream": stream})
@@ -91,7 +93,7 @@ def test_health_is_503_while_draining_and_new_requests_are_refused(slow: FakeSer
     for response in (slow.client.get("/health"), slow.complete("hi")):
         assert response.status_code == 503
         assert response.headers["retry-after"] == "2"
-        assert response.json()["error"]["message"] == "the server is stopping"
+        assert "the server is stopping" in response.text
 
 
 def test_an_engine_that_stops_mid_stream_is_an_error_event_then_done(slow: FakeServer):
@@ -110,5 +112,5 @@ def test_many_bad_requests_leave_nothing_behind(server: FakeServer):
     total = server.engine.stats().num_blocks
     for i in range(200):
         assert server.post("/v1/completions", {"model": MODEL, "prompt": [i], "temperature": 9}).status_code == 400
-    assert server.health.service.admission.num_active == 0
+    assert server.admission.num_active == 0
     until(lambda: server.engine.stats().num_free_blocks == total)

@@ -8,6 +8,9 @@ import pytest
 
 from kvloom.engine.errors import BadRequest
 from kvloom.server.config import Settings, load_settings
+from kvloom.server.config_cli import starting_point
+from kvloom.server.config_keys import LAYOUT_1, keys_of
+from kvloom.server.options import WireOptions
 
 SEED_LAYOUT: dict[str, Any] = {
     "OtherParam": {
@@ -19,7 +22,16 @@ SEED_LAYOUT: dict[str, Any] = {
     "ModelDeployParam": {
         "maxSeqLen": 2560,
         "npuDeviceIds": [[0]],
-        "ModelParam": [{"modelName": "m", "modelWeightPath": "/w", "worldSize": 1, "npuMemSize": 8, "cpuMemSize": 5}],
+        "ModelParam": [
+            {
+                "modelName": "m",
+                "modelWeightPath": "/w",
+                "worldSize": 1,
+                "npuMemSize": 8,
+                "cpuMemSize": 5,
+                "backendType": "atb",
+            }
+        ],
     },
     "ScheduleParam": {
         "maxPrefillBatchSize": 50,
@@ -66,11 +78,12 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def test_the_layout_of_the_seed_becomes_one_configuration(tmp_path):
-    settings = Settings(load_settings(write(tmp_path, SEED_LAYOUT)))
-    config = settings.build("/w")
+    config = Settings(load_settings(write(tmp_path, SEED_LAYOUT))).build()
     assert (config.host, config.port, config.max_link_num) == ("127.0.0.1", 1026, 30)
-    assert config.served_model_name == "m"
-    engine = config.engine
+    assert (config.log.level, config.log.path) == ("Info", tmp_path / "logs/mindservice.log")
+    [card] = config.models
+    assert (card.name, card.npu_mem_gb, card.cpu_mem_gb, card.world_size) == ("m", 8, 5, 1)
+    engine = card.engine
     assert (engine.max_seq_len, engine.max_batch, engine.kv_cache_bytes) == (2560, 200, 8 * 2**30)
     assert (engine.prefill_policy, engine.decode_policy, engine.is_selecting) == (3, 1, True)
     assert (engine.max_prefill_batch, engine.max_prefill_tokens, engine.max_iter_times) == (50, 8192, 512)
@@ -79,16 +92,64 @@ def test_the_layout_of_the_seed_becomes_one_configuration(tmp_path):
 
 
 def test_the_later_layout_is_read_too(tmp_path):
-    config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build("/w")
-    assert (config.port, config.max_link_num, config.engine.max_batch) == (1026, 1000, 200)
-    assert config.engine.kv_cache_bytes is None
+    config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build()
+    assert (config.port, config.max_link_num, config.models[0].engine.max_batch) == (1026, 1000, 200)
+    assert config.models[0].engine.kv_cache_bytes is None
+
+
+def test_several_models_share_what_is_said_of_all(tmp_path):
+    models = [{"modelName": name, "modelWeightPath": f"/{name}", "npuMemSize": 1} for name in ("a", "b")]
+    document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig", models)
+    config = Settings(load_settings(write(tmp_path, document))).build()
+    assert [(card.name, card.engine.model) for card in config.models] == [("a", "/a"), ("b", "/b")]
+    assert {card.engine.max_batch for card in config.models} == {200}
+
+
+def test_two_models_of_one_name_are_refused(tmp_path):
+    model = {"modelName": "a", "modelWeightPath": "/a"}
+    document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig", [model, model])
+    with pytest.raises(BadRequest, match="modelName: must differ from model to model, got a, a"):
+        Settings(load_settings(write(tmp_path, document))).build()
+
+
+def test_a_flag_of_one_model_is_refused_when_there_are_several(tmp_path):
+    models = [{"modelName": name, "modelWeightPath": f"/{name}"} for name in ("a", "b")]
+    document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig", models)
+    settings = Settings(load_settings(write(tmp_path, document)))
+    with pytest.raises(BadRequest, match="dtype: cannot be given for the 2 models"):
+        settings.override_model(dtype="float32")
+
+
+def test_switches_of_the_wire_and_the_management_port(tmp_path):
+    serve = {
+        "managementPort": 1030,
+        "managementIpAddress": "127.0.0.2",
+        "fullTextEnabled": True,
+        "openAiSupport": "seed",
+        "maxInputChars": 10,
+        "tgiRootObject": True,
+        "inferEchoInput": True,
+        "oipHealthBody": True,
+        "validateModel": False,
+        "maxQueuedTokens": 4096,
+        "maxRequestLength": 2,
+        "corsOrigins": ["https://a.example"],
+    }
+    document = changed(LATER_LAYOUT, "ServerConfig", {**LATER_LAYOUT["ServerConfig"], **serve})
+    config = Settings(load_settings(write(tmp_path, document))).build()
+    assert config.addresses == [("127.0.0.1", 1026), ("127.0.0.2", 1030)]
+    assert config.options == WireOptions(False, 10, True, True, True, True, 16)
+    assert (config.max_queued_tokens, config.max_body_bytes) == (4096, 2 * 2**20)
+    assert config.cors_origins == ("https://a.example",)
 
 
 def test_flags_override_the_file(tmp_path):
     settings = Settings(load_settings(write(tmp_path, SEED_LAYOUT)))
     settings.override(port=0, host=None, max_batch=100)
-    config = settings.build("/w")
-    assert (config.port, config.host, config.engine.max_batch) == (0, "127.0.0.1", 100)
+    settings.override_model(dtype="float32", name=None)
+    config = settings.build()
+    engine = config.models[0].engine
+    assert (config.port, config.host, engine.max_batch, engine.dtype) == (0, "127.0.0.1", 100, "float32")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +163,13 @@ def test_flags_override_the_file(tmp_path):
         ("OtherParam.ServeParam.prot", 1, "is not known; known are ipAddress, port"),
         ("OtherParam.LogParam.logLevel", "Debug", 'must be one of "Verbose", "Info", "Warning", "Error", "None"'),
         ("ModelDeployParam.maxSeqLen", 0, "must be at least 1, got 0"),
-        ("ModelDeployParam.ModelParam", [], "must be a list of one model"),
+        ("ModelDeployParam.ModelParam", [], "must be a list of models, at least one"),
+        ("ModelDeployParam.ModelParam", {}, "must be a list of models, at least one"),
+        ("ScheduleParam.maxIterTimes", 2560, "must be at most 2559 (ModelDeployParam.maxSeqLen - 1), got 2560"),
+        ("ScheduleParam.maxPreemptCount", 201, "must be at most 200 (ScheduleParam.maxBatchSize), got 201"),
+        ("ScheduleParam.maxPrefillBatchSize", 300, "must be at most 200 (ScheduleParam.maxBatchSize), got 300"),
+        ("ScheduleParam.maxPrefillTokens", 4095, "must be between 4096 and 409600, got 4095"),
+        ("OtherParam.ResourceParam.preAllocBlocks", 5, "must be at most 4 (maxIterTimes / cacheBlockSize), got 5"),
         ("ScheduleParam.prefillPolicyType", 2, "must be one of 0, 1, 3, got 2"),
         ("ScheduleParam", [], "must be an object, got []"),
         ("Surprise", {}, "is not known; known are OtherParam"),
@@ -112,6 +179,45 @@ def test_a_wrong_value_is_named_by_its_path_with_what_is_allowed(tmp_path, path,
     with pytest.raises(BadRequest) as caught:
         load_settings(write(tmp_path, changed(SEED_LAYOUT, path, value)))
     assert str(caught.value).startswith(f"{path}: {words}")
+
+
+@pytest.mark.parametrize("path", [path for path, key in keys_of(LAYOUT_1) if key.is_required])
+def test_a_required_key_that_is_missing_is_named(tmp_path, path):
+    *parents, last = path.replace("[]", "").split(".")
+    document = json.loads(json.dumps(SEED_LAYOUT))
+    at = document
+    for name in parents:
+        at = at[name][0] if isinstance(at[name], list) else at[name]
+    del at[last]
+    with pytest.raises(BadRequest, match=r"is missing") as caught:
+        load_settings(write(tmp_path, document))
+    assert caught.value.field.replace("[0]", "") == path.replace("[]", "")
+
+
+def test_a_mock_needs_no_weights(tmp_path):
+    model = {**SEED_LAYOUT["ModelDeployParam"]["ModelParam"][0], "modelInstanceType": "StandardMock"}
+    del model["modelWeightPath"]
+    load_settings(write(tmp_path, changed(SEED_LAYOUT, "ModelDeployParam.ModelParam", [model])))
+
+
+def test_comments_are_allowed_but_not_inside_texts(tmp_path):
+    text = json.dumps(changed(SEED_LAYOUT, "WorkFlowParam.TemplateParam.templateName", "a // b"), indent=1)
+    path = write(tmp_path, text.replace("\n", ' // a comment with "quotes"\n'))
+    assert load_settings(path)["max_batch"] == 200
+
+
+def test_a_file_that_everybody_can_read_is_a_warning(tmp_path, caplog):
+    load_settings(write(tmp_path, SEED_LAYOUT, mode=0o644))
+    assert "can be read by everybody; run: chmod 640" in caplog.text
+
+
+def test_what_init_writes_is_right_and_explains_every_key(tmp_path):
+    path = write(tmp_path, starting_point())
+    settings = Settings(load_settings(path))
+    assert settings.build().models[0].name == "smollm2"
+    for name, key in keys_of(LAYOUT_1):
+        if key.default is not None:
+            assert f"// {key.meaning}: {key.allowed}\n" in path.read_text(), name
 
 
 @pytest.mark.parametrize(

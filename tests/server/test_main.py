@@ -32,13 +32,30 @@ def mock_config(folder: Path, **model: object) -> Path:
         "ModelDeployParam": {
             "maxSeqLen": 2560,
             "npuDeviceIds": [[0]],
-            "ModelParam": [{"modelInstanceType": "StandardMock", "modelName": "llama_65b", "worldSize": 1, **model}],
+            "ModelParam": [
+                {
+                    "modelInstanceType": "StandardMock",
+                    "modelName": "llama_65b",
+                    "worldSize": 1,
+                    "cpuMemSize": 0,
+                    "npuMemSize": -1,
+                    "backendType": "atb",
+                    **model,
+                }
+            ],
         },
         "ScheduleParam": {
             "maxPrefillBatchSize": 50,
             "maxPrefillTokens": 8192,
+            "prefillTimeMsPerReq": 150,
+            "prefillPolicyType": 0,
+            "decodeTimeMsPerReq": 50,
+            "decodePolicyType": 0,
             "maxBatchSize": 200,
-            "maxIterTimes": 2560,
+            "maxIterTimes": 2550,
+            "maxPreemptCount": 0,
+            "supportSelectBatch": False,
+            "maxQueueDelayMicroseconds": 5000,
         },
     }
     path.write_text(json.dumps(document))

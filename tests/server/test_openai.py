@@ -7,6 +7,7 @@ import pytest
 
 from kvloom.engine.fake import ByteTokenizer, fake_answer
 from kvloom.engine.request import SamplingParams
+from kvloom.server.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -271,7 +272,7 @@ def test_unknown_keys_are_ignored_and_an_unknown_model_is_a_404(server: FakeServ
 
 
 def test_without_validation_any_model_name_is_served_by_this_one():
-    with fake_server(validates_model=False) as server:
+    with fake_server(options=WireOptions(validates_model=False)) as server:
         answer = server.post("/v1/chat/completions", {**CHAT, "model": "gpt-3.5-turbo"}).json()
         assert answer["model"] == MODEL
         assert server.post("/v1/chat/completions", {"messages": CHAT["messages"]}).status_code == 200

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,9 +16,14 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.executor import InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer, FakeRunner
 from kvloom.engine.thread import EngineThread
-from kvloom.server.api.openai import OpenAI
-from kvloom.server.app import Health, make_app
+from kvloom.server.admission import Admission
+from kvloom.server.app import make_app
+from kvloom.server.card import ModelCard
+from kvloom.server.dialects import make_dialects
 from kvloom.server.generation import GenerationService
+from kvloom.server.health import Health
+from kvloom.server.models import Models
+from kvloom.server.options import WireOptions
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -30,6 +35,10 @@ class FakeServer:
     engine: EngineThread
     health: Health
     client: httpx.Client
+
+    @property
+    def admission(self) -> Admission:
+        return self.health.models.admission
 
     def post(self, path: str, body: object = None, **kwargs: object) -> httpx.Response:
         return self.client.post(path, json=body, **kwargs)  # type: ignore[arg-type]
@@ -47,15 +56,18 @@ class FakeServer:
 def fake_server(
     max_link_num: int = 100,
     max_body_bytes: int = 1 << 20,
-    validates_model: bool = True,
+    options: WireOptions | None = None,
     step_s: float = 0.0,
+    names: Sequence[str] = (MODEL,),
+    max_queued_tokens: int | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
-    """`config` goes into EngineConfig."""
+    """All `names` are served by one engine. `config` goes into EngineConfig."""
     runner = FakeRunner(num_blocks=512, max_seq_len=2048, step_s=step_s)
     executor = InProcessExecutor(runner)
     tokenizer = ByteTokenizer()
-    engine = EngineThread(Engine(EngineConfig(backend="fake", **config), executor, tokenizer), executor)  # type: ignore[arg-type]
+    engine_config = EngineConfig(backend="fake", **config)  # type: ignore[arg-type]
+    engine = EngineThread(Engine(engine_config, executor, tokenizer), executor)
     app_started = threading.Event()
     made: list[Health] = []
 
@@ -64,10 +76,18 @@ def fake_server(
         app_started.set()
 
     def build() -> uvicorn.Server:
-        service = GenerationService(engine, tokenizer, max_link_num)
-        openai = OpenAI(service, MODEL, validates_model)
-        app, health = make_app(service, [openai], max_body_bytes, on_start)
+        admission = Admission(max_link_num, max_queued_tokens)
+        cards = [ModelCard(name, engine_config) for name in names]
+        models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
+        health = Health(models)
         made.append(health)
+
+        async def stop(grace_s: float | None) -> None:
+            health.is_draining = True
+            while admission.num_active:
+                await asyncio.sleep(0.01)
+
+        app = make_app(health, make_dialects(models, health, stop, "test"), max_body_bytes, on_start)
         return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
 
     with socket.socket() as listener:

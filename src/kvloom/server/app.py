@@ -6,7 +6,6 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,31 +15,17 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Send
 
-from kvloom.engine.errors import ServingError, Unavailable
+from kvloom.engine.errors import ServingError
 from kvloom.server import sse
-from kvloom.server.errors import ErrorReply, NoRoute, TooLarge, WrongMethod, openai_reply
-from kvloom.server.generation import GenerationService
+from kvloom.server.errors import BUG_TEXT, ErrorReply, NoRoute, TooLarge, WrongMethod, reply_for_path
+from kvloom.server.health import Health
+from kvloom.server.logs import current_request_id
 from kvloom.server.reply import Call, Dialect, Endpoint, Events, Reply
 
 log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z")
 _CLIENT_GONE = 499  # nobody reads it
-
-
-@dataclass(slots=True)
-class Health:
-    """Whether new requests are welcome. `is_draining` is set when the server has been told to stop."""
-
-    service: GenerationService
-    is_draining: bool = False
-
-    def check(self) -> None:
-        """Raises Unavailable."""
-        if self.is_draining:
-            raise Unavailable("the server is stopping")
-        if not self.service.engine.is_ready:
-            raise Unavailable("the model is not ready")
 
 
 class EventResponse(StreamingResponse):
@@ -52,65 +37,79 @@ class EventResponse(StreamingResponse):
 
 
 def make_app(
-    service: GenerationService,
+    health: Health,
     dialects: Sequence[Dialect],
     max_body_bytes: int,
     on_start: Callable[[], None] = lambda: None,
-) -> tuple[Starlette, Health]:
-    """The app, and the switch that makes it refuse requests. `on_start` runs on the loop before the first request."""
-    health = Health(service)
+    management_port: int | None = None,
+) -> Starlette:
+    """The app. `on_start` runs on the loop before the first request.
 
-    async def is_healthy(request: Request) -> Response:
-        health.check()
-        return Response()
+    With a `management_port`, management routes exist on that port only, and the others everywhere else.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         on_start()
         yield
 
-    routes = [Route("/health", is_healthy)]
+    routes = []
     for dialect in dialects:
         for endpoint in dialect.endpoints:
-            handler = _handler(dialect, endpoint, health, max_body_bytes)
+            handler = _handler(dialect, endpoint, health, max_body_bytes, management_port)
             routes.append(Route(endpoint.path, handler, methods=[endpoint.method]))
-    app = Starlette(
+    return Starlette(
         routes=routes,
         exception_handlers={ServingError: _on_error, HTTPException: _on_http_error, Exception: _on_bug},
         lifespan=lifespan,
     )
-    return app, health
 
 
 def _handler(
-    dialect: Dialect, endpoint: Endpoint, health: Health, max_body_bytes: int
+    dialect: Dialect, endpoint: Endpoint, health: Health, max_body_bytes: int, management_port: int | None
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
     """The endpoint as starlette wants it; errors in the shape of its dialect."""
 
     async def handle(request: Request) -> Response:
+        given = request.headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
+        current_request_id.set(request_id)
         try:
-            return await _respond(request, endpoint, health, max_body_bytes)
+            if management_port is not None:
+                _check_port(request, endpoint, management_port)
+            response = await _respond(request, endpoint, health, max_body_bytes, request_id)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
         except ServingError as error:
-            return _error_response(dialect.error_reply(error))
+            log.info("%s %s: %s", request.method, request.url.path, error)
+            response = _error_response(dialect.error_reply(error))
+        response.headers["X-Request-Id"] = request_id
+        return response
 
     return handle
 
 
-async def _respond(request: Request, endpoint: Endpoint, health: Health, max_body_bytes: int) -> Response:
+def _check_port(request: Request, endpoint: Endpoint, management_port: int) -> None:
+    """Raises NoRoute when this route is not on the port that the request came in by."""
+    is_here = request.scope["server"][1] == management_port
+    if endpoint.is_management != is_here:
+        raise NoRoute(f"there is no route {request.url.path} on this port")
+
+
+async def _respond(
+    request: Request, endpoint: Endpoint, health: Health, max_body_bytes: int, request_id: str
+) -> Response:
     if endpoint.is_generating:
-        health.check()
-    given = request.headers.get("x-request-id", "")
-    request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
+        health.check_live()
     body = await _read(request, max_body_bytes)
     headers = {**dict(request.headers), "x-request-id": request_id}
     call = Call(body, request.path_params, request.query_params, headers)
     reply = await (_unless_gone(request, endpoint.answer(call)) if endpoint.is_generating else endpoint.answer(call))
-    answered = {"X-Request-Id": request_id, **reply.headers}
     if reply.events is not None:
-        return EventResponse(_chunks(reply.events), media_type=reply.media_type, headers=answered | sse.HEADERS)
-    return Response(reply.body, reply.status, answered, reply.media_type)
+        return EventResponse(
+            _chunks(reply.events), media_type=reply.media_type, headers={**reply.headers, **sse.HEADERS}
+        )
+    return Response(reply.body, reply.status, reply.headers, reply.media_type)
 
 
 async def _chunks(events: Events) -> AsyncGenerator[bytes]:
@@ -158,18 +157,19 @@ def _error_response(reply: ErrorReply) -> Response:
 
 async def _on_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _error_response(openai_reply(error))
+    return _error_response(reply_for_path(request.url.path, error))
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    path = request.url.path
     if error.status_code == 405:
-        response = _error_response(openai_reply(WrongMethod(f"{request.method} is not allowed on {request.url.path}")))
+        response = _error_response(reply_for_path(path, WrongMethod(f"{request.method} is not allowed on {path}")))
         response.headers.update(error.headers or {})
         return response
-    return _error_response(openai_reply(NoRoute(f"there is no route {request.url.path}")))
+    return _error_response(reply_for_path(path, NoRoute(f"there is no route {path}")))
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     log.error("a request to %s failed", request.url.path, exc_info=error)
-    return _error_response(openai_reply(ServingError("the server failed on this request; its log says how")))
+    return _error_response(reply_for_path(request.url.path, ServingError(BUG_TEXT)))

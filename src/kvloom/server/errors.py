@@ -7,17 +7,19 @@ import msgspec
 
 from kvloom.engine.errors import ServingError
 
-STATUS: dict[str, int] = {
-    "invalid": 400,
-    "not_found": 404,
-    "overloaded": 429,
-    "unavailable": 503,
-    "too_large": 413,
-    "method": 405,
-    "generation": 500,
-    "model": 500,
-    "internal": 500,
+# kind of error: status under /v1, status elsewhere, error_type elsewhere (TGI's words, which its clients know)
+TABLE: dict[str, tuple[int, int, str]] = {
+    "invalid": (400, 422, "validation"),
+    "not_found": (404, 404, "validation"),
+    "overloaded": (429, 429, "overloaded"),
+    "unavailable": (503, 503, "unavailable"),
+    "too_large": (413, 413, "validation"),
+    "method": (405, 405, "validation"),
+    "generation": (500, 424, "generation"),
+    "model": (500, 500, "incomplete_generation"),
+    "internal": (500, 500, "incomplete_generation"),
 }
+BUG_TEXT = "the server failed on this request; its log says how"
 RETRY_AFTER_S = {"overloaded": 1, "unavailable": 2}
 
 _OPENAI_TYPE = {
@@ -65,6 +67,24 @@ def openai_error(error: ServingError) -> dict[str, Any]:
 
 
 def openai_reply(error: ServingError) -> ErrorReply:
+    return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(openai_error(error)), _headers(error))
+
+
+def tgi_error(error: ServingError) -> dict[str, Any]:
+    """TGI's error object, which is Open Inference Protocol's too."""
+    text = str(error)
+    return {"error": text, "error_type": TABLE[error.kind][2]}
+
+
+def tgi_reply(error: ServingError) -> ErrorReply:
+    return ErrorReply(TABLE[error.kind][1], msgspec.json.encode(tgi_error(error)), _headers(error))
+
+
+def reply_for_path(path: str, error: ServingError) -> ErrorReply:
+    """An error outside of any dialect: no route, a bug."""
+    return openai_reply(error) if path.startswith("/v1/") else tgi_reply(error)
+
+
+def _headers(error: ServingError) -> dict[str, str]:
     retry_s = RETRY_AFTER_S.get(error.kind)
-    headers = {"Retry-After": str(retry_s)} if retry_s else {}
-    return ErrorReply(STATUS[error.kind], msgspec.json.encode(openai_error(error)), headers)
+    return {"Retry-After": str(retry_s)} if retry_s else {}

@@ -5,14 +5,20 @@ with the index of their choice. Closing the stream cancels all of them.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import itertools
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from kvloom.engine.errors import BadRequest, Overloaded, ServingError
+from kvloom.engine.batch import RankInfo
+from kvloom.engine.errors import BadRequest, ServingError, Unavailable
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
 from kvloom.engine.stats import Stats
+from kvloom.server.admission import Admission, Ticket
+from kvloom.server.card import ModelCard
 
 MAX_CHOICES = 1024  # answers to one HTTP request
 
@@ -24,13 +30,18 @@ class EngineLike(Protocol):
     def max_seq_len(self) -> int: ...
     @property
     def is_ready(self) -> bool: ...
+    @property
+    def info(self) -> RankInfo: ...
     def stats(self) -> Stats: ...
     def stream(self, request: Request) -> AsyncGenerator[Delta]: ...
+    def abort(self, request_id: str) -> None: ...
 
 
 class TokenizerLike(Protocol):
     """What the server needs of a tokenizer."""
 
+    @property
+    def eos_ids(self) -> Set[int]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def is_special(self, token_id: int) -> bool: ...
@@ -39,13 +50,62 @@ class TokenizerLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given."""
+    """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
+
+    `id` is the caller's; several generations may run under one id, and stop together.
+    """
 
     id: str
     prompts: tuple[tuple[int, ...], ...]
     params: SamplingParams
     n: int = 1
     best_of: int = 1
+    priority: int = 0  # as engine.request.Request's
+    tenant: str = ""
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds: waited for a place, from there to the first token, from there to the last token so far."""
+
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    decode_s: float = 0.0
+    num_tokens: int = 0
+    _began: float = field(default_factory=time.perf_counter)
+
+    def place_given(self) -> None:
+        now = time.perf_counter()
+        self.queue_s, self._began = now - self._began, now
+
+    def token(self) -> None:
+        passed = time.perf_counter() - self._began
+        if self.first_token_s is None:
+            self.first_token_s = passed
+        self.decode_s = passed - self.first_token_s
+        self.num_tokens += 1
+
+
+class Latency:
+    """Means over the last generations: seconds to the first token, with the wait, and from token to token."""
+
+    def __init__(self, num_kept: int = 1024) -> None:
+        self._first_s: deque[float] = deque(maxlen=num_kept)
+        self._between_s: deque[float] = deque(maxlen=num_kept)
+
+    def add(self, timing: Timing) -> None:
+        if timing.first_token_s is not None:
+            self._first_s.append(timing.queue_s + timing.first_token_s)
+        if timing.num_tokens > 1:
+            self._between_s.append(timing.decode_s / (timing.num_tokens - 1))
+
+    @property
+    def first_token_s(self) -> float:
+        return sum(self._first_s) / max(1, len(self._first_s))
+
+    @property
+    def between_tokens_s(self) -> float:
+        return sum(self._between_s) / max(1, len(self._between_s))
 
 
 @dataclass(slots=True)
@@ -55,14 +115,19 @@ class Answer:
     prompt_ids: tuple[int, ...]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)  # what each token added to the text
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
+    timing: "Timing" = field(default_factory=lambda: Timing())
 
     def add(self, delta: Delta) -> None:
+        if delta.token_ids:
+            self.timing.token()
+            self.token_texts += [delta.text] + [""] * (len(delta.token_ids) - 1)
         self.text += delta.text
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
@@ -71,77 +136,116 @@ class Answer:
         self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
 
 
-class Admission:
-    """At most `limit` generations at once; twice as many wait in order; the next is refused (the seed's maxLinkNum)."""
+@dataclass(slots=True, eq=False)
+class _Running:
+    """One generation under way: its place, and its engine requests once it has one."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.num_active = 0
-        self._places = asyncio.Semaphore(limit)
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_active >= 3 * self.limit
-
-    @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Wait for a place. Raises Overloaded when too many wait already."""
-        if self.is_full:
-            raise Overloaded(f"{self.limit} requests are being served and {2 * self.limit} wait; try again later")
-        self.num_active += 1
-        try:
-            async with self._places:
-                yield
-        finally:
-            self.num_active -= 1
+    ticket: Ticket
+    requests: list[Request]
 
 
 class GenerationService:
-    """Runs Generations on one engine."""
+    """Runs Generations on the engine of one model."""
 
-    def __init__(self, engine: EngineLike, tokenizer: TokenizerLike, max_link_num: int) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.admission = Admission(max_link_num)
+    def __init__(self, card: ModelCard, engine: EngineLike, tokenizer: TokenizerLike, admission: Admission) -> None:
+        self.card, self.engine, self.tokenizer = card, engine, tokenizer
+        self.admission = admission
+        self._running: dict[str, set[_Running]] = {}
+        self._serial = itertools.count()
+        self.latency = Latency()
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def max_input_tokens(self) -> int:
+        """Longest prompt: what maxIterTimes, when set, leaves of the context (seed 001, 3.3.2); else all but one."""
+        return self.engine.max_seq_len - (self.card.engine.max_iter_times or 1)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest answer."""
+        return min(self.card.engine.max_iter_times or self.engine.max_seq_len, self.engine.max_seq_len - 1)
 
     def check(self, generation: Generation, field: str) -> None:
         """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
         if len(generation.prompts) * generation.best_of > MAX_CHOICES:
             raise BadRequest(field, f"asks for more than {MAX_CHOICES} answers in one request")
-        limit = self.engine.max_seq_len
+        limit = self.max_input_tokens if generation.params.max_tokens != 0 else self.engine.max_seq_len
         for prompt in generation.prompts:
             if not prompt:
                 raise BadRequest(field, "must not be empty")
-            if len(prompt) + (generation.params.max_tokens != 0) > limit:
-                raise BadRequest(field, f"has {len(prompt)} tokens; prompt and answer must fit in {limit}")
+            if len(prompt) > limit:
+                raise BadRequest(field, f"has {len(prompt)} tokens; prompts have at most {limit} here")
 
-    async def stream(self, generation: Generation) -> AsyncGenerator[tuple[int, Delta]]:
+    def check_ready(self) -> None:
+        """Raises Unavailable."""
+        if not self.engine.is_ready:
+            raise Unavailable(f"the model {self.name} is not ready: it is starting, restarting or stopping")
+
+    def stop(self, id: str) -> bool:
+        """End what runs under `id` with the tokens it has; whether there was anything."""
+        running = self._running.get(id, ())
+        for item in running:
+            item.ticket.stop()
+            for request in item.requests:
+                self.engine.abort(request.id)
+        return bool(running)
+
+    async def stream(self, generation: Generation, timing: Timing | None = None) -> AsyncGenerator[tuple[int, Delta]]:
         """(choice, delta) of all choices as they come; each choice's last delta has a finish_reason."""
-        requests = _requests(generation, generation.n)
-        async with self.admission.place(), aclosing(self._merge(requests)) as deltas:
+        timing = timing or Timing()
+        async with (
+            self._place(generation, generation.n, timing) as running,
+            aclosing(self._merge(running)) as deltas,
+        ):
             async for item in deltas:
+                if item[1].token_ids:
+                    timing.token()
                 yield item
+        self.latency.add(timing)
 
     async def collect(self, generation: Generation) -> list[Answer]:
         """All choices, whole; of best_of answers to a prompt the n of highest mean log-probability, best first."""
         if generation.best_of > generation.n:
             scored = replace(generation.params, logprobs=generation.params.logprobs or 0)
             generation = replace(generation, params=scored)
-        requests = _requests(generation, generation.best_of)
-        answers = [Answer(request.prompt_ids) for request in requests]
-        async with self.admission.place(), aclosing(self._merge(requests)) as deltas:
-            async for choice, delta in deltas:
-                answers[choice].add(delta)
+        timing = Timing()
+        async with self._place(generation, generation.best_of, timing) as running:
+            answers = [Answer(request.prompt_ids, timing=replace(timing)) for request in running.requests]
+            async with aclosing(self._merge(running)) as deltas:
+                async for choice, delta in deltas:
+                    answers[choice].add(delta)
+        for answer in answers:
+            self.latency.add(answer.timing)
         groups = (answers[i : i + generation.best_of] for i in range(0, len(answers), generation.best_of))
         return [answer for group in groups for answer in _best(group, generation.n)]
 
-    async def _merge(self, requests: list[Request]) -> AsyncGenerator[tuple[int, Delta]]:
-        if len(requests) == 1:
-            async with aclosing(self.engine.stream(requests[0])) as deltas:
+    @asynccontextmanager
+    async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[_Running]:
+        """A place among those served, and the engine requests to run in it; stoppable meanwhile."""
+        ticket = Ticket(num_tokens=sum(map(len, generation.prompts)))
+        running = _Running(ticket, _requests(generation, count, next(self._serial)))
+        same_id = self._running.setdefault(generation.id, set())
+        same_id.add(running)
+        try:
+            async with self.admission.place(ticket):
+                timing.place_given()
+                yield running
+        finally:
+            same_id.discard(running)
+            if not same_id:
+                self._running.pop(generation.id, None)
+
+    async def _merge(self, running: _Running) -> AsyncGenerator[tuple[int, Delta]]:
+        if len(running.requests) == 1:
+            async with aclosing(self._deltas(running, 0)) as deltas:
                 async for delta in deltas:
                     yield 0, delta
             return
         queue: asyncio.Queue[tuple[int, Delta] | ServingError] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(i, request, queue)) for i, request in enumerate(requests)]
+        tasks = [asyncio.create_task(self._pump(running, i, queue)) for i in range(len(running.requests))]
         try:
             num_open = len(tasks)
             while num_open:
@@ -156,25 +260,38 @@ class GenerationService:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(
-        self, choice: int, request: Request, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
+        self, running: _Running, choice: int, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
     ) -> None:
         try:
-            async with aclosing(self.engine.stream(request)) as deltas:
+            async with aclosing(self._deltas(running, choice)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((choice, delta))
         except ServingError as error:
             queue.put_nowait(error)
 
+    async def _deltas(self, running: _Running, choice: int) -> AsyncGenerator[Delta]:
+        request = running.requests[choice]
+        if running.ticket.is_stopped:  # before the engine has heard of it
+            yield Delta(request.id, finish_reason=FinishReason.ABORT)
+            return
+        async with aclosing(self.engine.stream(request)) as deltas:
+            async for delta in deltas:
+                yield delta
 
-def _requests(generation: Generation, count: int) -> list[Request]:
-    """`count` engine requests a prompt; with a seed given, each of them gets one of its own, derived from it."""
+
+def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
+    """`count` engine requests a prompt; with a seed given, each of them gets one of its own, derived from it.
+
+    Their ids are unique in the engine whatever the caller's id is.
+    """
     requests: list[Request] = []
     for prompt in generation.prompts:
         for i in range(count):
             params = generation.params
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
-            requests.append(Request(f"{generation.id}-{len(requests)}", prompt, params))
+            id = f"{generation.id}-{serial}-{len(requests)}"
+            requests.append(Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority))
     return requests
 
 

@@ -1,145 +1,145 @@
-"""Composition root: configuration -> tokenizer, engine, app -> a server on a socket."""
+"""Composition root: configuration -> tokenizers, engines, app -> a server on its sockets."""
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
-import sys
-import time
-from types import FrameType
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import uvicorn
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from kvloom.engine.errors import ModelError
+from kvloom.engine.errors import BadRequest, ModelError
 from kvloom.engine.fake import ByteTokenizer
 from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
-from kvloom.server.api.openai import OpenAI
-from kvloom.server.app import Health, make_app
+from kvloom.server.admission import Admission
+from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, check_bind
+from kvloom.server.card import ModelCard
 from kvloom.server.config import ServerConfig
+from kvloom.server.dialects import make_dialects
+from kvloom.server.draining import DrainingServer
 from kvloom.server.generation import GenerationService
+from kvloom.server.health import Health
+from kvloom.server.models import Models
 from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
 
+log = logging.getLogger(__name__)
+
 READY_LINE = "Daemon start success!"
-OPEN_PATHS = ("/health",)  # answered without an API key
-_DRAIN_POLL_S = 0.05
-_FAREWELL_S = 1.0  # for the last events of requests that were cut off
-
-
-class DrainingServer(uvicorn.Server):
-    """On the first signal new requests are refused and running ones finish; then, or after `grace_s`, it stops.
-
-    A second signal stops at once.
-    """
-
-    def __init__(
-        self, config: uvicorn.Config, health: Health, engine: EngineThread, grace_s: float, greeting: str
-    ) -> None:
-        super().__init__(config)
-        self._health, self._engine = health, engine
-        self._grace_s, self._greeting = grace_s, greeting
-        self._drain: asyncio.Task[None] | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(f"{READY_LINE}\n{self._greeting}", flush=True)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn on SIGTERM and SIGINT. Its own method would end the process by the signal, not with 0."""
-        if self._health.is_draining:
-            self.should_exit = self.force_exit = True
-        else:
-            self._health.is_draining = True
-            self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle())
-
-    async def _stop_when_idle(self) -> None:
-        await self._wait_idle(self._grace_s)
-        await asyncio.to_thread(self._engine.close)  # what still runs ends with an error, which clients are told
-        await self._wait_idle(_FAREWELL_S)
-        self.should_exit = True
-
-    async def _wait_idle(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while self._health.service.admission.num_active and time.monotonic() < deadline:
-            await asyncio.sleep(_DRAIN_POLL_S)
+# answered without an API key
+OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs")
 
 
 def serve(config: ServerConfig) -> None:
     """Serve until a signal. Raises ServingError, TlsError or AccessError, one sentence, before anything is served."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     check_bind(config.host, config.allows_all_addresses)
     tls = tls_context(config.tls) if config.tls else None
     keys = KeyRing(config.api_key_hashes) if config.api_key_hashes else None
-    listener = _bind(config.host, config.port)
-    tokenizer = load_tokenizer(config.engine.model) if config.engine.model else ByteTokenizer()
-    engine = _open_engine(config, tokenizer)
-    try:
-        server = _make_server(config, engine, tokenizer, tls, keys, listener.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_listener(host, port)) for host, port in config.addresses]
+        stack.enter_context(_pid_file(config.pid_file))
+        engines = []
+        for card in config.models:
+            tokenizer, engine = _open_engine(card)
+            stack.callback(engine.close)
+            engines.append((card, engine, tokenizer))
+        server = _make_server(config, engines, tls, keys, [listener.getsockname()[1] for listener in listeners])
         with contextlib.suppress(KeyboardInterrupt):
-            server.run(sockets=[listener])
-    finally:
-        engine.close()
-        listener.close()
+            server.run(sockets=listeners)
 
 
 def _make_server(
     config: ServerConfig,
-    engine: EngineThread,
-    tokenizer: Tokenizer | ByteTokenizer,
+    engines: Sequence[tuple[ModelCard, EngineThread, Tokenizer | ByteTokenizer]],
     tls: ServerContext | None,
     keys: KeyRing | None,
-    port: int,
+    ports: Sequence[int],
 ) -> DrainingServer:
-    service = GenerationService(engine, tokenizer, config.max_link_num)
-    openai = OpenAI(service, config.served_model_name, config.validates_model)
+    admission = Admission(config.max_link_num, config.max_queued_tokens)
+    services = [GenerationService(card, engine, tokenizer, admission) for card, engine, tokenizer in engines]
+    models = Models(services, config.options)
+    health = Health(models)
+    server: DrainingServer | None = None
 
     def on_start() -> None:
         loop = asyncio.get_running_loop()
-        engine.start(loop)
+        for _, engine, _ in engines:
+            engine.start(loop)
         if tls is not None:
             reload_on_sighup(tls, loop)
 
-    app: ASGIApp
-    app, health = make_app(service, [openai], config.max_body_bytes, on_start)
+    async def stop(grace_s: float | None) -> None:
+        assert server is not None
+        await server.stop(config.grace_s if grace_s is None else grace_s)
+
+    dialects = make_dialects(models, health, stop, f"{config.host}:{ports[0]}")
+    management_port = ports[1] if len(ports) > 1 else None
+    app: ASGIApp = make_app(health, dialects, config.max_body_bytes, on_start, management_port)
     app = BodyTimeoutMiddleware(app)
+    if config.cors_origins:
+        app = CORSMiddleware(app, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     if keys is not None:
         app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)
     settings = uvicorn.Config(
         app,
         http=GuardedProtocol,
         ssl_context_factory=None if tls is None else lambda settings, default: tls,
-        log_level="warning",
+        log_config=None,
         access_log=False,
         timeout_graceful_shutdown=1,
     )
-    return DrainingServer(settings, health, engine, config.grace_s, _greeting(config, port))
+    greeting = f"{READY_LINE}\n{_greeting(config, ports[0])}"
+    server = DrainingServer(settings, health, [engine for _, engine, _ in engines], config.grace_s, greeting)
+    return server
 
 
-def _bind(host: str, port: int) -> socket.socket:
+@contextlib.contextmanager
+def _listener(host: str, port: int) -> Iterator[socket.socket]:
     """A bound socket, before the model is loaded. Raises ModelError when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise ModelError(f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port") from None
+        yield listener
+
+
+@contextlib.contextmanager
+def _pid_file(path: Path | None) -> Iterator[None]:
+    """This process's number in a file while it serves. Raises BadRequest when it cannot be written."""
+    if path is None:
+        yield
+        return
     try:
-        listener.bind((host, port))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{os.getpid()}\n")
     except OSError as error:
-        listener.close()
-        raise ModelError(f"{host}:{port} cannot be listened on: {error.strerror}; choose another --port") from None
-    return listener
+        raise BadRequest("pid-file", f"{path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
-def _open_engine(config: ServerConfig, tokenizer: Tokenizer | ByteTokenizer) -> EngineThread:
+def _open_engine(card: ModelCard) -> tuple[Tokenizer | ByteTokenizer, EngineThread]:
     """The engine with its model loaded, a progress bar meanwhile when someone looks at a terminal."""
+    tokenizer = load_tokenizer(card.engine.model) if card.engine.model else ByteTokenizer()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(f"loading {config.served_model_name}", total=None)
-        return open_engine(config.engine, tokenizer, lambda done, total: bar.update(task, completed=done, total=total))
+        task = bar.add_task(f"loading {card.name}", total=None)
+        engine = open_engine(card.engine, tokenizer, lambda done, total: bar.update(task, completed=done, total=total))
+    return tokenizer, engine
 
 
 def _greeting(config: ServerConfig, port: int) -> str:
@@ -147,8 +147,9 @@ def _greeting(config: ServerConfig, port: int) -> str:
     scheme = "http" if config.tls is None else "https"
     options = "" if config.tls is None else " --cacert CA --cert CERT --key KEY"
     options += " -H 'Authorization: Bearer KEY'" if config.api_key_hashes else ""
+    names = ", ".join(card.name for card in config.models)
     return (
-        f"{config.served_model_name} is served on {scheme}://{host}:{port}. Try:\n"
+        f"{names} {'is' if len(config.models) == 1 else 'are'} served on {scheme}://{host}:{port}. Try:\n"
         f"  curl{options} {scheme}://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' -d "
-        f"""'{{"model": "{config.served_model_name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
+        f"""'{{"model": "{config.models[0].name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )

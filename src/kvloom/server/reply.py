@@ -3,17 +3,23 @@
 A dialect is a list of endpoints and the shape of its errors; app.py mounts them.
 """
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvloom.engine.errors import ServingError
-from kvloom.server.errors import ErrorReply
+from kvloom.server.errors import BUG_TEXT, ErrorReply
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One HTTP request: its body whole, its path parameters by name, query and headers (lower-case names)."""
+    """One HTTP request: its body whole, its path parameters by name, query and headers (lower-case names).
+
+    The header `x-request-id` is always there, the client's or made up.
+    """
 
     body: bytes = b""
     path: Mapping[str, str] = field(default_factory=dict)
@@ -64,6 +70,10 @@ class Events:
         except ServingError as error:
             self._is_done = True
             return self._on_error(error) + self._end
+        except Exception:  # our mistake; the client is told all the same
+            log.exception("a stream failed")
+            self._is_done = True
+            return self._on_error(ServingError(BUG_TEXT)) + self._end
 
     async def aclose(self) -> None:
         await self._rest.aclose()
@@ -82,12 +92,20 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One route. `is_generating`: refused while the server drains or the model is away, cancelled with its client."""
+    """One route. `is_generating`: refused while the server drains, cancelled with its client.
+
+    `is_management`: moves to the management port when there is one. `summary`, `bodies` (the structs that parse the
+    body; any of them) and `is_streaming` are for the documentation.
+    """
 
     method: str
     path: str  # as starlette writes it: "/v1/models/{name}"
     answer: Callable[[Call], Awaitable[Reply]]
+    summary: str = ""
+    bodies: tuple[type, ...] = ()
     is_generating: bool = False
+    is_management: bool = False
+    is_streaming: bool = False
 
 
 class Dialect(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.engine.errors import BadRequest, NotFound, ServingError
+from kvloom.engine.errors import ServingError
 from kvloom.engine.request import Delta, TokenLogprob
 from kvloom.server.api.openai_bodies import ChatBody, CompletionBody
 from kvloom.server.api.openai_shapes import (
@@ -25,7 +25,8 @@ from kvloom.server.api.openai_shapes import (
 )
 from kvloom.server.body import decode_body
 from kvloom.server.errors import ErrorReply, openai_error, openai_reply
-from kvloom.server.generation import Answer, Generation, GenerationService
+from kvloom.server.generation import Answer, Generation, GenerationService, TokenizerLike
+from kvloom.server.models import Models
 from kvloom.server.reply import Call, Endpoint, Events, Reply
 from kvloom.server.sse import DONE, MEDIA_TYPE, event
 
@@ -41,23 +42,21 @@ class OpenAI:
 
     def __init__(
         self,
-        service: GenerationService,
-        model: str,
-        validates_model: bool = True,
+        models: Models,
         now: Callable[[], float] = time.time,
         new_id: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
-        self._service, self._model, self._validates_model = service, model, validates_model
+        self._models = models
         self._now, self._new_id = now, new_id
         self._started = int(now())
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/v1/chat/completions", self.chat, is_generating=True),
-            Endpoint("POST", "/v1/completions", self.completion, is_generating=True),
-            Endpoint("GET", "/v1/models", self.models),
-            Endpoint("GET", "/v1/models/{name:path}", self.model),
+            Endpoint("POST", "/v1/chat/completions", self.chat, "Chat", (ChatBody,), True, is_streaming=True),
+            Endpoint("POST", "/v1/completions", self.completion, "Text", (CompletionBody,), True, is_streaming=True),
+            Endpoint("GET", "/v1/models", self.models, "The served models"),
+            Endpoint("GET", "/v1/models/{name:path}", self.model, "One model"),
         )
 
     def error_reply(self, error: ServingError) -> ErrorReply:
@@ -66,24 +65,21 @@ class OpenAI:
     # -- models
 
     async def models(self, call: Call) -> Reply:
-        return Reply(msgspec.json.encode({"object": "list", "data": [self._card()]}))
+        return Reply(msgspec.json.encode({"object": "list", "data": [self._card(s) for s in self._models]}))
 
     async def model(self, call: Call) -> Reply:
         """Raises NotFound."""
-        name = call.path["name"]
-        if name != self._model:
-            raise NotFound(f"the model {name!r} does not exist")
-        return Reply(msgspec.json.encode(self._card()))
+        return Reply(msgspec.json.encode(self._card(self._models.get(call.path["name"]))))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, service: GenerationService) -> dict[str, Any]:
         return {
-            "id": self._model,
+            "id": service.name,
             "object": "model",
             "created": self._started,
             "owned_by": OWNER,
-            "root": self._model,
+            "root": service.name,
             "parent": None,
-            "max_model_len": self._service.engine.max_seq_len,
+            "max_model_len": service.engine.max_seq_len,
         }
 
     # -- chat
@@ -91,45 +87,39 @@ class OpenAI:
     async def chat(self, call: Call) -> Reply:
         """POST /v1/chat/completions. Raises ServingError before anything is answered."""
         body = decode_body(_chat_decoder, call.body)
-        self._check_model(body.model)
+        service = self._models.choose(body.model)
         body.refuse_unsupported()
-        params = body.params()
+        params = body.params(self._models.options.default_max_tokens)
         add_prompt = body.add_generation_prompt is not False
-        text = self._service.tokenizer.apply_chat_template(
+        text = service.tokenizer.apply_chat_template(
             body.conversation(), add_generation_prompt=add_prompt, **(body.chat_template_kwargs or {})
         )
-        ids = tuple(self._service.tokenizer.encode(text, add_special_tokens=False))
+        ids = tuple(service.tokenizer.encode(text, add_special_tokens=False))
         n = body.n or 1
-        generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n)
-        self._service.check(generation, "messages")
+        generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n, body.priority or 0)
+        service.check(generation, "messages")
         if body.stream:
             return Reply(
                 media_type=MEDIA_TYPE,
-                events=await Events.begin(self._chat_events(body, generation), _error_event, DONE),
+                events=await Events.begin(self._chat_events(service, body, generation), _error_event, DONE),
             )
-        answers = await self._service.collect(generation)
-        choices = [self._chat_choice(i, answer, body) for i, answer in enumerate(answers)]
-        return Reply(body=self._whole(generation, "chat.completion", choices, answers))
+        answers = await service.collect(generation)
+        choices = [_chat_choice(service.tokenizer, i, answer, body) for i, answer in enumerate(answers)]
+        return Reply(body=self._whole(service, generation, "chat.completion", choices, answers))
 
-    def _chat_choice(self, index: int, answer: Answer, body: ChatBody) -> dict[str, Any]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": chat_logprobs(self._service.tokenizer, answer.logprobs) if body.logprobs else None,
-            "finish_reason": finish_name(answer.finish_reason),
-        }
-
-    async def _chat_events(self, body: ChatBody, generation: Generation) -> AsyncGenerator[bytes]:
-        stream = _Stream(generation, "chat.completion.chunk", int(self._now()), self._model, body.wants_usage)
+    async def _chat_events(
+        self, service: GenerationService, body: ChatBody, generation: Generation
+    ) -> AsyncGenerator[bytes]:
+        stream = _Stream(generation, "chat.completion.chunk", int(self._now()), service.name, body.wants_usage)
         begun: set[int] = set()
-        async with aclosing(self._service.stream(generation)) as deltas:
+        async with aclosing(service.stream(generation)) as deltas:
             async for index, delta in deltas:
                 if index not in begun:
                     begun.add(index)
                     yield stream.event(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
                 stream.count(delta)
                 if delta.text or delta.logprobs:
-                    logprobs = chat_logprobs(self._service.tokenizer, delta.logprobs) if body.logprobs else None
+                    logprobs = chat_logprobs(service.tokenizer, delta.logprobs) if body.logprobs else None
                     choice = ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs)
                     yield stream.event(choice, body.wants_running_usage)
                 if delta.finish_reason:
@@ -143,49 +133,35 @@ class OpenAI:
     async def completion(self, call: Call) -> Reply:
         """POST /v1/completions. Raises ServingError before anything is answered."""
         body = decode_body(_completion_decoder, call.body)
-        self._check_model(body.model)
+        service = self._models.choose(body.model)
         params = body.params()
-        prompts = tuple(self._prompt_ids(item) for item in body.texts_or_ids())
+        prompts = tuple(_prompt_ids(service.tokenizer, item) for item in body.texts_or_ids())
         n = body.n or 1
-        generation = Generation(f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n)
-        self._service.check(generation, "prompt")
+        generation = Generation(f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n, body.priority or 0)
+        service.check(generation, "prompt")
         if body.stream:
             return Reply(
                 media_type=MEDIA_TYPE,
-                events=await Events.begin(self._text_events(body, generation), _error_event, DONE),
+                events=await Events.begin(self._text_events(service, body, generation), _error_event, DONE),
             )
-        answers = await self._service.collect(generation)
-        choices = [self._text_choice(i, answer, body) for i, answer in enumerate(answers)]
-        return Reply(body=self._whole(generation, "text_completion", choices, answers))
+        answers = await service.collect(generation)
+        choices = [_text_choice(service.tokenizer, i, answer, body) for i, answer in enumerate(answers)]
+        return Reply(body=self._whole(service, generation, "text_completion", choices, answers))
 
-    def _prompt_ids(self, item: str | list[int]) -> tuple[int, ...]:
-        return tuple(self._service.tokenizer.encode(item) if isinstance(item, str) else item)
-
-    def _text_choice(self, index: int, answer: Answer, body: CompletionBody) -> dict[str, Any]:
-        text = (self._text_of(answer.prompt_ids) if body.echo else "") + answer.text
-        logprobs = None
-        if body.logprobs is not None:
-            values: list[tuple[int, TokenLogprob | None]] = []
-            if body.echo:
-                values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
-            values += zip(answer.token_ids, answer.logprobs, strict=True)
-            logprobs = TextLogprobs(self._service.tokenizer).of(values)
-        finish = finish_name(answer.finish_reason)
-        stop = answer.stop_reason
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-
-    async def _text_events(self, body: CompletionBody, generation: Generation) -> AsyncGenerator[bytes]:
-        stream = _Stream(generation, "text_completion", int(self._now()), self._model, body.wants_usage)
+    async def _text_events(
+        self, service: GenerationService, body: CompletionBody, generation: Generation
+    ) -> AsyncGenerator[bytes]:
+        stream = _Stream(generation, "text_completion", int(self._now()), service.name, body.wants_usage)
         formats: dict[int, TextLogprobs] = {}
-        async with aclosing(self._service.stream(generation)) as deltas:
+        async with aclosing(service.stream(generation)) as deltas:
             async for index, delta in deltas:
                 stream.count(delta)
                 text, values = delta.text, list(zip(delta.token_ids, delta.logprobs, strict=False))
                 if index not in formats:
-                    formats[index] = TextLogprobs(self._service.tokenizer)
+                    formats[index] = TextLogprobs(service.tokenizer)
                     if body.echo:
                         prompt = generation.prompts[index // generation.n]
-                        text = self._text_of(prompt) + text
+                        text = _text_of(service.tokenizer, prompt) + text
                         values = [*zip(prompt, delta.prompt_logprobs or (), strict=False), *values]  # type: ignore[list-item]
                 if not (text or values or delta.finish_reason):
                     continue
@@ -196,29 +172,58 @@ class OpenAI:
         if body.wants_usage:
             yield stream.last()
 
-    def _text_of(self, ids: tuple[int, ...]) -> str:
-        return b"".join(map(self._service.tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
-
     # -- both
 
-    def _check_model(self, name: str | None) -> None:
-        if self._validates_model and name is None:
-            raise BadRequest("model", "is required")
-        if self._validates_model and name != self._model:
-            raise NotFound(f"the model {name!r} does not exist; this server has {self._model!r}")
-
-    def _whole(self, generation: Generation, kind: str, choices: list[dict[str, Any]], answers: list[Answer]) -> bytes:
+    def _whole(
+        self,
+        service: GenerationService,
+        generation: Generation,
+        kind: str,
+        choices: list[dict[str, Any]],
+        answers: list[Answer],
+    ) -> bytes:
         return msgspec.json.encode(
             {
                 "id": generation.id,
                 "object": kind,
                 "created": int(self._now()),
-                "model": self._model,
+                "model": service.name,
                 "system_fingerprint": FINGERPRINT,
                 "choices": choices,
                 "usage": usage_of_answers(generation.prompts, answers),
             }
         )
+
+
+def _chat_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: ChatBody) -> dict[str, Any]:
+    return {
+        "index": index,
+        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "logprobs": chat_logprobs(tokenizer, answer.logprobs) if body.logprobs else None,
+        "finish_reason": finish_name(answer.finish_reason),
+    }
+
+
+def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int]) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(item) if isinstance(item, str) else item)
+
+
+def _text_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: CompletionBody) -> dict[str, Any]:
+    text = (_text_of(tokenizer, answer.prompt_ids) if body.echo else "") + answer.text
+    logprobs = None
+    if body.logprobs is not None:
+        values: list[tuple[int, TokenLogprob | None]] = []
+        if body.echo:
+            values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
+        values += zip(answer.token_ids, answer.logprobs, strict=True)
+        logprobs = TextLogprobs(tokenizer).of(values)
+    finish = finish_name(answer.finish_reason)
+    stop = answer.stop_reason
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+
+
+def _text_of(tokenizer: TokenizerLike, ids: tuple[int, ...]) -> str:
+    return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", errors="replace")
 
 
 def _error_event(error: ServingError) -> bytes:

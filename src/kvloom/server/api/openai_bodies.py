@@ -1,7 +1,7 @@
 """OpenAI request bodies and what they mean. Unknown keys are ignored, as OpenAI does; known ones are checked.
 
 Beyond OpenAI's own: top_k, min_p, typical_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
-skip_special_tokens, include_stop_str_in_output (the names vLLM gave them).
+skip_special_tokens, include_stop_str_in_output, priority (the names vLLM gave them).
 """
 
 from typing import Annotated, Any
@@ -47,6 +47,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
 
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
@@ -110,13 +111,13 @@ class ChatBody(SamplingBody, kw_only=True):
     functions: list[Any] | None = None
     response_format: dict[str, Any] | None = None
 
-    def params(self) -> SamplingParams:
+    def params(self, default_max_tokens: int | None) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
             raise BadRequest("top_logprobs", "needs logprobs: true")
         if self.max_tokens == 0:
             raise BadRequest("max_tokens", "must be at least 1")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens, None)
+        return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens or default_max_tokens, None)
 
     def refuse_unsupported(self) -> None:
         """Raises BadRequest for what this server cannot do yet, by name."""

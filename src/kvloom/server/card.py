@@ -1,0 +1,18 @@
+"""ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
+
+from dataclasses import dataclass
+
+from kvloom.engine.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of the configuration's ModelParam."""
+
+    name: str
+    engine: EngineConfig
+    instance_type: str = "Standard"  # or "StandardMock"
+    npu_mem_gb: float = -1  # memory for the KV cache as configured; -1 = measured
+    cpu_mem_gb: float = 0
+    world_size: int = 1
+    dtype: str = "auto"  # of the weights, as the routes tell it

@@ -1,0 +1,16 @@
+"""WireOptions: where the seed, its successor and the protocols disagree and a configuration may choose."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WireOptions:
+    """Defaults are what both the seed's examples and today's clients understand."""
+
+    validates_model: bool = True  # a wrong `model` is a 404, not served by the default one
+    max_input_chars: int = 16000  # of prompts on the TGI, vLLM, Triton and native routes (seed 001, 3.3.2)
+    is_full_text: bool = False  # vLLM streams carry prompt and whole text each time, as vLLM 0.2.6 does
+    is_root_object: bool = False  # POST / answers an object, as the seed prints, not TGI's array
+    is_input_echoed: bool = False  # Triton infer puts the prompt's ids before the answer's
+    has_oip_health: bool = False  # health bodies of the Open Inference Protocol on /v2/health
+    default_max_tokens: int | None = None  # of /v1 requests that give none; None = until the end of the sequence
