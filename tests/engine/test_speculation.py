@@ -139,6 +139,14 @@ def test_a_resumed_sequence_computes_what_it_knows_before_it_guesses():
     assert counts(plan_step([seq], pool, LIMITS)) == {0: 6}
 
 
+def test_a_prefill_in_chunks_does_not_guess():
+    pool, limits = BlockPool(8), Limits(4, 16, BLOCK, max_prefill_tokens=4, max_draft_tokens=8)
+    seq = make_seq(0, 12)
+    run_step([seq], pool, limits)
+    seq.draft = [1, 2]
+    assert counts(plan_step([seq], pool, limits)) == {0: 4}
+
+
 # -- that no guess changes an answer
 
 
