@@ -305,6 +305,8 @@ _ENGINE_FIELDS: Sequence[str] = (
     "device",
     "dtype",
     "weight_format",
+    "kv_dtype",
+    "num_speculative_tokens",
     "max_seq_len",
     "num_blocks",
     "max_batch",
