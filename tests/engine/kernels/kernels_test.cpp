@@ -1,31 +1,14 @@
 // Every vector kernel of this build against its scalar reference, at every number of rows and every remainder.
 // Compiled with -fsanitize=address,undefined and run by test_cpu_native.py; prints what differs, exits 1 if anything does.
-#include <cstdio>
 #include <numeric>
-#include <random>
 
+#include "check.hpp"
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
 #include "scalar.hpp"
 
 using namespace kvl;
-
-static int failures = 0;
-static std::mt19937 generator(7);
-
-static std::vector<float> noise(int64_t count) {
-    std::normal_distribution<float> normal;
-    std::vector<float> values(static_cast<size_t>(count));
-    for (float& value : values) value = normal(generator);
-    return values;
-}
-
-static void near(double got, double want, double tolerance, const char* what, int64_t a, int64_t b) {
-    if (std::fabs(got - want) <= tolerance) return;
-    failures++;
-    std::printf("%s (%ld, %ld): got %g, want %g\n", what, long(a), long(b), got, want);
-}
 
 static void test_numbers() {
     for (int bits = 0; bits < 0x7c00; bits++)  // every finite fp16 survives the way through float
