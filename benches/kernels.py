@@ -23,13 +23,18 @@ CONTEXT = 200
 PREFILL, CHUNK = 1024, 256
 
 
-def decode_step(backend: CpuBackend, batch: int) -> Callable[[], object]:
-    """One token for each of `batch` sequences with CONTEXT tokens cached."""
+def decode_args(backend: CpuBackend, batch: int) -> tuple[torch.Tensor, ...]:
+    """Arguments of a step of one token for each of `batch` sequences with CONTEXT tokens cached."""
     width = CONTEXT // 16 + 1
     table = torch.randperm(batch * width, dtype=torch.int32).view(batch, width)
     ids = torch.randint(0, backend.spec.vocab_size, (batch,), dtype=torch.int32)
     pos, every = torch.full((batch,), CONTEXT, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
-    return lambda: backend.step(ids, pos, every, table, every[:-1])
+    return ids, pos, every, table, every[:-1]
+
+
+def decode_step(backend: CpuBackend, batch: int) -> Callable[[], object]:
+    args = decode_args(backend, batch)
+    return lambda: backend.step(*args)
 
 
 def prefill(backend: CpuBackend) -> Callable[[], object]:
