@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check coverage mutants bench wheel clean
+.PHONY: setup serve demo test check coverage mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -42,6 +42,11 @@ mutants: setup
 
 bench: setup
 	$(BIN)/python -m benches
+
+audit:
+	$(PY) -m venv .venv/audit
+	.venv/audit/bin/pip install -q pip-audit
+	.venv/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
 wheel: setup
 	$(BIN)/python -m build --wheel

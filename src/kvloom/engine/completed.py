@@ -31,7 +31,7 @@ class CompletedLog:
                 counts[1] += len(delta.token_ids)
                 if delta.finish_reason is not None:
                     del self._tokens[delta.request_id]
-                    ended.append((delta.request_id, *counts))
+                    ended.append((delta.request_id, counts[0], counts[1]))
         if ended:
             log.info("%s", completed_line(ended, stats, self._block_size))
 

@@ -90,6 +90,9 @@ _SERVE: dict[str, Key] = {
     "maxQueuedTokens": Key(int, "prompt tokens served and waiting; more are refused", 1, setting="max_queued_tokens"),
     "maxRequestLength": Key(int, "largest body in MB", 1, 1024, setting="max_body_mb"),
     "tokenTimeout": Key(int, "seconds after which a step counts as hung", 1, 3600, setting="step_timeout_s"),
+    "fairTokenMicroseconds": Key(
+        int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
+    ),
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
