@@ -21,7 +21,7 @@ class Metrics:
     def __init__(self, models: Models) -> None:
         self._models = models
         self._registry = CollectorRegistry()
-        self._registry.register(self)  # type: ignore[arg-type]  # anything with `collect`
+        self._registry.register(self)  # anything that has `collect`
 
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
