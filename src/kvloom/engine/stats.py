@@ -12,6 +12,9 @@ class Stats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_swapped: int = 0  # sequences that wait with their blocks on the host
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
     max_batch: int = 0
     total_steps: int = 0
     total_requests: int = 0
@@ -20,5 +23,6 @@ class Stats:
     total_cached_tokens: int = 0
     total_output_tokens: int = 0
     total_preemptions: int = 0
+    total_swapped: int = 0  # of the preemptions, those by a copy to the host
     total_compute_s: float = 0.0
     total_restarts: int = 0

@@ -14,6 +14,11 @@ class Backend(Protocol):
     kv_bytes: int
     weight_bytes: int
 
+    @property
+    def kv_parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the KV cache, each [layers, 2, num_blocks, ...], contiguous."""
+        ...
+
     def step(
         self,
         ids: torch.Tensor,

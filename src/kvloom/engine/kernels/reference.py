@@ -62,6 +62,11 @@ class ReferenceBackend:
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
         return logits
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv,)
+
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
         spec = self.spec
