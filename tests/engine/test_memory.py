@@ -77,7 +77,7 @@ def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
     machine = Machine(free, free if is_shared else host, is_shared)
     asked = wish(host_cache_bytes=None, max_seq_len=max_seq_len, max_batch=max_batch)
     if -(-max_seq_len // 16) * SMALL.block_bytes > free - weights:
-        with pytest.raises(ModelError, match="max_seq_len|smaller model"):
+        with pytest.raises(ModelError, match=r"max_seq_len|smaller model"):
             plan_pools(asked, SMALL, machine, weights)
         return
     pools = plan_pools(asked, SMALL, machine, weights)
