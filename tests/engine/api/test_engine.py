@@ -26,6 +26,7 @@ from kvloom.engine.api import (
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.fake import fake_answer
 from kvloom.engine.request import SamplingParams as Params
+from tests.support.configs import mock_document
 
 Responses = queue.Queue[InferenceResponse]
 CONFIG = EngineConfig(backend="fake", num_blocks=64, max_seq_len=200, fake_step_s=0.001, max_iter_times=190)
@@ -243,13 +244,7 @@ def test_the_sample_program_runs(tmp_path, mock_config):
 @pytest.fixture
 def mock_config(tmp_path) -> Path:
     """A config.json of the mock model."""
-    init = [sys.executable, "-m", "kvloom.cli", "config", "init", "config.json"]
-    subprocess.run(init, cwd=tmp_path, check=True, capture_output=True)
     path = tmp_path / "config.json"
-    text = "\n".join(line for line in path.read_text().splitlines() if not line.strip().startswith("//"))
-    document = json.loads(text)
-    model = document["ModelDeployParam"]["ModelParam"][0]
-    model["modelInstanceType"] = "StandardMock"
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(mock_document()))
     path.chmod(0o600)
     return path
