@@ -1,107 +1,83 @@
-"""ModelRunner over tiny random models: blocks of several tiles, the host's pool, and running out of memory."""
+"""How a configuration becomes a backend: which one, and how many blocks its memory holds."""
 
 import pytest
 import torch
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import ModelError
+from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.request import Delta, Request, SamplingParams
 from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.swapcache import SwapCache
+from kvloom.engine.sampler import History, num_candidates
 from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import run_all, tokens_of
+from tests.support.engines import run_all
 
-PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-REQUESTS = [Request(f"r{i}", tuple(range(i, i + 30)), PARAMS) for i in range(8)]
+KV_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return save(tiny_model("llama", head_dim=32), tmp_path_factory.mktemp("llama"))
+def model(tmp_path_factory) -> str:
+    return str(save(tiny_model("qwen3"), tmp_path_factory.mktemp("model")))  # heads of 32, which the kernels have
 
 
-def open_small(folder, backend: str, **fields) -> ModelRunner:
-    config = EngineConfig(model=str(folder), backend=backend, max_seq_len=100, **fields)
+def opened(model: str, **fields: object) -> ModelRunner:
+    torch.set_num_threads(1)
+    config = EngineConfig(model=model, kv_cache_bytes=KV_BYTES, **fields)  # type: ignore[arg-type]
     return open_runner(config, [], lambda done, total: None)
 
 
-def answers(runner: ModelRunner, **fields) -> tuple[dict[str, list[int]], Engine]:
-    """With a step budget that keeps chunks of a prompt whole, so that the reference computes the same sums."""
-    config = EngineConfig(backend="fake", max_batch=8, **fields)
-    engine = Engine(config, InProcessExecutor(runner), ByteTokenizer())
-    return {id: tokens_of(deltas) for id, deltas in run_all(engine, *REQUESTS).items()}, engine
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_swapped_out_and_back_gives_the_same_tokens(folder, backend):
-    wanted, roomy = answers(open_small(folder, backend))
-    found, tight = answers(open_small(folder, backend, num_blocks=12, num_host_blocks=40))
-    assert found == wanted
-    assert roomy.stats().total_preemptions == 0
-    assert tight.stats().total_swapped > 0
-    assert tight.stats().num_free_host_blocks == 40
-
-
-@pytest.mark.parametrize(("backend", "block_size"), [("reference", 24), ("cpu", 64)])
-def test_the_block_size_changes_no_token(folder, backend, block_size):
-    wanted, _ = answers(open_small(folder, backend))
-    runner = open_small(folder, backend, block_size=block_size, num_blocks=7, num_host_blocks=6)
-    assert (runner.info.block_size, runner.info.num_blocks) == (block_size, 7)
-    found, tight = answers(runner)
-    assert found == wanted
-    assert tight.stats().total_swapped > 0
-
-
-def test_a_block_size_that_the_kernels_do_not_have_is_refused(folder):
-    with pytest.raises(ModelError, match="block_size: the cpu backend has multiples of 16, got 24"):
-        open_small(folder, "cpu", block_size=24)
-
-
-def test_what_does_not_fit_in_this_machine_is_refused_before_it_is_taken(folder):
-    with pytest.raises(ModelError, match=r"lower kv_cache_bytes \(npuMemSize\) to at most"):
-        open_small(folder, "cpu", kv_cache_bytes=2**50)
-    with pytest.raises(ModelError, match=r"lower host_cache_bytes \(cpuMemSize\) to at most"):
-        open_small(folder, "reference", host_cache_bytes=2**50)
-
-
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("DefaultCPUAllocator: not enough memory")],
+    ("fields", "token_bytes"),
+    [
+        ({"backend": "cpu"}, 2 * 32),
+        ({"backend": "cpu", "kv_dtype": "bf16"}, 2 * 32),
+        ({"backend": "cpu", "kv_dtype": "int8"}, 32 + 2),
+        ({"backend": "reference"}, 4 * 32),
+        ({"backend": "reference", "kv_dtype": "bf16"}, 2 * 32),
+        ({"backend": "reference", "kv_dtype": "int8"}, 32 + 4),
+        ({"backend": "reference", "dtype": "bfloat16"}, 2 * 32),
+    ],
 )
-def test_memory_that_goes_away_meanwhile_is_one_sentence_too(folder, monkeypatch, error):
-    def fail(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr(ReferenceBackend, "__init__", fail)
-    with pytest.raises(ModelError, match=r"out of memory: .* lower kv_cache_bytes \(npuMemSize\)"):
-        open_small(folder, "reference")
+def test_the_memory_for_keys_and_values_holds_more_blocks_the_smaller_they_are(model, fields, token_bytes):
+    info = opened(model, **fields).info
+    block_bytes = 2 * 2 * 2 * 16 * token_bytes  # layers, keys and values, heads, tokens
+    assert (info.backend, info.num_blocks) == (fields["backend"], KV_BYTES // block_bytes)
+    assert info.kv_bytes == info.num_blocks * block_bytes
 
 
-def test_another_error_of_a_backend_stays_what_it_is(folder, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("shapes differ")
-
-    monkeypatch.setattr(ReferenceBackend, "__init__", fail)
-    with pytest.raises(RuntimeError, match="shapes differ"):
-        open_small(folder, "reference")
+def test_an_unknown_type_of_keys_and_values_is_refused_by_name():
+    with pytest.raises(BadRequest, match="kv_dtype: must be one of auto, bf16, int8, got 'int4'"):
+        EngineConfig(model="m", kv_dtype="int4")
 
 
-def test_copies_keep_every_byte_and_measuring_changes_none():
-    parts = [torch.randint(0, 256, (2, 2, 7, 3), dtype=torch.uint8), torch.randn(2, 2, 7)]
-    wanted = [part.clone() for part in parts]
-    cache = SwapCache(parts, tiles=2, num_blocks=4)
-    assert cache.measure() > 0
-    assert all(torch.equal(part, want) for part, want in zip(parts, wanted, strict=True))
-    cache.save([(2, 0), (0, 3)])
-    for part in parts:
-        part.zero_()
-    cache.load([(0, 1), (3, 2)])
-    for part, want in zip(parts, wanted, strict=True):
-        assert torch.equal(part[:, :, 2:4], want[:, :, 4:6])
-        assert torch.equal(part[:, :, 4:6], want[:, :, 0:2])
-        assert not part[:, :, :2].any()
-    assert SwapCache(parts, tiles=2, num_blocks=0).measure() == 0
+MIXED = (
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.9, top_k=5, seed=3, max_tokens=12),
+    SamplingParams(temperature=0, logprobs=2, max_tokens=12),
+    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=12),
+    SamplingParams(temperature=1.2, top_k=3, top_p=0.8, repetition_penalty=1.3, seed=5, max_tokens=12),
+    SamplingParams(temperature=0, frequency_penalty=0.9, presence_penalty=0.1, max_tokens=12),
+    SamplingParams(temperature=1.0, seed=9, max_tokens=12),
+    SamplingParams(temperature=0, min_tokens=12, max_tokens=12),
+    SamplingParams(temperature=0, logit_bias={3: 5.0}, max_tokens=12),
+)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkeypatch):
+    requests = [Request(f"r{i}", tuple(range(1, 9 + i)), params) for i, params in enumerate(MIXED)]
+
+    def answers() -> dict[str, list[Delta]]:
+        config = EngineConfig(model=model, backend=backend, kv_cache_bytes=KV_BYTES, max_tokens_per_step=80)
+        engine = Engine(
+            config, InProcessExecutor(open_runner(config, [100], lambda done, total: None)), ByteTokenizer()
+        )
+        return run_all(engine, *requests)
+
+    lean = answers()
+    counts = [num_candidates(History(list(r.prompt_ids), len(r.prompt_ids), r.params, 0), 1) for r in requests]
+    assert [count > 0 for count in counts] == [True, True, False, True, True, True, False, True, False]
+    monkeypatch.setattr("kvloom.engine.runner.num_candidates", lambda *args: 0)
+    assert lean == answers()

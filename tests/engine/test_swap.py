@@ -65,7 +65,7 @@ def test_a_swapped_sequence_comes_back_where_it_was():
     copies = swap_out(plan, pool)
     assert [source for source, _ in copies] == [block]
     apply_step(plan, pool)
-    commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+    commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
     check(seqs, pool, BLOCK)
     for seq in seqs[:2]:
         release_seq(seq, pool, Status.FINISHED)

@@ -10,7 +10,7 @@ The formulas are those of the tuning guide (seed 001, 2.3.2), in bytes instead o
 
 from dataclasses import dataclass
 
-from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.errors import BadRequest, OutOfMemory
 
 GIB = 1 << 30
 SHARE = 0.8  # of what the weights leave; the rest is the reserve for activations, sampling and everybody else
@@ -99,10 +99,10 @@ class Wish:
 
 
 def plan_pools(wish: Wish, shape: CacheShape, machine: Machine, weight_bytes: int) -> Pools:
-    """Sizes of both pools. Raises ModelError, one sentence that says which number to lower and to what."""
+    """Sizes of both pools. Raises OutOfMemory, one sentence that says which number to lower and to what."""
     left = machine.free_bytes - weight_bytes // shape.world_size
     if left < shape.block_bytes:
-        raise ModelError(
+        raise OutOfMemory(
             f"out of memory: {_gb(machine.free_bytes)} are free and the weights take {_gb(weight_bytes)}; "
             "take a smaller model or a smaller weight_format"
         )
@@ -123,7 +123,7 @@ def _device_blocks(wish: Wish, shape: CacheShape, machine: Machine, weight_bytes
         num_blocks, name = total_blocks(wish.kv_cache_bytes, shape), "kv_cache_bytes (npuMemSize)"
         _refuse(name, wish.kv_cache_bytes, left, _gb(int(left * SHARE)))
         if num_blocks < per_seq:
-            raise ModelError(
+            raise OutOfMemory(
                 f"{name}: {wish.kv_cache_bytes} bytes hold {num_blocks * shape.block_size} tokens, fewer than "
                 f"max_seq_len {wish.max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
             )
@@ -145,9 +145,9 @@ def _host_blocks(wish: Wish, block_bytes: int, left: int) -> int:
 
 
 def _refuse(name: str, num_bytes: int, left: int, most: str) -> None:
-    """Raises ModelError when `num_bytes` are more than what is left."""
+    """Raises OutOfMemory when `num_bytes` are more than what is left."""
     if num_bytes > left:
-        raise ModelError(
+        raise OutOfMemory(
             f"out of memory: {name} asks for {_gb(num_bytes)} of KV cache and {_gb(left)} are left; "
             f"lower {name} to at most {most}"
         )

@@ -12,24 +12,24 @@ from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels.backend import Backend
-from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.errors import ModelError, OutOfMemory
+from kvloom.engine.kernels.backend import Backend, Head
+from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.sampler import History, describe, sample
+from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.swapcache import SwapCache
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_BF16_BYTES = 2
 _NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 _WEIGHT_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
+_REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Rows:
     """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
 
     rows: list[int]
-    samples: list[int]  # sequence ids
+    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
 
 
@@ -99,19 +99,42 @@ class ModelRunner:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         wanted = self._rows(works)
-        logits = self._backend.step(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32))
-        histories = [self._states[id].history for id in wanted.samples]
-        start = len(wanted.samples)
+        tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
+        start = tops.count(0)
+        tops += [0] * (len(wanted.rows) - len(tops))
+        head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
+        row = 0
+        for id, draft in wanted.samples:
+            self._sample(head, row, id, draft, output)
+            row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
-            logprobs = torch.log_softmax(logits[start : start + len(following)], dim=-1)
+            logprobs = torch.log_softmax(head.full[start : start + len(following)], dim=-1)
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
-        chosen = sample(logits[: len(histories)], histories, self._eos_ids) if histories else []
-        for id, history, (token_id, logprob) in zip(wanted.samples, histories, chosen, strict=True):
+
+    def _num_candidates(self, id: int, num_more: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
+        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        history = self._states[id].history
+        for guess in (*draft, None):
+            token_id, logprob = self._choose(head, row, history)
             history.append(token_id)
             output.samples.append(Sample(id, token_id, logprob))
+            if token_id != guess:
+                return
+            row += 1
+
+    def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
+        """The token after row `row`, of its candidates or of all its logits."""
+        top = head.tops[row]
+        if top:
+            return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
+        place = head.tops[:row].count(0)
+        return sample(head.full[place : place + 1], [history], self._eos_ids)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
@@ -120,7 +143,8 @@ class ModelRunner:
         qstart = [0]
         for work in works:
             end = work.start + work.num_tokens
-            ids += self._states[work.id].history.token_ids[work.start : end]
+            known = self._states[work.id].history.token_ids
+            ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
         tables = [self._table(self._states[work.id].blocks) for work in works]
@@ -142,9 +166,10 @@ class ModelRunner:
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end == len(history.token_ids):
-                wanted.samples.append(work.id)
-                wanted.rows.append(first_row + work.num_tokens - 1)
+            if end - len(work.draft) == len(history.token_ids):
+                wanted.samples.append((work.id, work.draft))
+                end_row = first_row + work.num_tokens
+                wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
             if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
                 following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
                 wanted.chunks.append((work.id, work.start, following))
@@ -174,7 +199,7 @@ def _says_what_to_lower() -> Iterator[None]:
         is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))
         if not is_memory:
             raise
-        raise ModelError(
+        raise OutOfMemory(
             "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
             f"host_cache_bytes (cpuMemSize) where it is given ({error})"
         ) from error
@@ -187,34 +212,48 @@ def _open_backend(
 
     "auto" is the CPU kernels, or the reference where they cannot be had (and a log line).
     """
-    spec = checkpoint.spec
     wants_kernels = config.backend == "cpu" or (config.backend == "auto" and _kernels_fit(config))
     if wants_kernels:
-        size = config.block_size or _BLOCK_SIZE
-        if size % _BLOCK_SIZE:
-            raise ModelError(f"block_size: the cpu backend has multiples of {_BLOCK_SIZE}, got {size}")
-        weight_bytes = (
-            int(_num_weights(spec) * _WEIGHT_BYTES[_weight_format(config)]) + spec.vocab_size * spec.hidden * 2
-        )
-        pools = _pools_for(config, spec, max_seq_len, size, _BF16_BYTES, weight_bytes)
         try:
-            cpu = CpuBackend(
-                spec,
-                checkpoint.weights,
-                pools.num_blocks * (size // _BLOCK_SIZE),
-                weight_format=_weight_format(config),
-                progress=progress,
-            )
+            opened = _open_kernels(config, checkpoint, max_seq_len, progress)
             torch.set_num_threads(1)  # sampling only: its pool would spin on the cores of the kernels' own
-            return cpu, pools, size
+            return opened
         except ModelError as error:
-            if config.backend == "cpu":
+            if config.backend == "cpu" or isinstance(error, OutOfMemory):
                 raise
             log.warning("%s; the slower torch backend is used instead", error)
+    return _open_reference(config, checkpoint, max_seq_len, progress)
+
+
+def _open_kernels(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+) -> tuple[Backend, Pools, int]:
+    spec, size = checkpoint.spec, config.block_size or _BLOCK_SIZE
+    kv_dtype = "bf16" if config.kv_dtype == "auto" else config.kv_dtype
+    if size % _BLOCK_SIZE:
+        raise ModelError(f"block_size: the cpu backend has multiples of {_BLOCK_SIZE}, got {size}")
+    weight_bytes = int(_num_weights(spec) * _WEIGHT_BYTES[_weight_format(config)]) + spec.vocab_size * spec.hidden * 2
+    pools = _pools_for(config, spec, max_seq_len, size, kv_token_bytes(kv_dtype, spec.head_dim), weight_bytes)
+    backend = CpuBackend(
+        spec,
+        checkpoint.weights,
+        pools.num_blocks * (size // _BLOCK_SIZE),
+        weight_format=_weight_format(config),
+        kv_dtype=kv_dtype,
+        progress=progress,
+    )
+    return backend, pools, size
+
+
+def _open_reference(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+) -> tuple[Backend, Pools, int]:
+    spec, size = checkpoint.spec, config.block_size or _BLOCK_SIZE
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    size = config.block_size or _BLOCK_SIZE
-    pools = _pools_for(config, spec, max_seq_len, size, dtype.itemsize, _num_weights(spec) * dtype.itemsize)
-    reference = ReferenceBackend(
+    kept = _REFERENCE_KV.get(config.kv_dtype, dtype)
+    token_bytes = spec.head_dim * kept.itemsize + (4 if kept == torch.int8 else 0)
+    pools = _pools_for(config, spec, max_seq_len, size, token_bytes, _num_weights(spec) * dtype.itemsize)
+    backend = ReferenceBackend(
         spec,
         checkpoint.weights,
         pools.num_blocks,
@@ -222,8 +261,9 @@ def _open_backend(
         dtype=dtype,
         block_size=size,
         progress=progress,
+        kv_dtype=kept,
     )
-    return reference, pools, size
+    return backend, pools, size
 
 
 def _kernels_fit(config: EngineConfig) -> bool:
@@ -241,9 +281,9 @@ def _num_weights(spec: DecoderSpec) -> int:
 
 
 def _pools_for(
-    config: EngineConfig, spec: DecoderSpec, max_seq_len: int, block_size: int, item_bytes: int, weight_bytes: int
+    config: EngineConfig, spec: DecoderSpec, max_seq_len: int, block_size: int, head_bytes: int, weight_bytes: int
 ) -> Pools:
-    """Sizes of both KV pools on the machine as it is. Raises ModelError saying which number to lower."""
+    """Sizes of both KV pools on the machine as it is; head_bytes as in CacheShape. Raises OutOfMemory."""
     wish = Wish(
         config.num_blocks,
         config.kv_cache_bytes,
@@ -252,7 +292,7 @@ def _pools_for(
         max_seq_len,
         config.max_batch,
     )
-    shape = CacheShape(spec.num_layers, spec.num_kv_heads, spec.head_dim * item_bytes, block_size)
+    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size)
     host_bytes = available_bytes()
     is_shared = torch.device(config.device).type == "cpu"
     free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]

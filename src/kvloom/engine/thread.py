@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from kvloom.engine.batch import RankInfo
+from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.engine import Engine, Vocabulary
 from kvloom.engine.errors import GenerationFailed, ServingError, Unavailable
@@ -47,6 +48,7 @@ class EngineThread:
         self._ready = threading.Event()
         self._stats = engine.stats()
         self._num_restarts = 0
+        self._completed = CompletedLog(executor.info.block_size)
 
     @property
     def info(self) -> RankInfo:
@@ -141,6 +143,7 @@ class EngineThread:
         if isinstance(message, _Add):
             try:
                 self._engine.add(message.request)
+                self._completed.added(message.request)
             except ServingError as error:
                 self._post([(message.request.id, error)])
         elif isinstance(message, _Drop):
@@ -158,6 +161,7 @@ class EngineThread:
             self._ready.set()
 
     def _deliver(self, deltas: list[Delta]) -> None:
+        self._completed.delivered(deltas, self._stats)
         self._post([(delta.request_id, delta) for delta in deltas])
 
     def _post(self, items: list[tuple[str, Delta | ServingError]]) -> None:

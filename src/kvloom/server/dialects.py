@@ -2,6 +2,7 @@
 
 from importlib.metadata import version
 
+from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.generate import Generate
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
@@ -18,7 +19,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     """All of them. `stop` and `address` as Status takes them."""
     number = version("kvloom")
     tgi = TextGeneration(models, number)
-    return [
+    dialects: list[Dialect] = [
         OpenAI(models),
         tgi,
         Generate(tgi, Vllm(models)),
@@ -26,3 +27,5 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
         Native(models),
         Status(models, health, stop, address),
     ]
+    endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
+    return [*dialects, Documentation(endpoints, number)]

@@ -60,7 +60,7 @@ class Status:
             get("/v2/status", self.status, "The same"),
             get("/metrics-json", self.metrics, "Latency and load as a vector"),
             get("/stopService", self.stop_service, "Stop when running requests have ended; ?mode=Force within 5 s"),
-            Endpoint("POST", "/v1/tokenizer", self.tokenizer, "Tokens of a text", TokenizerBody),
+            Endpoint("POST", "/v1/tokenizer", self.tokenizer, "Tokens of a text", (TokenizerBody,)),
         )
 
     def error_reply(self, error: ServingError) -> ErrorReply:
