@@ -40,6 +40,11 @@ class Backend(Protocol):
     kv_bytes: int
     weight_bytes: int
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """The tensors of the KV cache, each [layers, 2, num_blocks, ...], contiguous."""
+        ...
+
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """One step over T tokens of S sequences; writes their keys and values, returns logits of the asked rows.
 

@@ -108,6 +108,11 @@ class CpuBackend:
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return head
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv,)
+
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
         return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))
