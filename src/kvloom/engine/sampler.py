@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvloom.engine.batch import Logprob
-from kvloom.engine.kernels.backend import most_likely
+from kvloom.engine.kernels.backend import Draw, most_likely
 from kvloom.engine.request import SamplingParams
 
 MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
@@ -57,13 +57,17 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
 
 
 def sample(
-    logits: torch.Tensor | Sequence[torch.Tensor], rows: Sequence[History], eos_ids: Sequence[int]
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    rows: Sequence[History],
+    eos_ids: Sequence[int],
+    draw: Draw | None = None,
 ) -> list[tuple[int, Logprob | None]]:
     """The next token of each row, with log-probabilities where asked for.
 
-    logits: one [vocab] float32 a row; changed in place. Log-probabilities are of the logits as they come in.
+    logits: one [vocab] float32 a row; changed in place. Log-probabilities are of the logits as they come in. `draw`
+    replaces draw_plain.
     """
-    return [_sample_row(logits[i], row, eos_ids) for i, row in enumerate(rows)]
+    return [_sample_row(logits[i], row, eos_ids, draw or draw_plain) for i, row in enumerate(rows)]
 
 
 def sample_top(values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int]) -> int:
@@ -81,11 +85,11 @@ def sample_top(values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: S
     return int(ids[places[0]]) if params.is_greedy else _draw_top(values, ids[places], row)
 
 
-def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int]) -> tuple[int, Logprob | None]:
+def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw) -> tuple[int, Logprob | None]:
     params = row.params
     logprobs = None if params.logprobs is None else torch.log_softmax(logits, dim=-1)
     _adjust(logits, row, eos_ids)
-    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row)
+    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
     return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
 
 
@@ -135,14 +139,26 @@ def _places_of(token_ids: list[int], places: Mapping[int, int] | None) -> list[i
     return token_ids if places is None else [places[i] for i in token_ids if i in places]
 
 
-def _draw(logits: torch.Tensor, row: History) -> int:
+def draw_plain(logits: torch.Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+    """A random token by temperature, top-p and min-p; see kernels.backend.Draw. logits [vocab]."""
+    return _draw_cut(logits, SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p), point)
+
+
+def _draw(logits: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the distribution that the parameters leave. logits [vocab]."""
     params = row.params
-    vocab = logits.shape[0]
     if params.top_k:
-        return _draw_top(*most_likely(logits, min(params.top_k, vocab)), row)
+        return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row)
     point = uniform(row.seed, len(row.token_ids))
+    if params.typical_p < 1:
+        return _draw_cut(logits, params, point)
+    return draw(logits, params.temperature, params.top_p, params.min_p, point)
+
+
+def _draw_cut(logits: torch.Tensor, params: SamplingParams, point: float) -> int:
+    """Without top-k: looks at the most likely tokens first, and at all of them only when those are too few."""
     probs = torch.softmax(logits / params.temperature, dim=-1)
+    vocab = logits.shape[0]
     if params.top_p >= 1 and params.typical_p >= 1 and params.min_p <= 0:
         return _pick(probs, None, point)
     for count in (min(_NUM_CANDIDATES, vocab), vocab):
