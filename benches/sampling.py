@@ -45,7 +45,10 @@ def ways(backend: CpuBackend, batch: int, params: SamplingParams) -> dict[str, C
         head = backend.step_head(*args, tops)
         if not tops[0]:
             return [token for token, _ in sample(head.full, rows, EOS, backend.draw)]
-        return [sample_top(head.values[i, :top], head.ids[i, :top], rows[i], EOS) for i, top in enumerate(tops)]
+        return [
+            sample_top(head.values[i, :top], head.ids[i, :top], rows[i], EOS, backend.draw)
+            for i, top in enumerate(tops)
+        ]  # fmt: skip
 
     return {"plain": plain, "kernels": kernels}
 

@@ -70,19 +70,28 @@ def sample(
     return [_sample_row(logits[i], row, eos_ids, draw or draw_plain) for i, row in enumerate(rows)]
 
 
-def sample_top(values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int]) -> int:
+def sample_top(
+    values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw | None = None
+) -> int:
     """What `sample` would choose from all logits, chosen from the num_candidates(row) largest.
 
     values [n] float32, largest first, of equal ones the smaller id first; changed in place. ids [n].
     """
-    if len(ids) == 1:
-        return int(ids[0])
-    ids, order = ids.sort()
-    values = values[order]
-    _adjust(values, row, eos_ids, {id: place for place, id in enumerate(ids.tolist())})
     params = row.params
-    values, places = most_likely(values, min(1 if params.is_greedy else params.top_k, len(ids)))
-    return int(ids[places[0]]) if params.is_greedy else _draw_top(values, ids[places], row)
+    if _is_adjusted(row):
+        ids, order = ids.sort()
+        values = values[order]
+        _adjust(values, row, eos_ids, {id: place for place, id in enumerate(ids.tolist())})
+        values, places = most_likely(values, min(1 if params.is_greedy else params.top_k, len(ids)))
+        ids = ids[places]
+    return int(ids[0]) if params.is_greedy else _draw_top(values, ids, row, draw or draw_plain)
+
+
+def _is_adjusted(row: History) -> bool:
+    """Whether a rule of a request with candidates changes logits; see num_candidates."""
+    params = row.params
+    is_penalised = params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
+    return is_penalised or len(row.token_ids) - row.num_prompt < params.min_tokens
 
 
 def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw) -> tuple[int, Logprob | None]:
@@ -148,7 +157,7 @@ def _draw(logits: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the distribution that the parameters leave. logits [vocab]."""
     params = row.params
     if params.top_k:
-        return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row)
+        return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row, draw)
     point = uniform(row.seed, len(row.token_ids))
     if params.typical_p < 1:
         return _draw_cut(logits, params, point)
@@ -169,11 +178,14 @@ def _draw_cut(logits: torch.Tensor, params: SamplingParams, point: float) -> int
     raise AssertionError("the whole vocabulary is always enough")
 
 
-def _draw_top(logits: torch.Tensor, ids: torch.Tensor, row: History) -> int:
+def _draw_top(logits: torch.Tensor, ids: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the top-k ones. logits, ids [k], most likely first."""
-    kept = _truncate(torch.softmax(logits / row.params.temperature, dim=-1), row.params, is_all=True)
+    params, point = row.params, uniform(row.seed, len(row.token_ids))
+    if params.typical_p >= 1:
+        return int(ids[draw(logits, params.temperature, params.top_p, params.min_p, point)])
+    kept = _truncate(torch.softmax(logits / params.temperature, dim=-1), params, is_all=True)
     assert kept is not None, "these are all that can be kept"
-    return _pick(kept, ids, uniform(row.seed, len(row.token_ids)))
+    return _pick(kept, ids, point)
 
 
 def _truncate(probs: torch.Tensor, params: SamplingParams, is_all: bool) -> torch.Tensor | None:
