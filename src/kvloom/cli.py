@@ -1,4 +1,4 @@
-"""The command line: `kvloom serve | chat | config | pull | pool | gewu | cert`. Options and wiring, no logic."""
+"""The command line: `kvloom --help` lists its commands. Options and wiring, no logic."""
 
 import os
 import sys
@@ -21,12 +21,14 @@ from kvloom.server.config_cli import app as config_app
 from kvloom.server.keystore import KeyStoreError
 from kvloom.server.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.tls import TlsError
+from kvloom.tuning import cli as tuning_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, control plane, status, bench.")
 app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
 app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
 app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
+app.command("dataset")(tuning_cli.dataset)
 console = Console()
 
 

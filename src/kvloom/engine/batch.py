@@ -25,7 +25,7 @@ class Work(msgspec.Struct, array_like=True):
     `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence).
     When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last
     tokens of the work may be a `draft`, guesses beyond those known: while the token sampled is the one guessed, the
-    rank samples the one after it too.
+    rank samples the one after it too. `loads`, (host block, block), are copied back before anything is computed.
     """
 
     id: int
@@ -34,14 +34,16 @@ class Work(msgspec.Struct, array_like=True):
     first_block: int
     blocks: list[int]
     draft: list[int] = []
+    loads: list[tuple[int, int]] = []
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """One step: forget `drop`, learn `new`, run `work` as one ragged batch."""
+    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch."""
 
     new: list[NewSeq]
     work: list[Work]
     drop: list[int]
+    swap_out: list[tuple[int, int]] = []
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -82,6 +84,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     backend: str  # "cpu", "reference", "fake", ...
     kv_bytes: int = 0
     weight_bytes: int = 0
+    num_host_blocks: int = 0  # of the pool for what is swapped out
+    swap_block_s: float = 0.0  # copying one block to the host or back, measured
 
 
 class Runner(Protocol):

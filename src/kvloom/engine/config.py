@@ -82,7 +82,10 @@ class EngineConfig:
     )
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
-    kv_cache_bytes: int | None = None  # None = a share of the free memory
+    kv_cache_bytes: int | None = None  # None = a share of the free memory (memory.py)
+    num_host_blocks: int | None = None  # of the pool for what is swapped out; None = as many as host_cache_bytes holds
+    host_cache_bytes: int | None = 0  # 0 = preempted sequences are computed again; None = a share of the free memory
+    block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
     max_batch: int = 64
     max_tokens_per_step: int = 512
     max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
@@ -119,6 +122,9 @@ class EngineConfig:
             ("max_seq_len", 2),
             ("num_blocks", 2),
             ("kv_cache_bytes", 1),
+            ("num_host_blocks", 0),
+            ("host_cache_bytes", 0),
+            ("block_size", 1),
             ("max_batch", 1),
             ("max_iter_times", 1),
             ("num_speculative_tokens", 0),

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol
 
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
@@ -22,9 +22,10 @@ from kvloom.engine.executor import Executor
 from kvloom.engine.lookup import PromptLookup
 from kvloom.engine.policies import Turns, policy_of
 from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, check_request
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
+from kvloom.engine.swap import ComputeTimer, SwapCosts
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
 
@@ -95,6 +96,7 @@ class Engine:
         self._plan = Plan()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._compute_s = 0.0
+        self._timer = ComputeTimer()
         self.reset()
 
     def reset(self) -> None:
@@ -103,7 +105,7 @@ class Engine:
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
         self._limits = self.config.limits(info.block_size)
-        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache)
+        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
         self._plan = Plan()
         self._dropped = []
 
@@ -168,11 +170,13 @@ class Engine:
         """Start the next step on the model, then return what the last one brought. Raises RankDied."""
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
         if self._plan.steps or self._dropped:
+            copies = swap_out(self._plan, self._pool)
             work = apply_step(self._plan, self._pool)
-            self._executor.submit(Batch(self._introduce(), work, self._dropped))
+            self._executor.submit(Batch(self._introduce(), work, self._dropped, copies))
             self._dropped = []
             self._counts["total_steps"] += 1
             self._counts["total_preemptions"] += len(self._plan.preempted)
+            self._counts["total_swapped"] += len(self._plan.swapped)
         return self._drain()
 
     def take_deltas(self) -> list[Delta]:
@@ -185,6 +189,7 @@ class Engine:
             return
         output = self._executor.collect()
         self._compute_s += output.compute_s
+        self._timer.learn(sum(step.num_tokens for step in self._plan.steps), output.compute_s)
         for chunk in output.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
         samples: dict[int, list[Sample]] = {}
@@ -204,6 +209,9 @@ class Engine:
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free,
             num_cached_blocks=self._pool.num_cached,
+            num_swapped=sum(bool(live.seq.host_blocks) for live in self._seqs.values()),
+            num_host_blocks=self._pool.host.num_blocks,
+            num_free_host_blocks=self._pool.host.num_free,
             max_batch=self._limits.max_batch,
             total_compute_s=self._compute_s,
             **self._counts,
@@ -228,7 +236,8 @@ class Engine:
         return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
-        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s())
+        costs = SwapCosts(self._executor.info.swap_block_s, self._timer.token_s)
+        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), costs)
 
     def _oldest_wait_s(self) -> float:
         """How long the oldest waiting request has waited; no matter when batches are not held back."""
@@ -372,17 +381,8 @@ class Engine:
         )
 
 
-_COUNTERS = (
-    "total_steps",
-    "total_requests",
-    "total_finished",
-    "total_prompt_tokens",
-    "total_cached_tokens",
-    "total_output_tokens",
-    "total_preemptions",
-    "total_draft_tokens",
-    "total_accepted_tokens",
-)
+_COUNTED_ELSEWHERE = ("total_compute_s", "total_restarts")
+_COUNTERS = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _COUNTED_ELSEWHERE]
 
 
 def _logprob(value: Logprob) -> TokenLogprob:

@@ -96,9 +96,11 @@ class FakeRunner:
         step_s: float = 0.0,
         token_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        num_host_blocks: int = 0,
     ) -> None:
-        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake")
+        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake", num_host_blocks=num_host_blocks)
         self._slots = [-1] * (num_blocks * block_size)
+        self._host = [-1] * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
 
@@ -110,6 +112,10 @@ class FakeRunner:
         duration_s = self._step_s + self._token_s * sum(work.num_tokens for work in batch.work)
         if duration_s:
             self._sleep(duration_s)
+        for block, host_block in batch.swap_out:
+            self._host[self._span(host_block)] = self._slots[self._span(block)]
+        for host_block, block in (pair for work in batch.work for pair in work.loads):
+            self._slots[self._span(block)] = self._host[self._span(host_block)]
         for work in batch.work:  # all writes before any read, as in a layer of a real model
             self._write(work)
         output = StepOutput([], [], duration_s)
@@ -150,6 +156,9 @@ class FakeRunner:
             if token_id != guess:
                 return
 
+    def _span(self, block: int) -> slice:
+        return slice(block * self.info.block_size, (block + 1) * self.info.block_size)
+
     def _slot(self, state: _State, pos: int) -> int:
         size = self.info.block_size
         return state.blocks[pos // size] * size + pos % size
@@ -169,7 +178,9 @@ def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[in
     progress(1, 1)
     return FakeRunner(
         config.num_blocks or 4096,
+        config.block_size or 16,
         max_seq_len=config.max_seq_len or 2048,
         step_s=config.fake_step_s,
         token_s=config.fake_token_s,
+        num_host_blocks=config.num_host_blocks or 0,
     )

@@ -11,6 +11,7 @@ from enum import Enum
 from kvloom.engine.batch import Work
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import Limits
+from kvloom.engine.swap import SwapCosts, is_swap_cheaper
 
 
 class Status(Enum):
@@ -35,6 +36,8 @@ class Seq:
     num_published: int = 0  # blocks of block_table that the pool knows by hash
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
+    host_blocks: list[int] = field(default_factory=list)  # copies of its blocks, while it waits swapped out
+    num_swapped: int = 0  # tokens whose keys and values are in host_blocks
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
     draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
@@ -50,7 +53,8 @@ class Seq:
 class SeqStep:
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
-    `hits` are cached blocks that a newly admitted sequence starts with. The last len(draft) tokens are guesses.
+    `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied
+    back from the host. The last len(draft) tokens are guesses.
     """
 
     seq: Seq
@@ -65,6 +69,7 @@ class SeqStep:
 class Plan:
     steps: tuple[SeqStep, ...] = ()
     preempted: tuple[Seq, ...] = ()
+    swapped: tuple[Seq, ...] = ()  # those of the preempted whose blocks are copied to the host
 
 
 Key = Callable[[Seq], tuple[float, ...]]
@@ -79,16 +84,23 @@ class Policy:
 
 
 FCFS = Policy()
+COPIES = SwapCosts()  # nothing measured
 
 
 def plan_step(
-    seqs: Sequence[Seq], pool: BlockPool, limits: Limits, policy: Policy = FCFS, oldest_wait_s: float = float("inf")
+    seqs: Sequence[Seq],
+    pool: BlockPool,
+    limits: Limits,
+    policy: Policy = FCFS,
+    oldest_wait_s: float = float("inf"),
+    costs: SwapCosts = COPIES,
 ) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
     Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
     overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
-    finds no block preempts the last; the first never is, so some sequence always advances. Guesses get what budget and
+    finds no block preempts the last; the first never is, so some sequence always advances. A preempted one is swapped
+    out where `costs` say that it is cheaper than computing again, and the host has room. Guesses get what budget and
     blocks are left over.
     """
     running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], policy.running)
@@ -100,7 +112,17 @@ def plan_step(
             admitted, free = _plan_waiting(waiting, running, steps, free, pool, limits)
             steps += admitted
         steps = _with_drafts(steps, free, limits)
-    return Plan(tuple(steps), tuple(preempted))
+    return Plan(tuple(steps), tuple(preempted), tuple(_choose_swapped(preempted, pool, costs)))
+
+
+def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts) -> list[Seq]:
+    chosen, free = [], pool.host.num_free
+    for seq in preempted:
+        count = len(seq.block_table)
+        if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
+            chosen.append(seq)
+            free -= count
+    return chosen
 
 
 def may_admit(num_waiting: int, running: Sequence[Seq], limits: Limits, oldest_wait_s: float) -> bool:
@@ -194,7 +216,7 @@ def _plan_waiting(
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > spare:
             break
-        start = len(hits) * block_size
+        start = max(len(hits) * block_size, seq.num_swapped)
         count = min(length - start, budget)
         need = _num_blocks(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
@@ -240,6 +262,17 @@ def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
     return max(promised, len(seq.block_table))
 
 
+def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
+    """Host blocks for the swapped sequences: (block, host block) to copy before the step. Before apply_step."""
+    copies: list[tuple[int, int]] = []
+    for seq in plan.swapped:
+        blocks = pool.host.allocate(len(seq.block_table))
+        assert blocks is not None, "the plan promised host blocks that are not free"
+        seq.host_blocks, seq.num_swapped = blocks, seq.num_computed
+        copies += zip(seq.block_table, blocks, strict=True)
+    return copies
+
+
 def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
     """Take and give blocks as planned; returns the rank's work. Sequences' counts change in commit_step."""
     for seq in plan.preempted:
@@ -254,17 +287,25 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq = step.seq
     new = pool.allocate(step.num_new_blocks)
     assert new is not None, "the plan promised blocks that are not free"
-    first = 0
+    first, loads = 0, []
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
         seq.num_published = len(step.hits)
         if seq.num_preemptions == 0:
             seq.num_cached = step.start
+        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the hits are there already
+        forget_swapped(seq, pool)
     else:
         first = len(seq.block_table)
     seq.block_table += new
-    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft))
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads)
+
+
+def forget_swapped(seq: Seq, pool: BlockPool) -> None:
+    """Give up the host's copies of `seq`: it has its blocks back, or needs none any more."""
+    pool.host.release(seq.host_blocks)
+    seq.host_blocks, seq.num_swapped = [], 0
 
 
 def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> None:
@@ -291,7 +332,9 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
 
 
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
-    """Give up all blocks of `seq`: finished, or waiting to be computed again."""
+    """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
+    if status is Status.FINISHED:
+        forget_swapped(seq, pool)
     pool.release(seq.block_table)
     seq.block_table = []
     seq.num_computed = seq.num_published = 0
@@ -306,8 +349,11 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int) -> None:
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
         assert len(seq.block_table) == _num_blocks(seq.num_computed, block_size)
         assert 0 <= seq.num_computed <= len(seq.token_ids)
+        assert len(seq.host_blocks) == _num_blocks(seq.num_swapped, block_size)
+        assert not (seq.host_blocks and seq.block_table), "swapped out and running"
         for block in seq.block_table:
             held[block] = held.get(block, 0) + 1
+    pool.host.check([block for seq in seqs for block in seq.host_blocks])
     for block in range(pool.num_blocks):
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"
 

@@ -51,6 +51,11 @@ class Backend(Protocol):
     def draw(self) -> Draw | None:
         """Its own way to draw a token, where it has a faster one than the sampler's."""
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """The tensors of the KV cache, each [layers, 2, num_blocks, ...], contiguous."""
+        ...
+
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """One step over T tokens of S sequences; writes their keys and values, returns logits of the asked rows.
 

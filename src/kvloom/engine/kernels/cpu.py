@@ -115,6 +115,11 @@ class CpuBackend:
         row = logits.contiguous()
         return int(self._lib.kvl_draw(row.data_ptr(), len(row), ctypes.byref(rules), self._weights.data_ptr()))
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv,)
+
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
         return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))

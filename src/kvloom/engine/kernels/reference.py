@@ -71,6 +71,11 @@ class ReferenceBackend:
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
         return logits
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
+
     def step_head(
         self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
     ) -> Head:
