@@ -216,7 +216,7 @@ def test_too_few_blocks_chunks_and_cached_prefixes_change_no_answer(
         patch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
         engine = fake_engine(
             num_blocks, max_seq_len=36, max_batch=4, max_tokens_per_step=max_tokens, max_preempt=max_preempt,
-            num_speculative_tokens=4,
+            num_speculative_tokens=4, num_host_blocks=num_host_blocks,
         )  # fmt: skip
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=16) for i in range(len(lengths))]
         requests = [Request(f"r{i}", prompt(n, i % 2), params[i]) for i, n in enumerate(lengths)]
