@@ -134,9 +134,11 @@ class ModelRunner:
         """The token after row `row`, of its candidates or of all its logits."""
         top = head.tops[row]
         if top:
-            return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
+            return sample_top(
+                head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
+            ), None
         place = head.tops[:row].count(0)
-        return sample(head.full[place : place + 1], [history], self._eos_ids)[0]
+        return sample(head.full[place : place + 1], [history], self._eos_ids, self._backend.draw)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""

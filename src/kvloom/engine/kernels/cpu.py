@@ -13,7 +13,7 @@ from torch import Tensor
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build, cpu_abi
 from kvloom.engine.kernels.backend import Head
-from kvloom.engine.kernels.cpu_abi import Batch, Instruction, Shape
+from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import RawTensor, WeightSource
 
@@ -70,6 +70,7 @@ class CpuBackend:
         self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
         self.kv_bytes = self.kv.nbytes
         self._logits = torch.empty(0, spec.vocab_size, dtype=torch.float32)
+        self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
@@ -107,6 +108,12 @@ class CpuBackend:
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return head
+
+    def draw(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+        """See kernels/backend.py."""
+        rules = DrawRules(temperature, top_p, min_p, point)
+        row = logits.contiguous()
+        return int(self._lib.kvl_draw(row.data_ptr(), len(row), ctypes.byref(rules), self._weights.data_ptr()))
 
     @property
     def kv_parts(self) -> tuple[Tensor, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.engine.kernels.backend import Head, most_likely
+from kvloom.engine.kernels.backend import Draw, Head, most_likely
 from kvloom.engine.mesh import Mesh
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.shard import ShardedWeights, shard_spec
@@ -22,6 +22,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    draw: Draw | None = None
 
     def __init__(
         self,
