@@ -53,6 +53,9 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int
     block_size: int
     max_seq_len: int
+    kv_bytes: int = 0
+    weight_bytes: int = 0
+    vocab_size: int = 0
     swap_block_s: float = 0.0
     median_error: float = 0.0  # relative, over the measured steps
 
@@ -144,6 +147,9 @@ def measure(config: EngineConfig, progress: Progress = lambda done, total: None)
         num_blocks=info.num_blocks,
         block_size=info.block_size,
         max_seq_len=engine.max_seq_len,
+        kv_bytes=info.kv_bytes,
+        weight_bytes=info.weight_bytes,
+        vocab_size=info.vocab_size,
         swap_block_s=info.swap_block_s,
     )
     errors = [abs(times.step_s(load) / step_s - 1) for load, step_s in zip(loads, seconds, strict=True)]
