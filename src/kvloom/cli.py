@@ -29,6 +29,8 @@ app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon,
 app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
 app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
 app.command("dataset")(tuning_cli.dataset)
+app.command("simulate")(tuning_cli.simulate)
+app.command("tune")(tuning_cli.tune)
 console = Console()
 
 

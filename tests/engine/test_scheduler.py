@@ -8,7 +8,7 @@ from kvloom.engine.batch import Work
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import Limits
 from kvloom.engine.errors import BadRequest
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 
 BLOCK = 4
 
@@ -187,7 +187,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.NUM_BLOCKS)
+        self.pool = BlockPool(self.NUM_BLOCKS, num_host_blocks=5)
         self.seqs: list[Seq] = []
         self.next_id = 0
         self.in_flight: Plan | None = None
@@ -203,6 +203,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = plan_step(self.seqs, self.pool, self.LIMITS)
         self.judge(plan)
         self.judge_guesses(plan)
+        copies = swap_out(plan, self.pool)
+        assert len(copies) == sum(len(seq.block_table) for seq in plan.swapped)
         works = apply_step(plan, self.pool)
         for work, step in zip(works, plan.steps, strict=True):
             assert work.blocks == step.seq.block_table[work.first_block :]
