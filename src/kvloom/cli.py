@@ -1,4 +1,4 @@
-"""The command line: `kvloom serve | chat | config | pull | pool | gewu | cert`. Options and wiring, no logic."""
+"""The command line: `kvloom serve | chat | bench | config | pull | pool | gewu | cert`. Options and wiring."""
 
 import os
 import sys
@@ -10,6 +10,8 @@ import httpx
 import typer
 from rich.console import Console
 
+from kvloom.bench.cli import bench
+from kvloom.bench.client import BenchError
 from kvloom.engine.errors import ServingError
 from kvloom.engine.hub import MODELS
 from kvloom.gewu.cli import app as gewu_app
@@ -27,6 +29,7 @@ app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, con
 app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
 app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
 app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
+app.command()(bench)
 console = Console()
 
 
@@ -104,7 +107,7 @@ def main() -> None:
     """Entry point: mistakes of a user are one line and exit code 1."""
     try:
         app()
-    except (ServingError, AccessError, TlsError, KeyStoreError) as error:
+    except (ServingError, BenchError, AccessError, TlsError, KeyStoreError) as error:
         print(f"kvloom: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -60,6 +60,7 @@ class CpuBackend:
         packer = _Packer(self, weights, WEIGHT_FORMATS[weight_format], progress)
         packer.declare()
         packer.fill()
+        self.streamed_bytes = packer.packed_bytes  # read by every step
         self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
         self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
         self._lib.kvl_set_tables(self._model, self._embed.data_ptr(), self._rope.data_ptr())
