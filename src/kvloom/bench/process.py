@@ -16,6 +16,7 @@ from pathlib import Path
 from kvloom.bench.client import BenchError, Target, complete
 
 _POLL_S = 0.01
+_LISTENING = "0A"  # as /proc/net/tcp spells the state
 _STOP_S = 15.0
 
 
@@ -96,6 +97,23 @@ def peak_rss_bytes(pid: int) -> int:
         total += int(_status(Path(f"/proc/{one}/status")).get("VmHWM", "0 kB").split()[0]) * 1024
         todo += children.get(one, [])
     return total
+
+
+def listener_pid(port: int) -> int | None:
+    """The process that listens on a TCP port of this machine; None where it cannot be seen (or there is no /proc)."""
+    inodes = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:] if table.exists() else ():
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{inode}]")
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        try:
+            if any(os.readlink(file) in inodes for file in folder.iterdir()):
+                return int(folder.parent.name)
+        except OSError:
+            continue
+    return None
 
 
 def _status(path: Path) -> dict[str, str]:
