@@ -84,7 +84,9 @@ async def one_round(target: Target, sizes: Sizes, seed: str, done: Callable[[], 
     values: Values = {}
     load = sizes.load(1, 5, 128)
     point = summarise(load, *await run(target, load, f"{seed}-single"))
-    values["single"], values["ttft_128"] = 1e3 / point.tpot_ms.p50, point.ttft_ms.p50
+    values["ttft_128"] = point.ttft_ms.p50
+    if point.tpot_ms.p50:  # 0: the whole answer came in one piece
+        values["single"] = 1e3 / point.tpot_ms.p50
     done()
     for concurrency in (8, 32):
         load = sizes.load(concurrency, 3 * concurrency, 128)
@@ -98,8 +100,10 @@ async def one_round(target: Target, sizes: Sizes, seed: str, done: Callable[[], 
     values["prefix"] = 1e3 * statistics.median(answer.ttft_s for answer in answers[1:])
     done()
     gaps = await gaps_s(target, sizes, f"{seed}-gaps")
-    p99 = statistics.quantiles(gaps, n=100, method="inclusive")[98]
-    values["gap_p99"], values["gap_ratio"] = 1e3 * p99, p99 / statistics.median(gaps)
+    p99, median = statistics.quantiles(gaps, n=100, method="inclusive")[98], statistics.median(gaps)
+    values["gap_p99"] = 1e3 * p99
+    if median:
+        values["gap_ratio"] = p99 / median
     done()
     return values
 
@@ -124,7 +128,9 @@ async def gaps_s(target: Target, sizes: Sizes, seed: str) -> list[float]:
 
 
 def medians(rounds: Sequence[Values]) -> Values:
-    return {name: statistics.median(values[name] for values in rounds) for name in rounds[0]}
+    """Of the rows that every round has."""
+    names = [name for name in rounds[0] if all(name in values for values in rounds)]
+    return {name: statistics.median(values[name] for values in rounds) for name in names}
 
 
 def ratios(medians_of: dict[str, Values]) -> dict[str, tuple[float, str]]:
