@@ -41,6 +41,7 @@ mutants: setup
 	$(BIN)/python tools/mutants.py
 
 bench: setup
+	$(BIN)/kvloom bench
 	$(BIN)/python -m benches
 
 audit:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benches.kernels import CONTEXT, decode_args
+from kvloom.bench.kernels import CONTEXT, decode_args
 from kvloom.engine.hub import pull
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.request import SamplingParams
