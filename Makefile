@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check coverage golden mutants bench wheel clean
+.PHONY: setup serve demo test check coverage golden mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -31,11 +31,11 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by their tests.
-PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py
+PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/lookup.py
 coverage: setup
 	$(BIN)/coverage run --branch --include=$(PURE) -m pytest -q \
 	  tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_stop.py tests/engine/test_detok.py \
-	  tests/engine/test_policies.py
+	  tests/engine/test_policies.py tests/engine/test_speculation.py
 	$(BIN)/coverage report --show-missing --fail-under=100
 
 # Write the files again that tests/wire/test_golden.py compares with.
@@ -47,6 +47,11 @@ mutants: setup
 
 bench: setup
 	$(BIN)/python -m benches
+
+audit:
+	$(PY) -m venv .venv/audit
+	.venv/audit/bin/pip install -q pip-audit
+	.venv/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
 wheel: setup
 	$(BIN)/python -m build --wheel

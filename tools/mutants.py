@@ -15,7 +15,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "src/kvloom/engine"
-TESTS = ("test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine")
+TESTS = ("test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine", "test_speculation")
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,31 @@ BUGS = (
         "blocks.py",
         "self._free.move_to_end(block, last=False)",
         "pass",
+    ),
+    Bug("guesses preempt", "scheduler.py", "budget, room)", "budget)"),
+    Bug("guesses overrun the step", "scheduler.py", "num_guessing, budget, room", "num_guessing, room"),
+    Bug("guesses are not shared", "scheduler.py", "limits.max_draft_tokens // num_guessing", "limits.max_draft_tokens"),
+    Bug("a wrong guess counts as computed", "scheduler.py", " - len(step.draft) + max(0, len(tokens) - 1)", ""),
+    Bug("wrong guesses keep their blocks", "scheduler.py", "        pool.release(seq.block_table[num_used:])\n", ""),
+    Bug("old guesses are used again", "scheduler.py", "        seq.draft = []\n", ""),
+    Bug("a prefill guesses", "scheduler.py", " and seq.num_pending == step.num_tokens == 1", ""),
+    Bug(
+        "a part of the text is never searched",
+        "lookup.py",
+        "max(self._num_indexed, len(token_ids) - 1)",
+        "len(token_ids)",
+    ),
+    Bug(
+        "the first match is taken",
+        "lookup.py",
+        "self._ends[tuple(token_ids[end - size : end])] = end",
+        "self._ends.setdefault(tuple(token_ids[end - size : end]), end)",
+    ),
+    Bug(
+        "the shortest match wins",
+        "lookup.py",
+        "range(max_tokens, min_tokens - 1, -1)",
+        "range(min_tokens, max_tokens + 1)",
     ),
     Bug(
         "a whole cached prompt leaves nothing to compute",

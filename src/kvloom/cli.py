@@ -40,6 +40,8 @@ def serve(
     backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
+    speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
@@ -54,7 +56,7 @@ def serve(
     settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
     settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
-    settings.override_model(weight_format=weight_format)
+    settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
     launch(settings)
 
 

@@ -47,7 +47,7 @@ def test_every_sequence_ends_and_every_bound_holds_under_any_rules(lengths, rule
         assert len(admitted) <= limits.prefill_places
         assert limits.is_continuous or not (running and admitted), "a static batch was joined"
         apply_step(plan, pool)
-        commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
         check(seqs, pool, BLOCK)
         for seq in [seq for seq in seqs if len(seq.token_ids) >= seq.max_len]:
             seqs.remove(seq)

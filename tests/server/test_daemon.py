@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvloom.server.auth import hash_key, new_key
 from kvloom.server.config_cli import starting_point
 from kvloom.server.config_keys import LAYOUT_1
 from tests.support.processes import CLI, serving
@@ -99,6 +100,38 @@ def test_stop_service_answers_when_running_requests_have_ended_and_the_daemon_ex
         stop.join()
         assert stopped[0].status_code == 200
         assert daemon.process.wait(timeout=10) == 0
+
+
+def test_prompts_and_keys_are_in_no_log_line(tmp_path):
+    key, secret = new_key(), "the-secret-of-the-prompt"
+    config = install(tmp_path, apiKeyFile="keys", maxInputChars=2000)
+    (tmp_path / "keys").write_text(hash_key(key))
+    with serving([*DAEMON, "--config", str(config)], MIES_PYTHON_LOG_TO_STDOUT="1") as daemon:
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=daemon.url, headers=headers) as client:
+            chat = {"model": "llama_65b", "messages": [{"role": "user", "content": secret}]}
+            assert client.post("/v1/chat/completions", json=chat).status_code == 200
+            assert client.post("/generate", json={"inputs": secret}).status_code == 200
+            assert client.post("/generate", json={"inputs": secret, "parameters": {"top_k": 0}}).status_code == 422
+            assert client.post("/generate", json={"inputs": secret * 100}).status_code == 422
+            assert client.post("/generate", content=secret).status_code == 422
+            assert client.post("/v1/chat/completions", json={**chat, "top_p": secret}).status_code == 400
+        assert httpx.post(daemon.url + "/generate", json={"inputs": secret}, headers={"X-Api-Key": key + "x"}).is_error
+        log = tmp_path / "logs" / "mindservice.log"
+        until(lambda: log.read_text().count("COMPLETED") == 2 and log.read_text().count("POST") == 4)
+        written = log.read_text() + "\n".join(daemon.lines)
+    assert secret not in written
+    assert key not in written
+
+
+def test_pages_of_other_origins_may_call_only_when_they_are_named(tmp_path):
+    with serving([*DAEMON, "--config", str(install(tmp_path, corsOrigins=["https://a.example"]))]) as daemon:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        for origin, is_named in (("https://a.example", True), ("https://b.example", False)):
+            preflight = httpx.options(daemon.url + "/v1/chat/completions", headers={"Origin": origin, **asked})
+            assert (preflight.status_code == 200) is is_named
+            answer = httpx.get(daemon.url + "/v1/models", headers={"Origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) is is_named
 
 
 @pytest.mark.parametrize(

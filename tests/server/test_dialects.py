@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvloom.server.auth import new_key
 from kvloom.server.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server, until
 
@@ -207,3 +208,25 @@ def test_the_description_names_every_route_and_its_fields(server: FakeServer):
     assert [one["$ref"].rsplit("/")[-1] for one in body["anyOf"]] == ["GenerateBody", "PromptBody"]
     assert {"/v1/chat/completions", "/v2/models/{model}/infer", "/infer", "/docs"} <= paths.keys()
     assert "<title>kvloom: routes</title>" in server.client.get("/docs").text
+
+
+def test_the_holder_of_an_api_key_is_the_tenant_of_its_requests():
+    """With a share a token, one key's second request waits behind another key's first."""
+    keys = [new_key(), new_key()]
+    with fake_server(max_batch=1, fair_token_s=1.0, step_s=0.01, keys=keys, has_eos=False) as server:
+        ended: list[str] = []
+
+        def ask(name: str, key: str) -> None:
+            body = {"inputs": "hi", "parameters": {"max_new_tokens": 100}}
+            headers = {"Authorization": f"Bearer {key}"}
+            assert httpx.post(server.url + "/generate", json=body, headers=headers, timeout=30).status_code == 200
+            ended.append(name)
+
+        threads = []
+        for number, (name, key) in enumerate((("a1", keys[0]), ("a2", keys[0]), ("b1", keys[1]))):
+            threads.append(threading.Thread(target=ask, args=(name, key)))
+            threads[-1].start()
+            until(lambda number=number: server.admission.num_active == number + 1)
+        for thread in threads:
+            thread.join()
+        assert ended == ["a1", "b1", "a2"]

@@ -109,12 +109,20 @@ CASES = [
     _post("native-infer-error", "/infer", {"inputs": 3}),
     _post("native-infer-token", "/infer_token", {"input_id": [104, 105], "parameters": {"max_new_tokens": 4}}),
     _get("status-health-timed", "/health/timed"),
+    _get("status-health-timed-1", "/health/timed-1"),
     _get("status-health-timed-error", "/health/timed-601"),
     _get("status-config", "/v1/config"),
     _get("status-v1", "/v1/status"),
     _get("status-v2", "/v2/status"),
     _get("status-metrics", "/metrics-json"),
     _post("status-tokenizer", "/v1/tokenizer", {"inputs": "hi", "do_tokenize": True}),
+    *(
+        _get(f"triton-version{path.replace('/', '-')}", f"{_V2}/versions/1{path}")
+        for path in ("/ready", "/config", "/getSlotCount")
+    ),
+    _post("triton-version-infer", f"{_V2}/versions/1/infer", {**_TENSOR, "parameters": {"details": True}}),
+    _post("triton-version-generate-stream", f"{_V2}/versions/1/generate_stream", {**_TRITON, "id": "a124"}),
+    _post("triton-version-stop-error", f"{_V2}/versions/1/stopInfer", {"id": "a b"}),
     _get("error-route", "/nothing"),
     _get("error-method", "/generate"),
 ]

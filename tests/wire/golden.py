@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from tests.support.servers import FakeServer, fake_server
+from tests.support.servers import FakeServer, fake_server, until
 from tests.wire.cases import CASES, MODEL, Case
 
 FOLDER = Path(__file__).parent / "golden"
@@ -29,7 +29,7 @@ _UNSTABLE = (
 @contextmanager
 def golden_server() -> Iterator[FakeServer]:
     """maxSeqLen 2048 and the other limits that the files show."""
-    with fake_server(names=(MODEL,), max_iter_times=512, max_link_num=300) as server:
+    with fake_server(names=(MODEL,), max_iter_times=512, max_link_num=300, enable_prefix_cache=False) as server:
         yield server
 
 
@@ -42,12 +42,15 @@ def stable(text: str) -> str:
 def shown(server: FakeServer, case: Case) -> str:
     """Request and answer as the file has them. NUL is written as <NUL>."""
     body = msgspec.json.encode(case.body).decode() if case.body is not None else None
+    until(lambda: server.engine.stats().num_running == 0)  # counts are of a server at rest
     lines = [f"{case.method} {case.path}", *(f"{name}: {value}" for name, value in case.headers.items())]
     lines += ["", body] if body is not None else []
     response = server.client.request(case.method, case.path, content=body, headers=case.headers)
     kept = [f"{name}: {response.headers[name]}" for name in KEPT_HEADERS if name in response.headers]
     answer = stable(response.text).replace("\0", "<NUL>\n")
-    return "\n".join([*lines, "", f"{response.status_code} {httpx.codes(response.status_code).phrase}", *kept, "", answer])
+    return "\n".join(
+        [*lines, "", f"{response.status_code} {httpx.codes(response.status_code).phrase}", *kept, "", answer]
+    )
 
 
 def read(case: Case) -> str:

@@ -17,9 +17,27 @@ NUM_WARM = 2_000
 NUM_THREADS = 4
 TIMEOUT_S = 20.0
 MAX_GROWTH_BYTES = 24 << 20
-DEEP = "nested"  # stands for arrays in arrays
+DEEP, LONG = "nested", "long"  # stand for arrays in arrays and for a number of 6000 digits
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, "", "1", "x" * 5000, "\ud800", "\0", "🙂" * 50, "ä", [], {}, [[]], [None], {"a": 1}, DEEP),
+    *(
+        None,
+        True,
+        False,
+        "",
+        "1",
+        "x" * 5000,
+        "\ud800",
+        "\0",
+        "🙂" * 50,
+        "ä",
+        [],
+        {},
+        [[]],
+        [None],
+        {"a": 1},
+        DEEP,
+        LONG,
+    ),
     *(0, -1, 1, 2, 1.5, -0.0, 1e-320, 1e308, 2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**400),
     *(float("nan"), float("inf"), float("-inf"), ["a"] * 5, [1, "a", None], [-1], [10**9]),
 )
@@ -101,6 +119,7 @@ def mutated(case: Case, draw: random.Random) -> tuple[str, str, bytes, dict[str,
             body = change(body, draw)
     data = json.dumps(body).encode() if case.body is not None else b""
     data = data.replace(json.dumps(DEEP).encode(), b"[" * 5000 + b"]" * 5000)
+    data = data.replace(json.dumps(LONG).encode(), b"9" * 6000)
     if draw.random() < 0.15:
         data = damage(data, draw)
     for _ in range(draw.choice((0, 0, 1, 2))):
@@ -119,6 +138,9 @@ class Sender:
     def __init__(self, server: FakeServer) -> None:
         host, _, port = server.url.removeprefix("http://").partition(":")
         self._connection = http.client.HTTPConnection(host, int(port), timeout=TIMEOUT_S)
+
+    def close(self) -> None:
+        self._connection.close()
 
     def send(self, method: str, path: str, data: bytes, headers: dict[str, str]) -> int:
         """The status of a whole answer; one that lasts too long raises TimeoutError."""
@@ -148,11 +170,12 @@ def run(server: FakeServer, requests: list[tuple[str, str, bytes, dict[str, str]
             try:
                 status = sender.send(*request)
             except Exception as error:
-                wrong.append(f"{error!r}: {request!r:.600}")
-                sender = Sender(server)
+                wrong.append(f"{error!r}: {request!r:.400}")
+                sender.close()
             else:
                 if status >= 500:
-                    wrong.append(f"{status}: {request!r:.600}")
+                    wrong.append(f"{status}: {request!r:.400}")
+        sender.close()
 
     threads = [threading.Thread(target=work, args=(requests[i::NUM_THREADS],)) for i in range(NUM_THREADS)]
     for thread in threads:

@@ -23,7 +23,9 @@ class Work(msgspec.Struct, array_like=True):
     """Compute `num_tokens` tokens of sequence `id` from position `start` on.
 
     `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence).
-    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it.
+    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last
+    tokens of the work may be a `draft`, guesses beyond those known: while the token sampled is the one guessed, the
+    rank samples the one after it too.
     """
 
     id: int
@@ -31,6 +33,7 @@ class Work(msgspec.Struct, array_like=True):
     num_tokens: int
     first_block: int
     blocks: list[int]
+    draft: list[int] = []
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -48,7 +51,7 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class Sample(msgspec.Struct, array_like=True):
-    """The token chosen for sequence `id`; log-probabilities where the request asked for them."""
+    """A token chosen for sequence `id`, in order when there are several; log-probabilities where asked for."""
 
     id: int
     token_id: int

@@ -19,8 +19,9 @@ from kvloom.engine.config import EngineConfig, Limits
 from kvloom.engine.detok import Detokenizer
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
+from kvloom.engine.lookup import PromptLookup
 from kvloom.engine.policies import Turns, policy_of
-from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
+from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, check_request
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
@@ -47,7 +48,9 @@ class _Live:
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
+    lookup: PromptLookup | None  # what guesses its next tokens; None = nobody does
     is_known: bool = False  # the rank has its tokens
+    finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
@@ -110,7 +113,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run."""
-        self._check(request)
+        check_request(request, self.max_seq_len, self._executor.info.vocab_size)
+        if request.id in self._by_request:
+            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
         request = self._capped(request)
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
@@ -122,7 +127,7 @@ class Engine:
         seq.may_reuse = params.prompt_logprobs is None
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
-        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s)
+        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s, self._lookup())
         self._next_id += 1
         self._counts["total_requests"] += 1
         self._counts["total_prompt_tokens"] += seq.num_prompt
@@ -182,11 +187,14 @@ class Engine:
         self._compute_s += output.compute_s
         for chunk in output.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
-        samples = {sample.id: sample for sample in output.samples}
-        commit_step(self._plan, {id: s.token_id for id, s in samples.items()}, self._pool, self._limits.block_size)
-        for step in self._plan.steps:
-            if step.seq.status is Status.RUNNING and step.seq.id in samples:
-                self._take_sample(self._seqs[step.seq.id], samples[step.seq.id])
+        samples: dict[int, list[Sample]] = {}
+        for sample in output.samples:
+            samples.setdefault(sample.id, []).append(sample)
+        steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
+        taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
+        commit_step(self._plan, taken, self._pool, self._limits.block_size)
+        for step in steps:
+            self._go_on(self._seqs[step.seq.id], len(step.draft), len(samples[step.seq.id]) - 1)
 
     def stats(self) -> Stats:
         num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
@@ -206,22 +214,6 @@ class Engine:
         check([live.seq for live in self._seqs.values()], self._pool, self._limits.block_size)
 
     # -- requests
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise BadRequest("prompt", "is empty: give at least one token")
-        if length + (request.params.max_tokens != 0) > self.max_seq_len:
-            raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {self.max_seq_len}")
-        vocab_size = self._executor.info.vocab_size
-        bad = next((i for i in request.prompt_ids if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise BadRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab_size}")
-        bad = next((i for i in request.params.logit_bias if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise BadRequest("logit_bias", f"token id {bad} is outside the vocabulary of {vocab_size}")
-        if request.id in self._by_request:
-            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
 
     def _capped(self, request: Request) -> Request:
         """The request with its answer no longer than max_iter_times."""
@@ -251,6 +243,12 @@ class Engine:
     def _detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(_text_bytes(self._vocabulary, request.params.skip_special_tokens))
 
+    def _lookup(self) -> PromptLookup | None:
+        config = self.config
+        if not config.num_speculative_tokens:
+            return None
+        return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
+
     def _introduce(self) -> list[NewSeq]:
         """Sequences of the plan that the rank has not seen."""
         new = []
@@ -273,21 +271,37 @@ class Engine:
 
     # -- what a step brought
 
-    def _take_sample(self, live: _Live, sample: Sample) -> None:
+    def _take_samples(self, live: _Live, samples: Sequence[Sample]) -> list[int]:
+        """The sampled tokens that the answer has; those beyond its end are dropped."""
         seq, params = live.seq, live.request.params
         if params.max_tokens == 0:  # only the prompt's log-probabilities were wanted
-            finish: FinishReason | None = FinishReason.LENGTH
-            self._fresh.append(_Fresh(live, None, None, finish))
-        else:
-            num_output = len(seq.token_ids) - seq.num_prompt
-            self._counts["total_output_tokens"] += 1
-            eos_ids = self._vocabulary.eos_ids
-            finish = finish_of(sample.token_id, num_output, len(seq.token_ids), params, eos_ids, self.max_seq_len)
-            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, finish))
-        if finish is not None:
+            live.finish = FinishReason.LENGTH
+            self._fresh.append(_Fresh(live, None, None, live.finish))
+            return []
+        taken: list[int] = []
+        for sample in samples:
+            taken.append(sample.token_id)
+            num_total, eos_ids = len(seq.token_ids) + len(taken), self._vocabulary.eos_ids
+            num_output = num_total - seq.num_prompt
+            live.finish = finish_of(sample.token_id, num_output, num_total, params, eos_ids, self.max_seq_len)
+            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, live.finish))
+            if live.finish is not None:
+                break
+        self._counts["total_output_tokens"] += len(taken)
+        return taken
+
+    def _go_on(self, live: _Live, num_drafted: int, num_accepted: int) -> None:
+        """After its samples were taken: end the sequence, or guess what follows."""
+        seq = live.seq
+        self._counts["total_draft_tokens"] += num_drafted
+        self._counts["total_accepted_tokens"] += num_accepted
+        if live.finish is not None:
             del self._seqs[seq.id]
             release_seq(seq, self._pool, Status.FINISHED)
             self._dropped.append(seq.id)
+        elif live.lookup is not None:
+            live.lookup.learn(num_drafted, num_accepted)
+            seq.draft = live.lookup.propose(seq.token_ids, seq.max_len - len(seq.token_ids) - 1)
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
         live = self._seqs.get(chunk.id)
@@ -366,6 +380,8 @@ _COUNTERS = (
     "total_cached_tokens",
     "total_output_tokens",
     "total_preemptions",
+    "total_draft_tokens",
+    "total_accepted_tokens",
 )
 
 

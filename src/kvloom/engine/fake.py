@@ -124,8 +124,9 @@ class FakeRunner:
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
         state.blocks[work.first_block :] = work.blocks
+        tokens = state.token_ids + work.draft
         for pos in range(work.start, work.start + work.num_tokens):
-            self._slots[self._slot(state, pos)] = state.token_ids[pos]
+            self._slots[self._slot(state, pos)] = tokens[pos]
 
     def _read(self, work: Work, output: StepOutput) -> None:
         state = self._states[work.id]
@@ -135,12 +136,19 @@ class FakeRunner:
             output.prompt_logprobs.append(
                 PromptLogprobs(work.id, work.start, [_fake_logprob(i, state) for i in following])
             )
-        if end == len(state.token_ids):
-            context = [self._slots[self._slot(state, pos)] for pos in range(end)]
+        if end - len(work.draft) == len(state.token_ids):
+            self._sample(work, state, output)
+
+    def _sample(self, work: Work, state: _State, output: StepOutput) -> None:
+        """The next token; and, while the draft foretold it, the one after."""
+        for guess in (*work.draft, None):
+            context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
             token_id = fake_next(context, state.params, state.seed)
             state.token_ids.append(token_id)
             logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None
             output.samples.append(Sample(work.id, token_id, logprob))
+            if token_id != guess:
+                return
 
     def _slot(self, state: _State, pos: int) -> int:
         size = self.info.block_size

@@ -53,7 +53,7 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # NaN fails the comparison too
-                raise BadRequest(name, f"must be between {low:g} and {high:g}, got {value:g}")
+                raise BadRequest(name, f"must be between {low:g} and {high:g}, got {_number(value)}")
         if self.top_p <= 0 or self.typical_p <= 0 or self.repetition_penalty <= 0:
             name = "top_p" if self.top_p <= 0 else "typical_p" if self.typical_p <= 0 else "repetition_penalty"
             raise BadRequest(name, "must be above 0")
@@ -63,6 +63,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
+
+
+def _number(value: float) -> str:
+    """For people; a whole number may be too large for a float."""
+    return f"{value:g}" if isinstance(value, float) or abs(value) < 2**64 else f"a number of {value.bit_length()} bits"
 
 
 MAX_LOGPROBS = 20
@@ -94,6 +99,19 @@ class Request:
     tenant: str = ""  # whom the request is for; fairness is between tenants
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
+
+
+def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
+    """Raises BadRequest when a model of this context (in tokens) and vocabulary can never run the request."""
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise BadRequest("prompt", "is empty: give at least one token")
+    if length + (request.params.max_tokens != 0) > max_seq_len:
+        raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):
+        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise BadRequest(name, f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 
 @dataclass(frozen=True, slots=True)

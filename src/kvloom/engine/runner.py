@@ -9,20 +9,20 @@ from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels.backend import Backend
-from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.kernels.backend import Backend, Head
+from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.sampler import History, describe, sample
+from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_BF16_BYTES = 2
+_REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class _Rows:
     """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
 
     rows: list[int]
-    samples: list[int]  # sequence ids
+    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
 
 
@@ -74,19 +74,42 @@ class ModelRunner:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         wanted = self._rows(works)
-        logits = self._backend.step(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32))
-        histories = [self._states[id].history for id in wanted.samples]
-        start = len(wanted.samples)
+        tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
+        start = tops.count(0)
+        tops += [0] * (len(wanted.rows) - len(tops))
+        head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
+        row = 0
+        for id, draft in wanted.samples:
+            self._sample(head, row, id, draft, output)
+            row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
-            logprobs = torch.log_softmax(logits[start : start + len(following)], dim=-1)
+            logprobs = torch.log_softmax(head.full[start : start + len(following)], dim=-1)
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
-        chosen = sample(logits[: len(histories)], histories, self._eos_ids) if histories else []
-        for id, history, (token_id, logprob) in zip(wanted.samples, histories, chosen, strict=True):
+
+    def _num_candidates(self, id: int, num_more: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
+        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        history = self._states[id].history
+        for guess in (*draft, None):
+            token_id, logprob = self._choose(head, row, history)
             history.append(token_id)
             output.samples.append(Sample(id, token_id, logprob))
+            if token_id != guess:
+                return
+            row += 1
+
+    def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
+        """The token after row `row`, of its candidates or of all its logits."""
+        top = head.tops[row]
+        if top:
+            return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
+        place = head.tops[:row].count(0)
+        return sample(head.full[place : place + 1], [history], self._eos_ids)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
@@ -95,7 +118,8 @@ class ModelRunner:
         qstart = [0]
         for work in works:
             end = work.start + work.num_tokens
-            ids += self._states[work.id].history.token_ids[work.start : end]
+            known = self._states[work.id].history.token_ids
+            ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
         tables = [self._states[work.id].blocks for work in works]
@@ -111,9 +135,10 @@ class ModelRunner:
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end == len(history.token_ids):
-                wanted.samples.append(work.id)
-                wanted.rows.append(first_row + work.num_tokens - 1)
+            if end - len(work.draft) == len(history.token_ids):
+                wanted.samples.append((work.id, work.draft))
+                end_row = first_row + work.num_tokens
+                wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
             if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
                 following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
                 wanted.chunks.append((work.id, work.start, following))
@@ -135,12 +160,18 @@ def _open_backend(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
 ) -> Backend:
     """The named backend; "auto" is the CPU kernels, or the reference where they cannot be had (and a log line)."""
+    spec, kv_dtype = checkpoint.spec, "bf16" if config.kv_dtype == "auto" else config.kv_dtype
     wants_kernels = config.backend == "cpu" or (config.backend == "auto" and _kernels_fit(config))
     if wants_kernels:
         try:
-            num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, _BF16_BYTES)
+            token_bytes = kv_token_bytes(kv_dtype, spec.head_dim)
             backend = CpuBackend(
-                checkpoint.spec, checkpoint.weights, num_blocks, weight_format=_weight_format(config), progress=progress
+                spec,
+                checkpoint.weights,
+                config.num_blocks or _num_blocks_for(config, spec, max_seq_len, token_bytes),
+                weight_format=_weight_format(config),
+                kv_dtype=kv_dtype,
+                progress=progress,
             )
             torch.set_num_threads(1)  # sampling only: its pool would spin on the cores of the kernels' own
             return backend
@@ -149,15 +180,17 @@ def _open_backend(
                 raise
             log.warning("%s; the slower torch backend is used instead", error)
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, dtype.itemsize)
+    kept = _REFERENCE_KV.get(config.kv_dtype, dtype)
+    token_bytes = spec.head_dim * kept.itemsize + (4 if kept == torch.int8 else 0)
     return ReferenceBackend(
-        checkpoint.spec,
+        spec,
         checkpoint.weights,
-        num_blocks,
+        config.num_blocks or _num_blocks_for(config, spec, max_seq_len, token_bytes),
         device=config.device,
         dtype=dtype,
         block_size=_BLOCK_SIZE,
         progress=progress,
+        kv_dtype=kept,
     )
 
 
@@ -171,13 +204,13 @@ def _weight_format(config: EngineConfig) -> str:
     return "bf16" if config.dtype == "bfloat16" else "w8a8"
 
 
-def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, item_bytes: int) -> int:
+def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, token_bytes: int) -> int:
     """Blocks that the KV budget holds, no more than max_batch sequences of full length need, no fewer than one needs.
 
-    Without a budget: 2 GiB, or 40 % of the free memory where that is less. Raises ModelError when one sequence of
-    max_seq_len does not fit into a budget that was given.
+    token_bytes: of one token's key (or value) of one head. Without a budget: 2 GiB, or 40 % of the free memory where
+    that is less. Raises ModelError when one sequence of max_seq_len does not fit into a budget that was given.
     """
-    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * item_bytes
+    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * token_bytes
     per_seq = -(-max_seq_len // _BLOCK_SIZE)
     budget = config.kv_cache_bytes or min(2 * 2**30, int(0.4 * available_bytes()))
     if config.kv_cache_bytes and budget < per_seq * block_bytes:

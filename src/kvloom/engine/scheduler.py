@@ -4,8 +4,8 @@ A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decod
 same thing: a sequence with tokens whose keys and values are not computed yet.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvloom.engine.batch import Work
@@ -37,6 +37,7 @@ class Seq:
     num_preemptions: int = 0
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
+    draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
 
     @property
@@ -49,7 +50,7 @@ class Seq:
 class SeqStep:
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
-    `hits` are cached blocks that a newly admitted sequence starts with.
+    `hits` are cached blocks that a newly admitted sequence starts with. The last len(draft) tokens are guesses.
     """
 
     seq: Seq
@@ -57,6 +58,7 @@ class SeqStep:
     num_tokens: int
     num_new_blocks: int
     hits: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def plan_step(
 
     Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
     overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
-    finds no block preempts the last; the first never is, so some sequence always advances.
+    finds no block preempts the last; the first never is, so some sequence always advances. Guesses get what budget and
+    blocks are left over.
     """
     running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], policy.running)
     share = _share_tokens(running, limits)
@@ -94,7 +97,9 @@ def plan_step(
     if not preempted:
         waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], policy.waiting)
         if may_admit(len(waiting), running, limits, oldest_wait_s):
-            steps += _plan_waiting(waiting, running, steps, free, pool, limits)
+            admitted, free = _plan_waiting(waiting, running, steps, free, pool, limits)
+            steps += admitted
+        steps = _with_drafts(steps, free, limits)
     return Plan(tuple(steps), tuple(preempted))
 
 
@@ -165,8 +170,11 @@ def _plan_waiting(
     free: int,
     pool: BlockPool,
     limits: Limits,
-) -> list[SeqStep]:
-    """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens."""
+) -> tuple[list[SeqStep], int]:
+    """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens.
+
+    Returns their steps and the blocks left free.
+    """
     steps: list[SeqStep] = []
     prefills = [step for step in running_steps if step.seq.num_pending > 1]
     places = limits.max_batch - len(running)
@@ -193,7 +201,36 @@ def _plan_waiting(
         budget -= count
         free -= taken + need
         spare -= promised
-    return steps
+    return steps, free
+
+
+def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
+    """The steps, those of decoding sequences longer by as much of their drafts as budget and `free` blocks allow."""
+    num_guessing = sum(_may_guess(step) for step in steps)
+    budget = limits.max_tokens - sum(step.num_tokens for step in steps)
+    result = []
+    for step in steps:
+        if _may_guess(step):
+            num_blocks = len(step.seq.block_table) + step.num_new_blocks
+            room = (num_blocks + free) * limits.block_size - step.start - step.num_tokens
+            draft = step.seq.draft[: min(limits.max_draft_tokens // num_guessing, budget, room)]
+            extra = _num_blocks(step.start + step.num_tokens + len(draft), limits.block_size) - num_blocks
+            step = replace(
+                step,
+                num_tokens=step.num_tokens + len(draft),
+                num_new_blocks=step.num_new_blocks + extra,
+                draft=tuple(draft),
+            )
+            budget -= len(draft)
+            free -= extra
+        result.append(step)
+    return result
+
+
+def _may_guess(step: SeqStep) -> bool:
+    """A decode with guesses for what follows; a prefill has none of its last token yet."""
+    seq = step.seq
+    return bool(seq.draft) and seq.status is Status.RUNNING and seq.num_pending == step.num_tokens == 1
 
 
 def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
@@ -227,21 +264,26 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     else:
         first = len(seq.block_table)
     seq.block_table += new
-    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:])
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft))
 
 
-def commit_step(plan: Plan, sampled: dict[int, int], pool: BlockPool, block_size: int) -> None:
-    """After the rank has run: advance the sequences, append sampled tokens (id -> token), publish full blocks.
+def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> None:
+    """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
 
-    A sequence that finished while the step ran (abort, stop string) stays as it is: its blocks are already gone.
+    All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
+    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone.
     """
     for step in plan.steps:
         seq = step.seq
         if seq.status is not Status.RUNNING:
             continue
-        seq.num_computed = step.start + step.num_tokens
-        if seq.id in sampled:
-            seq.token_ids.append(sampled[seq.id])
+        tokens = sampled.get(seq.id, ())
+        seq.num_computed = step.start + step.num_tokens - len(step.draft) + max(0, len(tokens) - 1)
+        seq.token_ids += tokens
+        seq.draft = []
+        num_used = _num_blocks(seq.num_computed, block_size)
+        pool.release(seq.block_table[num_used:])
+        del seq.block_table[num_used:]
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
         for i in range(seq.num_published, seq.num_computed // block_size):
             pool.publish(seq.block_table[i], seq.hashes[i])

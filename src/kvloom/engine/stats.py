@@ -20,5 +20,7 @@ class Stats:
     total_cached_tokens: int = 0
     total_output_tokens: int = 0
     total_preemptions: int = 0
+    total_draft_tokens: int = 0  # guessed ahead
+    total_accepted_tokens: int = 0  # of these the ones that the model chose too
     total_compute_s: float = 0.0
     total_restarts: int = 0

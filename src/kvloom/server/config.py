@@ -272,6 +272,8 @@ class Settings:
             engine["kv_cache_bytes"] = max(1, int(both["npu_mem_gb"] * GB))
         if "max_queue_delay_us" in both:
             engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
+        if "fair_token_us" in both:
+            engine["fair_token_s"] = both["fair_token_us"] / 1e6
         if "max_batch" in engine:
             engine["max_tokens_per_step"] = max(512, engine["max_batch"])
         path = both.get("model") or ""
@@ -305,6 +307,8 @@ _ENGINE_FIELDS: Sequence[str] = (
     "device",
     "dtype",
     "weight_format",
+    "kv_dtype",
+    "num_speculative_tokens",
     "max_seq_len",
     "num_blocks",
     "max_batch",

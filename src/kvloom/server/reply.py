@@ -25,6 +25,7 @@ class Call:
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    tenant: str = ""  # whose API key it came with
 
 
 class Events:

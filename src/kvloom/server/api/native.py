@@ -66,7 +66,7 @@ class Native:
         service, params = self._models.default, body.parameters or Parameters()
         if (params.best_of or 1) > 1:
             raise invalid("`best_of` != 1 is not allowed for this endpoint")
-        generation = generation_of(service, call.headers["x-request-id"], ids, params, NATIVE)
+        generation = generation_of(service, call.headers["x-request-id"], ids, params, NATIVE, tenant=call.tenant)
         if body.stream:
             events = await Events.begin(_events(service, generation, bool(params.details)), error_event)
             return Reply(media_type=MEDIA_TYPE, events=events)

@@ -87,7 +87,8 @@ class TextGeneration:
         """Raises BadRequest in TGI's words."""
         ids = prompt_of(service, inputs, self._models.options.max_input_chars)
         has_logprobs = bool(params.details or params.decoder_input_details or params.top_n_tokens) or is_stream
-        return generation_of(service, call.headers["x-request-id"], ids, params, TGI, has_logprobs=has_logprobs)
+        id = call.headers["x-request-id"]
+        return generation_of(service, id, ids, params, TGI, tenant=call.tenant, has_logprobs=has_logprobs)
 
     async def _answer(self, inputs: str, params: Parameters, call: Call) -> tuple[dict[str, Any], dict[str, str]]:
         service = self._models.default

@@ -108,7 +108,9 @@ class Vllm:
         best_of = n if body.best_of is None else body.best_of
         if n < 1 or best_of < n:
             raise BadRequest("best_of" if n >= 1 else "n", f"must be at least {max(1, n)}")
-        generation = Generation(call.headers["x-request-id"], (ids,), body.sampling(wanted), n, best_of)
+        generation = Generation(
+            call.headers["x-request-id"], (ids,), body.sampling(wanted), n, best_of, tenant=call.tenant
+        )
         service.check(generation, "prompt")
         if body.stream:
             if best_of > n:

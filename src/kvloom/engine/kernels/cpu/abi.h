@@ -17,12 +17,15 @@ typedef struct kvl_model kvl_model;
 
 /* Shapes of the decoder. `window` is the number of keys a query sees, itself included; 0 = all. */
 typedef struct {
-    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads;
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads, kv_format;
     float norm_eps;
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
 enum { KVL_INT8 = 0, KVL_INT4 = 1, KVL_BF16 = 2 };
+
+/* How keys and values are held; see layout.hpp. */
+enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
 
 /* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
 enum {
@@ -40,13 +43,18 @@ typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source;
 } kvl_instruction;
 
-/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads][16 * head_dim] bf16. */
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
+ * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
+ * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top]. */
 typedef struct {
-    uint16_t *kv;
+    uint8_t *kv;
     int64_t num_blocks;
     const int32_t *ids, *pos, *qstart, *block_table, *rows;
     int32_t num_tokens, num_seqs, max_blocks, num_rows;
-    float *logits;
+    const int32_t *tops;
+    int32_t max_top;
+    float *logits, *top_values;
+    int32_t *top_ids;
 } kvl_batch;
 
 const char *kvl_isa(void);
