@@ -44,35 +44,34 @@ class S3Fifo:
         """The key is gone, for whatever reason; no-op when it is not in."""
         if self._small.pop(key, None) is not None:
             self._ghost[key] = None
-            while len(self._ghost) > max(16, len(self)):
+            limit = max(16, len(self._small) + len(self._main))
+            while len(self._ghost) > limit:
                 self._ghost.popitem(last=False)
         else:
             self._main.pop(key, None)
 
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
         """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
-        for queue in self._queues():
+        small, main = self._small, self._main
+        is_small_due = len(small) * _SMALL_SHARE >= len(small) + len(main)
+        for queue in (small, main) if is_small_due else (main, small):
             for _ in range((_MAX_USES + 1) * len(queue)):
-                key, uses = next(iter(queue.items()))
+                key = next(iter(queue))
                 if is_kept(key):
                     queue.move_to_end(key)
-                elif uses == 0:
+                    continue
+                uses = queue[key]
+                if uses == 0:
                     return key
-                elif queue is self._small:
-                    del self._small[key]
-                    self._main[key] = 0
+                if queue is small:
+                    del small[key]
+                    main[key] = 0
+                    if not small:
+                        break
                 else:
-                    self._main[key] = uses - 1
-                    self._main.move_to_end(key)
-                if not queue:
-                    break
-        keys = [*self._small, *self._main]
-        return next((key for key in keys if not is_kept(key)), None)
-
-    def _queues(self) -> tuple[OrderedDict[bytes, int], OrderedDict[bytes, int]]:
-        if len(self._small) * _SMALL_SHARE >= len(self):
-            return self._small, self._main
-        return self._main, self._small
+                    main[key] = uses - 1
+                    main.move_to_end(key)
+        return next((key for keys in (small, main) for key in keys if not is_kept(key)), None)
 
     def check(self) -> None:
         """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
