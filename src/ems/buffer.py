@@ -125,7 +125,7 @@ class HostTensors:
             position = 0
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size = piece.count * width
+                    size = piece.num_tokens * width
                     start = piece.start * width
                     target[position : position + size] = rows[piece.block, start : start + size]
                     position += size
@@ -135,7 +135,7 @@ class HostTensors:
             position = 0
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size = piece.count * width
+                    size = piece.num_tokens * width
                     start = piece.start * width
                     rows[piece.block, start : start + size] = source[position : position + size]
                     position += size
@@ -192,7 +192,7 @@ class DeviceTensors:
         for block in blocks:
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size, start = piece.count * width, piece.start * width
+                    size, start = piece.num_tokens * width, piece.start * width
                     parts.append((packed[position : position + size], rows[piece.block, start : start + size]))
                     position += size
         return parts

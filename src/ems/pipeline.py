@@ -19,10 +19,12 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 Bytes = npt.NDArray[np.uint8]
-_GROUP_KEYS = 16  # blocks a sub-batch: enough to hide the round trip, few enough to overlap
+_GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
+_FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
+_GROWTH = 4
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
-_MIN_REGION_BYTES = 4 << 20
+_REGION_BYTES = 4 << 20  # little enough to stay in the processor's cache on the way to the agent
 
 
 @dataclass(slots=True)
@@ -41,14 +43,15 @@ class Progress:
 
 
 def _groups(blocks: Sequence[Block], token_bytes: int, max_bytes: int) -> list[list[Block]]:
-    """Cuts the blocks into sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
+    """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
     groups: list[list[Block]] = []
-    room = 0
+    room, limit = 0, _FIRST_BYTES
     for block in blocks:
         size = _aligned(block.num_tokens * token_bytes)
         if not groups or len(groups[-1]) == _GROUP_KEYS or size > room:
             groups.append([])
-            room = max_bytes
+            room = min(limit, max_bytes)
+            limit *= _GROWTH
         groups[-1].append(block)
         room -= size
     return groups
@@ -81,7 +84,7 @@ def _save_staged(
     link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
 ) -> None:
     largest = _aligned(max(block.num_tokens for block in request.blocks) * cache.token_bytes)
-    region_bytes = max(largest, min(_MIN_REGION_BYTES, largest * _GROUP_KEYS))
+    region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = link.arena(region_bytes * _REGIONS, deadline_s)
     region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
     groups = _groups(request.blocks, cache.token_bytes, region_bytes)
