@@ -66,6 +66,7 @@ class AgentConfig:
     """Raises ValueError naming the field when values do not fit together.
 
     pool_bytes: memory of all tenants; segment_bytes: one shared file; slab_bytes: the largest block.
+    engine: URL of a distributed store behind this node.
     secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
     """
 
@@ -87,6 +88,8 @@ class AgentConfig:
     advertise: str = ""
     peers: tuple[Address, ...] = ()
     control_url: str = ""
+    engine: str = ""
+    engine_password: str = ""
     http: tuple[str, int] | None = None
     ends_with_stdin: bool = False
 
@@ -99,6 +102,10 @@ class AgentConfig:
             raise ValueError("rcache_share must be 0 to 1")
         if (self.listen or self.peers or not self.is_open or self.control_url) and len(self.secret) < 32:
             raise ValueError("secret: peers, credentials and the control plane need one of at least 32 bytes")
+        if self.engine and self.peers:
+            raise ValueError("engine: takes the place of peers; give one of the two")
+        if self.is_direct and (self.engine or self.peers or self.control_url):
+            raise ValueError("is_direct: only on a node of its own; what is written in place goes to no other node")
         if self.is_direct and not self.is_open:
             raise ValueError("is_direct: only on a node with one tenant, which can change published bytes")
 
