@@ -20,7 +20,7 @@ import pytest
 
 from ems import CcKvOption
 from kvloom.pool.agent import Agent
-from kvloom.pool.bench_redis import find_server, private_server
+from kvloom.pool.bench.redis import find_server, private_server
 from kvloom.pool.engines.engine import EngineError, open_engine
 from kvloom.pool.engines.tier import EngineTier
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
@@ -105,6 +105,19 @@ def check_round_trip(agent: Agent) -> None:
 def test_what_left_the_node_comes_back_from_the_store():
     with agent_with(FakeEngine()) as agent:
         check_round_trip(agent)
+
+
+def test_blocks_that_come_do_not_push_each_other_out_of_a_full_pool():
+    with running_agent(rcache_share=1.0, pool_bytes=1 << 20) as agent, session(agent.config.socket, new_kv()) as cc:
+        agent.engine = agent.node.others = EngineTier(FakeEngine())
+        pool = agent.node.pool("default")
+        batches = [list(range(start, start + 48)) for start in range(0, 960, 48)]
+        for i, hashes in enumerate(batches):
+            cc.save(slots_of(*range(48)), hashes, [4] * 48)
+            wait_until(lambda i=i: pool.counts["push_done"] == 48 * (i + 1))
+        for hashes in batches * 2:
+            assert cc.load(slots_of(*range(48)), hashes, [4] * 48).success == 48
+        pool.check()
 
 
 def test_without_write_rcache_blocks_go_to_the_store_only():

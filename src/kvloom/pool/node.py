@@ -19,8 +19,11 @@ class Others(Protocol):
         """Whether this node is the key's home."""
         ...
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
-        """Brings those blocks that other nodes have into the pool. Returns "", or why some could not be asked for."""
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+        """Brings those blocks that other nodes have into the pool.
+
+        Returns "" or why some could not be asked for, and the blocks, pinned: one that comes must not push out another.
+        """
         ...
 
     def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:

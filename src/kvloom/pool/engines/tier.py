@@ -56,14 +56,18 @@ class EngineTier:
         with self._lock:
             return self._breaker.is_open(self._now())
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
-        """Brings those blocks that the store has into the pool, as copies."""
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+        """Brings those blocks that the store has into the pool, as copies; they are pinned."""
         names = _names(pool.tenant, keys)
         problem, values = self._call(lambda: self._engine.get(names), deadline_s)
+        entries: list[Entry] = []
         for key, value in zip(keys, values or [], strict=False):
             if value is not None:
-                problem = _keep(pool, key, value) or problem
-        return problem
+                one, entry = _keep(pool, key, value)
+                problem = one or problem
+                if entry is not None:
+                    entries.append(entry)
+        return problem, entries
 
     def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
         """Length of the prefix of `keys` that the store has."""
@@ -180,25 +184,22 @@ def _names(tenant: str, keys: list[bytes]) -> list[str]:
     return [f"ems:{tenant}:{key.hex()}" for key in keys]
 
 
-def _keep(pool: TenantPool, key: bytes, value: memoryview) -> str:
-    """Publishes a value of the store if its checksum holds. Returns "", "CORRUPT" or "NO_ROOM"."""
+def _keep(pool: TenantPool, key: bytes, value: memoryview) -> tuple[str, Entry | None]:
+    """Publishes a value of the store if its checksum holds. Returns what went wrong, and the block, pinned."""
     data = value[SUM_BYTES:]
     if len(data) == 0:
         pool.counts["corrupt_on_wire"] += 1
-        return "CORRUPT"
+        return "CORRUPT", None
     place = pool.begin(key, len(data), is_rcache=True)
     if isinstance(place, Entry):
-        pool.unpin([place])
-        return ""
+        return "", place
     if not isinstance(place, Place):
-        return "NO_ROOM"
+        return "NO_ROOM", None
     view = pool.view(place.offset, place.length).data
     view[:] = data
     checksum = bytes(value[:SUM_BYTES])
     if xxhash.xxh3_128_digest(view) != checksum:
         pool.abandon(place)
         pool.counts["corrupt_on_wire"] += 1
-        return "CORRUPT"
-    _status, entry = pool.publish(place, checksum)
-    pool.unpin([entry])
-    return ""
+        return "CORRUPT", None
+    return "", pool.publish(place, checksum)[1]
