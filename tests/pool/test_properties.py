@@ -88,6 +88,20 @@ class EvictMachine(RuleBasedStateMachine):
         assert all(key in self.queue for key in self.model)
 
 
+def test_new_keys_stay_while_those_before_them_were_used():
+    queue = S3Fifo()
+    for n in range(1000):
+        queue.add(n.to_bytes(2, "big"))
+        queue.touch(n.to_bytes(2, "big"))
+    new = {n.to_bytes(2, "big") for n in range(1000, 1080)}
+    for key in new:
+        queue.add(key)
+    for _ in range(200):
+        victim = queue.victim(lambda _key: False)
+        assert victim not in new
+        queue.remove(victim)
+
+
 class StoreMachine(RuleBasedStateMachine):
     """What is found has the bytes that were published; what is pinned keeps them; a chain is cut from its end."""
 

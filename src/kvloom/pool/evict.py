@@ -53,24 +53,25 @@ class S3Fifo:
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
         """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
         small, main = self._small, self._main
-        is_small_due = len(small) * _SMALL_SHARE >= len(small) + len(main)
-        for queue in (small, main) if is_small_due else (main, small):
-            for _ in range((_MAX_USES + 1) * len(queue)):
-                key = next(iter(queue))
-                if is_kept(key):
-                    queue.move_to_end(key)
-                    continue
-                uses = queue[key]
-                if uses == 0:
-                    return key
-                if queue is small:
-                    del small[key]
-                    main[key] = 0
-                    if not small:
-                        break
-                else:
-                    main[key] = uses - 1
-                    main.move_to_end(key)
+        total = len(small) + len(main)
+        for _ in range(len(small)):
+            if len(small) * _SMALL_SHARE < total:
+                break  # what is left in the small queue is new: give it time to be used
+            key = next(iter(small))
+            if is_kept(key):
+                small.move_to_end(key)
+            elif small[key]:
+                del small[key]
+                main[key] = 0
+            else:
+                return key
+        for _ in range((_MAX_USES + 1) * len(main)):
+            key = next(iter(main))
+            uses = main[key]
+            if not uses and not is_kept(key):
+                return key
+            main[key] = max(0, uses - 1)
+            main.move_to_end(key)
         return next((key for keys in (small, main) for key in keys if not is_kept(key)), None)
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from kvloom.pool.bench import clients
 from kvloom.pool.bench.measure import FRAGMENTED, NUM_KEYS, SIZES, Case, measure
 from kvloom.pool.config import parse_size
 
-_UNITS = {"_us": "us", "_ratio": "x memcpy", "_share": "of a load"}
+_UNITS = {"_us": "us", "_ratio": "x memcpy", "_share": "of a load", "_to_": "times"}
 
 
 def run(
@@ -34,7 +34,7 @@ def _print(body: dict[str, Any]) -> None:
     ]
     table = Table("", "unit", *heads)
     for name in names:
-        unit = next((unit for suffix, unit in _UNITS.items() if name.endswith(suffix)), "GB/s")
+        unit = next((unit for suffix, unit in _UNITS.items() if suffix in name), "GB/s")
         table.add_row(name, unit, *(str(row.get(name, "-")) for row in rows))
     console = Console()
     console.print(table)

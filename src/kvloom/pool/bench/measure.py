@@ -22,6 +22,13 @@ _SEGMENT_BYTES = 64 << 20
 _RING_BYTES = 192 << 20  # more than the processor's caches: each call touches memory that was not just used
 _MIN_SLICES = 6
 _SHORT_CALLS = 50
+_COMPARED = (
+    ("remote_load", "tcp"),
+    ("save", "redis_save"),
+    ("load", "redis_load"),
+    ("save", "mooncake_save"),
+    ("load", "mooncake_load"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +167,7 @@ def _columns(case: Case, stack: contextlib.ExitStack) -> tuple[SdkClient, list[_
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """GB/s (10**9 bytes) of batches of NUM_KEYS blocks, medians; `*_ratio` is to memcpy of the same bytes.
+    """GB/s (10**9 bytes) of batches of NUM_KEYS blocks, medians; `*_ratio` is to memcpy of the same bytes, `*_to_*` to another.
 
     Pools are full and evict, as in use. `checksum_share` is what summing the bytes takes of a load's time. Columns of
     stores that are not installed are missing.
@@ -179,6 +186,9 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         for name in ("save", "direct_save", "load", "remote_load"):
             if name in seconds:
                 row[f"{name}_ratio"] = round(seconds["memcpy"] / seconds[name], 3)
+        for name, other in _COMPARED:
+            if other in seconds:
+                row[f"{name}_to_{other.removesuffix('_' + name)}"] = round(seconds[other] / seconds[name], 2)
         row["checksum_share"] = round(seconds["checksum"] / seconds["load"], 3)
         hashes = client.new_hashes()
         client.save(0, hashes)

@@ -61,9 +61,13 @@ class SdkClient:
 
     def load(self, part: int, hashes: list[int]) -> None:
         """Loads into a slice; all blocks must be there."""
+        found = self.try_load(part, hashes)
+        assert found == len(hashes), f"{found} of {len(hashes)} blocks were found"
+
+    def try_load(self, part: int, hashes: list[int]) -> int:
+        """Loads into a slice; how many blocks were there."""
         slots = self._slots(part)[: len(hashes)]
-        done = self.caching.load(slots, hashes, [1] * len(hashes))
-        assert done.success == len(hashes), f"{done.success} of {len(hashes)} blocks were found"
+        return self.caching.load(slots, hashes, [1] * len(hashes)).success
 
     def slice(self, part: int, fragment: int = 0) -> Bytes:
         """A slice's memory in one fragment, [num_keys * bytes of a fragment], writable."""
