@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from ems.blocks import Block, Request
-from ems.buffer import RegisteredCache
+from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.transport import Link
 from ems.wire import messages as m
@@ -62,7 +62,12 @@ def _aligned(size: int) -> int:
 
 
 def save(
-    link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache | Snapshot,
+    request: Request,
+    option: CcKvOption,
+    deadline_s: float,
+    progress: Progress,
 ) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     blocks = request.blocks
@@ -81,7 +86,12 @@ def save(
 
 
 def _save_staged(
-    link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache | Snapshot,
+    request: Request,
+    option: CcKvOption,
+    deadline_s: float,
+    progress: Progress,
 ) -> None:
     largest = _aligned(max(block.num_tokens for block in request.blocks) * cache.token_bytes)
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
@@ -110,7 +120,7 @@ def _save_staged(
 
 def _stage(
     link: Link,
-    cache: RegisteredCache,
+    cache: RegisteredCache | Snapshot,
     arena: Bytes,
     position: int,
     group: list[Block],
@@ -138,7 +148,9 @@ def _collect(link: Link, deadline_s: float, progress: Progress) -> None:
     progress.add(answer.statuses)
 
 
-def _save_direct(link: Link, cache: RegisteredCache, request: Request, deadline_s: float, progress: Progress) -> None:
+def _save_direct(
+    link: Link, cache: RegisteredCache | Snapshot, request: Request, deadline_s: float, progress: Progress
+) -> None:
     """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
     parent = request.parent
     for group in _groups(request.blocks, cache.token_bytes, m.MAX_BLOCK_BYTES):

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -114,6 +115,10 @@ def test_arguments_become_a_configuration(tmp_path):
         ({"segment_bytes": 20 << 20}, "segment_bytes"),
         ({"rcache_share": 2.0}, "rcache_share"),
         ({"is_open": False}, "secret"),
+        ({"eviction": "fifo"}, "eviction"),
+        ({"state": Path("x")}, "state"),
+        ({"engine": "valkey://a", "peers": (Address("b", "c", 1),), "secret": SECRET}, "engine"),
+        ({"engine": "valkey://a", "is_direct": True}, "is_direct"),
         ({"is_open": False, "secret": SECRET, "is_direct": True}, "is_direct"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import xxhash
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget
-from kvloom.pool.evict import S3Fifo
+from kvloom.pool.evict import Lru, Order, S3Fifo
 from kvloom.pool.placement import Breaker, home
 from kvloom.pool.store import Entry, Geometry, Place, TenantPool
 
@@ -53,9 +54,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 class EvictMachine(RuleBasedStateMachine):
     """Every key that was added is in until removed; a victim is never a kept key, and there is one if any may go."""
 
+    new_order: Callable[[], Order] = S3Fifo
+
     def __init__(self) -> None:
         super().__init__()
-        self.queue = S3Fifo()
+        self.queue = self.new_order()
         self.model: set[bytes] = set()
 
     @rule(key=st.binary(min_size=1, max_size=1), kept=st.sets(st.binary(min_size=1, max_size=1), max_size=4))
@@ -86,6 +89,21 @@ class EvictMachine(RuleBasedStateMachine):
         self.queue.check()
         assert len(self.queue) == len(self.model)
         assert all(key in self.queue for key in self.model)
+
+
+class LruMachine(EvictMachine):
+    new_order = Lru
+
+
+def test_the_least_recently_used_key_goes_first():
+    order = Lru()
+    for key in (b"a", b"b", b"c"):
+        order.add(key)
+    order.touch(b"a")
+    assert order.victim(lambda key: key == b"b") == b"c"
+    order.remove(b"b")
+    order.remove(b"c")
+    assert order.victim(lambda _key: False) == b"a"
 
 
 def test_new_keys_stay_while_those_before_them_were_used():
@@ -173,10 +191,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.close()
 
 
-for machine in (AllocatorMachine, EvictMachine, StoreMachine):
+for machine in (AllocatorMachine, EvictMachine, LruMachine, StoreMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 TestEvict = EvictMachine.TestCase
+TestLru = LruMachine.TestCase
 TestStore = StoreMachine.TestCase
 
 

@@ -33,6 +33,7 @@ from kvloom.pool.config import (
 from kvloom.pool.control_link import ControlLink
 from kvloom.pool.engines.engine import EngineError, open_engine
 from kvloom.pool.engines.tier import EngineTier
+from kvloom.pool.evict import ORDERS
 from kvloom.pool.metrics import NodeStats, collect
 from kvloom.pool.node import Node
 from kvloom.pool.node_http import NodeHttp
@@ -216,6 +217,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--segment", type=parse_size, default=64 << 20, help="size of one shared file")
     parser.add_argument("--slab", type=parse_size, default=16 << 20, help="size of the largest block")
     parser.add_argument("--rcache", type=float, help="share of a quota for others' blocks: 0.25, or 1 with --engine")
+    parser.add_argument(
+        "--eviction", default="s3fifo", choices=ORDERS, help="which blocks go first when room is needed"
+    )
     parser.add_argument("--credentials", type=Path, help="JSON file of credentials; without it the node is open")
     parser.add_argument("--tenant", type=TenantLimits.parse, action="append", default=[], help="id:guarantee:quota")
     parser.add_argument("--secret-file", help="file with the cluster's secret, at least 32 bytes")
@@ -223,6 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", type=parse_address, help="host:port for other nodes; port 0 picks one")
     parser.add_argument("--advertise", default="", help="host:port under which other nodes reach this one")
     parser.add_argument("--control", default="", help="URL of the control plane; the secret is the node's password")
+    parser.add_argument(
+        "--state", type=Path, help="file that keeps what the control plane said, for a restart without it"
+    )
     parser.add_argument("--http", type=parse_address, help="host:port of /healthz and /metrics")
     parser.add_argument("--peer", type=Address.parse, action="append", default=[], help="id=host:port of another node")
     parser.add_argument("--engine", default="", help="URL of a distributed store: valkey://, unix://, mooncake://")
@@ -244,6 +251,7 @@ def config_from(arguments: list[str]) -> AgentConfig:
         pool_bytes=args.pool,
         segment_bytes=min(args.segment, args.pool),
         slab_bytes=min(args.slab, args.segment, args.pool),
+        eviction=args.eviction,
         rcache_share=args.rcache if args.rcache is not None else 1.0 if args.engine else 0.25,
         is_open=args.credentials is None and not args.control,
         credentials=args.credentials,
@@ -256,6 +264,7 @@ def config_from(arguments: list[str]) -> AgentConfig:
         listen=args.listen,
         advertise=args.advertise,
         control_url=args.control,
+        state=args.state,
         engine=args.engine,
         engine_password=args.engine_password_file.read_text().strip() if args.engine_password_file else "",
         http=args.http,

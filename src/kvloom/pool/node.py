@@ -9,6 +9,7 @@ from ems.keys import DEFAULT_TENANT, derive
 from kvloom.pool.auth import Keyring
 from kvloom.pool.budget import Budget
 from kvloom.pool.config import AgentConfig, TenantLimits
+from kvloom.pool.evict import ORDERS
 from kvloom.pool.store import Entry, TenantPool
 
 
@@ -68,7 +69,9 @@ class Node:
             if tenant not in self._pools:
                 if not self._budget.knows(tenant):
                     self._budget.set_limits(tenant, 0, config.pool_bytes)
-                pool = TenantPool(tenant, self._budget, config.geometry, not config.is_direct, config.rcache_share)
+                order = ORDERS[config.eviction]
+                is_sealed = not config.is_direct
+                pool = TenantPool(tenant, self._budget, config.geometry, is_sealed, config.rcache_share, order)
                 self._pools[tenant] = pool
             return self._pools[tenant]
 

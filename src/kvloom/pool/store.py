@@ -7,6 +7,7 @@ to its key. One lock a tenant guards the index; bytes are copied outside of it.
 
 import threading
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import xxhash
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget
-from kvloom.pool.evict import S3Fifo
+from kvloom.pool.evict import Order, S3Fifo
 from kvloom.pool.segments import Bytes, SharedMemory
 
 _MAX_REMEMBERED = 65536  # keys whose loss can still be explained
@@ -41,7 +42,7 @@ class Entry:
     checksum: bytes
     is_rcache: bool
     parent: "Entry | None"
-    queue: S3Fifo
+    queue: Order
     children: "dict[Entry, None]" = field(default_factory=dict)
     pins: int = 0
     is_live: bool = True
@@ -60,8 +61,19 @@ class Place(NamedTuple):
 class TenantPool:
     """All methods may be called from any thread."""
 
-    def __init__(self, tenant: str, budget: Budget, geometry: Geometry, is_sealed: bool, rcache_share: float) -> None:
-        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1."""
+    def __init__(
+        self,
+        tenant: str,
+        budget: Budget,
+        geometry: Geometry,
+        is_sealed: bool,
+        rcache_share: float,
+        new_order: Callable[[], Order] = S3Fifo,
+    ) -> None:
+        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1.
+
+        new_order: who goes first among the blocks of a size class.
+        """
         self.tenant = tenant
         self.geometry = geometry
         self.counts: Counter[str] = Counter()
@@ -72,7 +84,8 @@ class TenantPool:
         self._allocator = SlabAllocator(geometry.slab_bytes)
         self._segments: list[SharedMemory] = []
         self._index: dict[bytes, Entry] = {}
-        self._queues: dict[bool, dict[int, S3Fifo]] = {True: {}, False: {}}  # is_rcache -> slot -> order
+        self._new_order = new_order
+        self._queues: dict[bool, dict[int, Order]] = {True: {}, False: {}}  # is_rcache -> slot -> order
         self._slabs: defaultdict[int, set[Entry]] = defaultdict(set)
         self._rcache_bytes = 0
         self._lost: OrderedDict[bytes, Cause] = OrderedDict()
@@ -196,7 +209,7 @@ class TenantPool:
         before = self._index.get(parent)
         queue = self._queues[is_rcache].get(slot)
         if queue is None:
-            queue = self._queues[is_rcache][slot] = S3Fifo()
+            queue = self._queues[is_rcache][slot] = self._new_order()
         entry = Entry(key, offset, length, slot, checksum, is_rcache, before, queue, pins=1)
         if before is not None:
             before.children[entry] = None
@@ -280,7 +293,7 @@ class TenantPool:
                     return entry
         return None
 
-    def _evict_from(self, queue: S3Fifo | None) -> Entry | None:
+    def _evict_from(self, queue: Order | None) -> Entry | None:
         """Forgets the least useful block of a class and returns it; its place is the caller's, to use or to free."""
         key = queue.victim(self._is_pinned) if queue is not None else None
         if key is None:

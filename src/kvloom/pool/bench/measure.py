@@ -167,10 +167,10 @@ def _columns(case: Case, stack: contextlib.ExitStack) -> tuple[SdkClient, list[_
 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
-    """GB/s (10**9 bytes) of batches of NUM_KEYS blocks, medians; `*_ratio` is to memcpy of the same bytes, `*_to_*` to another.
+    """GB/s (10**9 bytes) of batches of NUM_KEYS blocks, medians.
 
-    Pools are full and evict, as in use. `checksum_share` is what summing the bytes takes of a load's time. Columns of
-    stores that are not installed are missing.
+    `*_ratio` is to memcpy of the same bytes, `*_to_*` to what it names. Pools are full and evict, as in use.
+    `checksum_share` is what summing the bytes takes of a load's time. Stores that are not installed have no columns.
     """
     with contextlib.ExitStack() as stack:
         client, columns = _columns(case, stack)
@@ -187,7 +187,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
             if name in seconds:
                 row[f"{name}_ratio"] = round(seconds["memcpy"] / seconds[name], 3)
         for name, other in _COMPARED:
-            if other in seconds:
+            if name in seconds and other in seconds:
                 row[f"{name}_to_{other.removesuffix('_' + name)}"] = round(seconds[other] / seconds[name], 2)
         row["checksum_share"] = round(seconds["checksum"] / seconds["load"], 3)
         hashes = client.new_hashes()
