@@ -198,22 +198,23 @@ def _copy_found(
 ) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
     sums = m.split_sums(found.sums)
-    batch = cache.tensors.batch
+    segments = {number: link.segment(number, deadline_s) for number in dict.fromkeys(found.segments)}
+    batch, token_bytes = cache.tensors.batch, cache.token_bytes
     for start in range(0, len(found.segments), batch):
         sources: list[Bytes] = []
         corrupt = -1
         for i in range(start, min(start + batch, len(found.segments))):
-            source = link.segment(found.segments[i], deadline_s)[found.offsets[i] : found.offsets[i] + found.lengths[i]]
-            is_sound = found.lengths[i] == blocks[i].num_tokens * cache.token_bytes
-            if not is_sound or xxhash.xxh3_128_digest(source.data) != sums[i]:
+            offset, length = found.offsets[i], found.lengths[i]
+            source = segments[found.segments[i]][offset : offset + length]
+            if length != blocks[i].num_tokens * token_bytes or xxhash.xxh3_128_digest(source.data) != sums[i]:
                 corrupt = i
                 break
             sources.append(source)
+            progress.num_bytes += length
         if time.monotonic() > deadline_s:
             raise TimeoutError("deadline passed")
         cache.tensors.scatter(blocks[start : start + len(sources)], sources)
         progress.success += len(sources)
-        progress.num_bytes += sum(len(source) for source in sources)
         if corrupt >= 0:
             return corrupt
     return -1

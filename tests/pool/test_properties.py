@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
-from kvloom.pool.budget import Budget
+from kvloom.pool.budget import Budget, RateLimit
 from kvloom.pool.evict import Lru, Order, S3Fifo
 from kvloom.pool.placement import Breaker, home
 from kvloom.pool.store import Entry, Geometry, Place, TenantPool
@@ -316,3 +316,13 @@ def test_readers_and_writers_in_threads_keep_the_invariants():
     assert errors == []
     pool.check()
     pool.close()
+
+
+def test_a_rate_is_kept_on_average_and_no_size_waits_for_ever():
+    limit = RateLimit(100)
+    assert limit.take(150, 10.0), "one second's worth at once, the last overdraws"
+    assert not limit.take(1, 10.4)
+    assert limit.take(1000, 10.6)
+    assert not limit.take(1, 20.4)
+    assert limit.take(1, 20.6)
+    assert [limit.take(60, 1000.0) for _ in range(3)] == [True, True, False]

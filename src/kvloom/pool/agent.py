@@ -220,6 +220,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--eviction", default="s3fifo", choices=ORDERS, help="which blocks go first when room is needed"
     )
+    parser.add_argument(
+        "--put-rate", type=parse_size, default=0, help="bytes a second each tenant may save, as in 500M"
+    )
     parser.add_argument("--credentials", type=Path, help="JSON file of credentials; without it the node is open")
     parser.add_argument("--tenant", type=TenantLimits.parse, action="append", default=[], help="id:guarantee:quota")
     parser.add_argument("--secret-file", help="file with the cluster's secret, at least 32 bytes")
@@ -252,6 +255,7 @@ def config_from(arguments: list[str]) -> AgentConfig:
         segment_bytes=min(args.segment, args.pool),
         slab_bytes=min(args.slab, args.segment, args.pool),
         eviction=args.eviction,
+        put_rate=args.put_rate,
         rcache_share=args.rcache if args.rcache is not None else 1.0 if args.engine else 0.25,
         is_open=args.credentials is None and not args.control,
         credentials=args.credentials,

@@ -67,6 +67,7 @@ class AgentConfig:
     """Raises ValueError naming the field when values do not fit together.
 
     pool_bytes: memory of all tenants; segment_bytes: one shared file; slab_bytes: the largest block.
+    put_rate: bytes a second that each tenant may save, 0 = no limit.
     state: file where what the control plane said is kept for a restart without it.
     engine: URL of a distributed store behind this node.
     secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
@@ -78,6 +79,7 @@ class AgentConfig:
     slab_bytes: int = 16 << 20
     rcache_share: float = 0.25
     eviction: str = "s3fifo"
+    put_rate: int = 0
     max_arena_bytes: int = 256 << 20
     max_sessions: int = 256
     is_open: bool = True

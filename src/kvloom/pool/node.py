@@ -7,7 +7,7 @@ from typing import Protocol
 
 from ems.keys import DEFAULT_TENANT, derive
 from kvloom.pool.auth import Keyring
-from kvloom.pool.budget import Budget
+from kvloom.pool.budget import Budget, RateLimit
 from kvloom.pool.config import AgentConfig, TenantLimits
 from kvloom.pool.evict import ORDERS
 from kvloom.pool.store import Entry, TenantPool
@@ -52,6 +52,7 @@ class Node:
         self.is_draining = False
         self._budget = Budget(config.pool_bytes)
         self._pools: dict[str, TenantPool] = {}
+        self._put_limits: dict[str, RateLimit] = {}
         self._lock = threading.Lock()
         for limits in config.tenants:
             if not self.set_limits(limits):
@@ -74,6 +75,13 @@ class Node:
                 pool = TenantPool(tenant, self._budget, config.geometry, is_sealed, config.rcache_share, order)
                 self._pools[tenant] = pool
             return self._pools[tenant]
+
+    def put_limit(self, tenant: str) -> RateLimit | None:
+        """How fast the tenant may save on this node; None = as fast as it can."""
+        if not self.config.put_rate:
+            return None
+        with self._lock:
+            return self._put_limits.setdefault(tenant, RateLimit(self.config.put_rate))
 
     def pools(self) -> list[TenantPool]:
         with self._lock:

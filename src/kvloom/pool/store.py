@@ -185,6 +185,7 @@ class TenantPool:
         offset = self._make_room(slot, is_rcache)
         if offset is None:
             self.counts["no_room"] += 1
+            self._remember(key, Cause.QUOTA)
             return Status.NO_ROOM
         return Place(key, offset, length, slot, is_rcache)
 
@@ -343,7 +344,10 @@ class TenantPool:
             entry.children = {}
         entry.is_live = False
         self._rcache_bytes -= entry.slot if entry.is_rcache else 0
-        self._lost[entry.key] = cause
+        self._remember(entry.key, cause)
+
+    def _remember(self, key: bytes, cause: Cause) -> None:
+        self._lost[key] = cause
         if len(self._lost) > _MAX_REMEMBERED:
             self._lost.popitem(last=False)
 

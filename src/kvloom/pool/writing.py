@@ -5,6 +5,7 @@ the client does to the area meanwhile can spoil its own block's content, never t
 Direct (trusted node): the client writes into the reserved place itself and sends the checksum.
 """
 
+import time
 from collections import Counter
 
 import xxhash
@@ -25,6 +26,7 @@ class Writer:
     def __init__(self, pool: TenantPool, node: Node) -> None:
         self._pool = pool
         self._node = node
+        self._limit = node.put_limit(pool.tenant)
         self._batch: list[Entry] = []  # pinned until the batch ends: a batch does not make room for itself
         self._places: list[tuple[Place, bytes]] = []  # reserved, with their parents
 
@@ -37,6 +39,9 @@ class Writer:
         step = _KEYS_AT_ONCE if self._node.others is None or message.write_rcache else 1
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
+            if not self._may_put(sum(message.lengths[part])):
+                statuses.append(Status.LIMITED)
+                break
             done = self._save(keys[part], areas[part], parents[part], message.write_rcache, deadline_s)
             statuses += done
             if done[-1] > Status.CONFLICT:
@@ -46,6 +51,9 @@ class Writer:
         if message.is_last:
             self._end_batch()
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
+
+    def _may_put(self, size: int) -> bool:
+        return self._limit is None or self._limit.take(size, time.monotonic())
 
     def _save(
         self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], write_rcache: bool, deadline_s: float
@@ -99,8 +107,11 @@ class Writer:
         self._drop_places()
         statuses, segments, offsets = bytearray(), [], []
         parent = message.parent
+        refusal = None if self._may_put(sum(message.lengths)) else Status.LIMITED
+        if not self._node.config.is_direct:
+            refusal = Status.NO_ROOM
         for key, length in zip(m.split_keys(message.keys), message.lengths, strict=True):
-            place = self._pool.begin(key, length) if self._node.config.is_direct else Status.NO_ROOM
+            place = refusal or self._pool.begin(key, length)
             segment = offset = 0
             if isinstance(place, Place):
                 self._places.append((place, parent))
