@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvloom.server.cert_cli import make_files
-from kvloom.server.options import WireOptions
 from kvloom.server.tls import tls_context
 from tests.support.servers import FakeServer, fake_server
 
@@ -127,8 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[FakeServer]:
     """Token ids of the mock end at 257, so the sample's ids are smaller ones; the rest is the seed's."""
     context = tls_context(make_files(folder))
-    options = WireOptions(validates_model=False)
-    with fake_server(names=("llama_65b",), tls=context, options=options, max_iter_times=512) as running:
+    with fake_server(names=("llama_65b",), tls=context, max_iter_times=512) as running:
         yield running
 
 

@@ -69,7 +69,5 @@ def test_errors_become_the_clients_exceptions(client: openai.OpenAI):
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-9", messages=MESSAGES)
-    assert missing.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-9")
+    assert missing.value.code == "model_not_found"

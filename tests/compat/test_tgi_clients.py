@@ -9,7 +9,6 @@ from huggingface_hub import InferenceClient
 from text_generation import AsyncClient, Client
 from text_generation.errors import ValidationError
 
-from kvloom.server.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 pytestmark = [
@@ -74,7 +73,7 @@ def test_text_generation_async(server: FakeServer, tgi: Client):
 
 def test_text_generation_chats():
     """It names the model "tgi", always. (Its chat stream asks for `tool_calls` in every delta, beyond the protocol.)"""
-    with fake_server(options=WireOptions(validates_model=False)) as server:
+    with fake_server() as server:
         answer = Client(server.url).chat(messages=MESSAGES, max_tokens=8, seed=1)
         expected = server.chat("hello", max_tokens=8, seed=1).json()
         assert answer.choices[0].message.content == expected["choices"][0]["message"]["content"]

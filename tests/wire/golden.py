@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
+from kvloom.server.options import WireOptions
 from tests.support.servers import FakeServer, fake_server, until
 from tests.wire.cases import CASES, MODEL, Case
 
@@ -29,7 +30,9 @@ _UNSTABLE = (
 @contextmanager
 def golden_server() -> Iterator[FakeServer]:
     """maxSeqLen 2048 and the other limits that the files show."""
-    with fake_server(names=(MODEL,), max_iter_times=512, max_link_num=300, enable_prefix_cache=False) as server:
+    options = WireOptions(validates_model=True)
+    limits = {"max_iter_times": 512, "enable_prefix_cache": False}
+    with fake_server(names=(MODEL,), options=options, max_link_num=300, **limits) as server:  # type: ignore[arg-type]
         yield server
 
 

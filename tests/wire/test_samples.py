@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvloom.server.options import WireOptions
 from tests.support.servers import FakeServer, fake_server
 
 MODEL = "llama_65b"
@@ -38,8 +37,7 @@ NATIVE = """{"inputs": "My name is Olivier and I", "stream": true, "parameters":
 @pytest.fixture(scope="module")
 def seed() -> Iterator[FakeServer]:
     """The limits of the seed's own example; any model name is served by the default one."""
-    options = WireOptions(validates_model=False)
-    with fake_server(names=(MODEL,), options=options, max_iter_times=512, has_eos=False) as server:
+    with fake_server(names=(MODEL,), max_iter_times=512, has_eos=False) as server:
         yield server
 
 

@@ -4,7 +4,6 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
-from kvloom.server.options import WireOptions
 from tests.support.servers import fake_server
 
 NUM_EXAMPLES = 12
@@ -20,7 +19,7 @@ SETTINGS = settings(
 @pytest.mark.timeout(120)
 def test_no_described_operation_fails():
     """Stopping the service ends it, so it is asked last."""
-    with fake_server(max_iter_times=16, options=WireOptions(validates_model=False)) as server:
+    with fake_server(max_iter_times=16) as server:
         description = server.client.get("/openapi.json").json()
         schema = schemathesis.openapi.from_dict(description)
         operations = [result.ok() for result in schema.get_all_operations()]

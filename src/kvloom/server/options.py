@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class WireOptions:
     """Defaults are what both the seed's examples and today's clients understand."""
 
-    validates_model: bool = True  # a wrong `model` is a 404, not served by the default one
+    validates_model: bool = False  # a wrong `model` is a 404; else the default one serves it (the seed does not check)
     max_input_chars: int = 16000  # of prompts on the TGI, vLLM, Triton and native routes (seed 001, 3.3.2)
     is_full_text: bool = False  # vLLM streams carry prompt and whole text each time, as vLLM 0.2.6 does
     is_root_object: bool = False  # POST / answers an object, as the seed prints, not TGI's array
