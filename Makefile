@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check coverage mutants bench audit wheel clean
+.PHONY: setup serve demo test check coverage golden mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -10,6 +10,7 @@ setup: .venv/.installed
 	$(PY) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps text-generation==0.7.0  # claims to need an old huggingface_hub
 	touch $@
 
 serve: setup
@@ -37,10 +38,15 @@ coverage: setup
 	  tests/engine/test_policies.py tests/engine/test_speculation.py tests/engine/test_swap.py tests/engine/test_memory.py
 	$(BIN)/coverage report --show-missing --fail-under=100
 
+# Write the files again that tests/wire/test_golden.py compares with.
+golden: setup
+	$(BIN)/python -m tests.wire.golden
+
 mutants: setup
 	$(BIN)/python tools/mutants.py
 
 bench: setup
+	$(BIN)/kvloom bench
 	$(BIN)/python -m benches
 
 audit:

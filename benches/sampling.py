@@ -1,4 +1,5 @@
-"""What the head's candidates save: a decode step and its sampling, from candidates against from all logits.
+"""What choosing the token costs: a decode step and its sampling, from all logits in torch against by the kernels (from
+candidates where these do, else drawn natively).
 
 `python -m benches.sampling` prints one JSON line a batch size and kind of request: milliseconds of each, medians of
 interleaved rounds. Both ways give the same tokens, which is checked.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benches.kernels import CONTEXT, decode_args
+from kvloom.bench.kernels import CONTEXT, decode_args
 from kvloom.engine.hub import pull
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.request import SamplingParams
@@ -24,6 +25,8 @@ KINDS = {
     "greedy": SamplingParams(temperature=0),
     "top-k 40": SamplingParams(top_k=40, seed=1),
     "greedy, frequency penalty": SamplingParams(temperature=0, frequency_penalty=0.3),
+    "temperature 0.7": SamplingParams(temperature=0.7, seed=1),
+    "temperature 0.7, top-p 0.9": SamplingParams(temperature=0.7, top_p=0.9, seed=1),
 }
 EOS = [2]
 
@@ -35,17 +38,19 @@ def ways(backend: CpuBackend, batch: int, params: SamplingParams) -> dict[str, C
     ]
     tops = [num_candidates(row, len(EOS)) for row in rows]
 
-    def from_all() -> list[int]:
+    def plain() -> list[int]:
         return [token for token, _ in sample(backend.step(*args), rows, EOS)]
 
-    def from_candidates() -> list[int]:
+    def kernels() -> list[int]:
         head = backend.step_head(*args, tops)
+        if not tops[0]:
+            return [token for token, _ in sample(head.full, rows, EOS, backend.draw)]
         return [
-            sample_top(head.values[i, :top], head.ids[i, :top], rows[i], EOS)
+            sample_top(head.values[i, :top], head.ids[i, :top], rows[i], EOS, backend.draw)
             for i, top in enumerate(tops)
         ]  # fmt: skip
 
-    return {"all_logits": from_all, "candidates": from_candidates}
+    return {"plain": plain, "kernels": kernels}
 
 
 def main() -> None:
@@ -60,7 +65,7 @@ def main() -> None:
     for batch in (1, 8, 32):
         for kind, params in KINDS.items():
             runs = ways(backend, batch, params)
-            assert runs["all_logits"]() == runs["candidates"]()
+            assert runs["plain"]() == runs["kernels"]()
             spent: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(args.rounds):
                 for name, run in runs.items():
@@ -68,7 +73,7 @@ def main() -> None:
                     run()
                     spent[name].append(time.perf_counter() - start)
             median = {f"{name}_ms": round(1e3 * statistics.median(values), 2) for name, values in spent.items()}
-            ratio = round(statistics.median(spent["candidates"]) / statistics.median(spent["all_logits"]), 3)
+            ratio = round(statistics.median(spent["kernels"]) / statistics.median(spent["plain"]), 3)
             print(json.dumps({"bench": "sampling", "batch": batch, "kind": kind, **median, "ratio": ratio}), flush=True)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +14,15 @@ Slots = npt.NDArray[np.int64]
 _MAX_TOKEN = 2**63
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """`count` tokens from position `start` of block `block` of the caller's cache."""
+class Piece(NamedTuple):
+    """`num_tokens` tokens from position `start` of block `block` of the caller's cache."""
 
     block: int
     start: int
-    count: int
+    num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """A block of the pool. Its bytes are, tensor by tensor, its tokens in order; `pieces` say where these lie."""
 
     key: bytes

@@ -35,14 +35,18 @@ class KvBufferWrapper:
         return memoryview((ctypes.c_ubyte * self.length).from_address(self.data_ptr)).cast("B")
 
 
-class Tensors(Protocol):
-    """Moves blocks between registered tensors and host memory. `batch` is how many blocks it likes at once."""
-
-    batch: int
+class Gatherer(Protocol):
+    """Has the bytes of blocks."""
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         """Fills each target with its block's bytes."""
         ...
+
+
+class Tensors(Gatherer, Protocol):
+    """Moves blocks between registered tensors and host memory. `batch` is how many blocks it likes at once."""
+
+    batch: int
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         """Writes each source to its block's tokens."""
@@ -78,6 +82,25 @@ class RegisteredCache:
     @property
     def num_slots(self) -> int:
         return self.num_blocks * self.block_size
+
+
+class Snapshot:
+    """A copy of some blocks, which may be saved while the cache they come from changes."""
+
+    def __init__(self, cache: RegisteredCache, blocks: Sequence[Block]) -> None:
+        self.token_bytes = cache.token_bytes
+        self.num_bytes = sum(block.num_tokens for block in blocks) * cache.token_bytes
+        copies = [np.empty(block.num_tokens * cache.token_bytes, np.uint8) for block in blocks]
+        cache.tensors.gather(blocks, copies)
+        self._copies = {block.pieces: copy for block, copy in zip(blocks, copies, strict=True)}
+
+    @property
+    def tensors(self) -> Gatherer:
+        return self
+
+    def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
+        for block, target in zip(blocks, targets, strict=True):
+            target[:] = self._copies[block.pieces]
 
 
 def _flatten(kvcache: object) -> list[torch.Tensor]:
@@ -125,7 +148,7 @@ class HostTensors:
             position = 0
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size = piece.count * width
+                    size = piece.num_tokens * width
                     start = piece.start * width
                     target[position : position + size] = rows[piece.block, start : start + size]
                     position += size
@@ -135,7 +158,7 @@ class HostTensors:
             position = 0
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size = piece.count * width
+                    size = piece.num_tokens * width
                     start = piece.start * width
                     rows[piece.block, start : start + size] = source[position : position + size]
                     position += size
@@ -192,7 +215,7 @@ class DeviceTensors:
         for block in blocks:
             for rows, width in self._rows:
                 for piece in block.pieces:
-                    size, start = piece.count * width, piece.start * width
+                    size, start = piece.num_tokens * width, piece.start * width
                     parts.append((packed[position : position + size], rows[piece.block, start : start + size]))
                     position += size
         return parts

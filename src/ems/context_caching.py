@@ -1,5 +1,6 @@
 """ContextCaching: save and load the KV cache of a prefix, block by block (seed 000, chapter 8)."""
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -8,7 +9,7 @@ from typing import Any, Final
 
 from ems import pipeline
 from ems.blocks import Cache, Request, plan, plan_hashes
-from ems.buffer import RegisteredCache
+from ems.buffer import RegisteredCache, Snapshot
 from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult
@@ -22,7 +23,9 @@ _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
 _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
 
-_Operation = Callable[[Link, RegisteredCache, Request, CcKvOption, float, pipeline.Progress], None]
+_MAX_SNAPSHOT_BYTES = 1 << 30  # copies waiting to be saved; beyond them a save waits for its end
+
+_Operation = Callable[[Link, Any, Request, CcKvOption, float, pipeline.Progress], None]
 
 
 class CcFuture:
@@ -51,12 +54,14 @@ class ContextCaching:
         self._links = links
         self._config = config
         self._profiler = profiler
+        self._has_snapshots = os.environ.get("EMS_ASYNC_SNAPSHOT") == "1"
         self._cache: RegisteredCache | None = None
         self._key_space: tuple[bytes, Cache] | None = None
         self._start()
 
     def _start(self) -> None:
         self._lock = threading.Lock()
+        self._snapshot_bytes = 0
         self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-io")
 
     def register_kvcache(self, kvcache: object) -> None:
@@ -99,7 +104,10 @@ class ContextCaching:
         option: CcKvOption | None = _DEFAULT,
         **kwargs: Any,
     ) -> CcFuture:
-        """`save` in the background; wrong arguments raise here. The blocks must not change until it is done."""
+        """`save` in the background; wrong arguments raise here. The blocks must not change until it is done.
+
+        With EMS_ASYNC_SNAPSHOT=1 they are copied before this returns, and may.
+        """
         return self._later("save", pipeline.save, (slot_mapping, hashes, offsets, kwargs), option)
 
     def async_load(
@@ -179,10 +187,33 @@ class ContextCaching:
     ) -> CcFuture:
         settings, start_s = _checked_option(option), time.monotonic()
         early = self._plan_early(arguments)
+        source = self._snapshot(early[1]) if name == "save" and self._has_snapshots else None
         try:
-            return CcFuture(self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s))
+            future = self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s, source)
         except RuntimeError:  # the executor's way of saying that it was shut down
+            self._count_snapshot(-source.num_bytes if source else 0)
             raise io_error("Ems was shut down") from None
+        if source is None and name == "save" and self._has_snapshots:
+            future.exception()  # no room for a copy: the caller may change the blocks only after the save
+        return CcFuture(future)
+
+    def _snapshot(self, request: Request) -> Snapshot | None:
+        """A copy of the blocks; None when too many bytes of copies wait already."""
+        cache = self._registered()
+        size = sum(block.num_tokens for block in request.blocks) * cache.token_bytes
+        with self._lock:
+            if self._snapshot_bytes + size > _MAX_SNAPSHOT_BYTES:
+                return None
+            self._snapshot_bytes += size
+        try:
+            return Snapshot(cache, request.blocks)
+        except BaseException:
+            self._count_snapshot(-size)
+            raise
+
+    def _count_snapshot(self, num_bytes: int) -> None:
+        with self._lock:
+            self._snapshot_bytes += num_bytes
 
     def _plan_early(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
@@ -191,7 +222,27 @@ class ContextCaching:
         return salt, plan(self._planning_cache(salt), slot_mapping, hashes, offsets, others), arguments
 
     def _run(
-        self, name: str, operation: _Operation, early: tuple[Any, ...], option: CcKvOption, start_s: float
+        self,
+        name: str,
+        operation: _Operation,
+        early: tuple[Any, ...],
+        option: CcKvOption,
+        start_s: float,
+        source: Snapshot | None = None,
+    ) -> CcResult:
+        try:
+            return self._try(name, operation, early, option, start_s, source)
+        finally:
+            self._count_snapshot(-source.num_bytes if source else 0)
+
+    def _try(
+        self,
+        name: str,
+        operation: _Operation,
+        early: tuple[Any, ...],
+        option: CcKvOption,
+        start_s: float,
+        source: Snapshot | None,
     ) -> CcResult:
         deadline_s = start_s + max(_FLOOR_S, option.timeout / 1000)
         salt, request, arguments = early
@@ -206,7 +257,7 @@ class ContextCaching:
                 if link.welcome.key_salt != salt:
                     slot_mapping, hashes, offsets, others = arguments
                     request = plan(self._planning_cache(link.welcome.key_salt), slot_mapping, hashes, offsets, others)
-                operation(link, self._registered(), request, option, deadline_s, progress)
+                operation(link, source or self._registered(), request, option, deadline_s, progress)
         except EmsException:
             if progress.success == 0:
                 raise

@@ -12,17 +12,19 @@ import numpy.typing as npt
 import xxhash
 
 from ems.blocks import Block, Request
-from ems.buffer import RegisteredCache
+from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.transport import Link
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 Bytes = npt.NDArray[np.uint8]
-_GROUP_KEYS = 16  # blocks a sub-batch: enough to hide the round trip, few enough to overlap
+_GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
+_FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
+_GROWTH = 4
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
-_MIN_REGION_BYTES = 4 << 20
+_REGION_BYTES = 4 << 20  # little enough to stay in the processor's cache on the way to the agent
 
 
 @dataclass(slots=True)
@@ -41,14 +43,15 @@ class Progress:
 
 
 def _groups(blocks: Sequence[Block], token_bytes: int, max_bytes: int) -> list[list[Block]]:
-    """Cuts the blocks into sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
+    """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
     groups: list[list[Block]] = []
-    room = 0
+    room, limit = 0, _FIRST_BYTES
     for block in blocks:
         size = _aligned(block.num_tokens * token_bytes)
         if not groups or len(groups[-1]) == _GROUP_KEYS or size > room:
             groups.append([])
-            room = max_bytes
+            room = min(limit, max_bytes)
+            limit *= _GROWTH
         groups[-1].append(block)
         room -= size
     return groups
@@ -59,7 +62,12 @@ def _aligned(size: int) -> int:
 
 
 def save(
-    link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache | Snapshot,
+    request: Request,
+    option: CcKvOption,
+    deadline_s: float,
+    progress: Progress,
 ) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     blocks = request.blocks
@@ -78,10 +86,15 @@ def save(
 
 
 def _save_staged(
-    link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache | Snapshot,
+    request: Request,
+    option: CcKvOption,
+    deadline_s: float,
+    progress: Progress,
 ) -> None:
     largest = _aligned(max(block.num_tokens for block in request.blocks) * cache.token_bytes)
-    region_bytes = max(largest, min(_MIN_REGION_BYTES, largest * _GROUP_KEYS))
+    region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = link.arena(region_bytes * _REGIONS, deadline_s)
     region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
     groups = _groups(request.blocks, cache.token_bytes, region_bytes)
@@ -107,7 +120,7 @@ def _save_staged(
 
 def _stage(
     link: Link,
-    cache: RegisteredCache,
+    cache: RegisteredCache | Snapshot,
     arena: Bytes,
     position: int,
     group: list[Block],
@@ -135,7 +148,9 @@ def _collect(link: Link, deadline_s: float, progress: Progress) -> None:
     progress.add(answer.statuses)
 
 
-def _save_direct(link: Link, cache: RegisteredCache, request: Request, deadline_s: float, progress: Progress) -> None:
+def _save_direct(
+    link: Link, cache: RegisteredCache | Snapshot, request: Request, deadline_s: float, progress: Progress
+) -> None:
     """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
     parent = request.parent
     for group in _groups(request.blocks, cache.token_bytes, m.MAX_BLOCK_BYTES):
@@ -183,22 +198,23 @@ def _copy_found(
 ) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
     sums = m.split_sums(found.sums)
-    batch = cache.tensors.batch
+    segments = {number: link.segment(number, deadline_s) for number in dict.fromkeys(found.segments)}
+    batch, token_bytes = cache.tensors.batch, cache.token_bytes
     for start in range(0, len(found.segments), batch):
         sources: list[Bytes] = []
         corrupt = -1
         for i in range(start, min(start + batch, len(found.segments))):
-            source = link.segment(found.segments[i], deadline_s)[found.offsets[i] : found.offsets[i] + found.lengths[i]]
-            is_sound = found.lengths[i] == blocks[i].num_tokens * cache.token_bytes
-            if not is_sound or xxhash.xxh3_128_digest(source.data) != sums[i]:
+            offset, length = found.offsets[i], found.lengths[i]
+            source = segments[found.segments[i]][offset : offset + length]
+            if length != blocks[i].num_tokens * token_bytes or xxhash.xxh3_128_digest(source.data) != sums[i]:
                 corrupt = i
                 break
             sources.append(source)
+            progress.num_bytes += length
         if time.monotonic() > deadline_s:
             raise TimeoutError("deadline passed")
         cache.tensors.scatter(blocks[start : start + len(sources)], sources)
         progress.success += len(sources)
-        progress.num_bytes += sum(len(source) for source in sources)
         if corrupt >= 0:
             return corrupt
     return -1

@@ -74,10 +74,14 @@ class Link:
         self._arena: Bytes | None = None
         self._next_id = 0
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.channel = Channel(sock)
         try:
             sock.settimeout(max(0.001, deadline_s - time.monotonic()))
             sock.connect(str(path))
+        except BaseException:
+            sock.close()
+            raise
+        self.channel = Channel(sock)
+        try:
             self.welcome = self._authenticate(access_id, access_key, deadline_s)
         except BaseException:
             self.channel.close()

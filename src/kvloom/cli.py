@@ -10,6 +10,8 @@ import httpx
 import typer
 from rich.console import Console
 
+from kvloom.bench.cli import bench
+from kvloom.bench.client import BenchError
 from kvloom.engine.errors import ServingError
 from kvloom.engine.hub import MODELS
 from kvloom.gewu.cli import app as gewu_app
@@ -31,6 +33,7 @@ app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TL
 app.command("dataset")(tuning_cli.dataset)
 app.command("simulate")(tuning_cli.simulate)
 app.command("tune")(tuning_cli.tune)
+app.command()(bench)
 console = Console()
 
 
@@ -108,7 +111,7 @@ def main() -> None:
     """Entry point: mistakes of a user are one line and exit code 1."""
     try:
         app()
-    except (ServingError, AccessError, TlsError, KeyStoreError) as error:
+    except (ServingError, BenchError, AccessError, TlsError, KeyStoreError) as error:
         print(f"kvloom: {error}", file=sys.stderr)
         sys.exit(1)
 

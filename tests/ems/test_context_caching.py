@@ -264,3 +264,38 @@ def test_after_shutdown_an_asynchronous_call_is_an_io_error(cc):
     with pytest.raises(EmsException) as caught:
         cc.async_save(slots_of(0), [1], [4])
     assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+
+
+def test_with_snapshots_blocks_may_change_at_once(agent, monkeypatch):
+    monkeypatch.setenv("EMS_ASYNC_SNAPSHOT", "1")
+    kv = new_kv()
+    before = copy_of(kv)
+    slots = slots_of(*range(32))
+    with session(agent.config.socket, kv) as cc:
+        futures = []
+        for turn in range(8):
+            hashes = list(range(100 * turn, 100 * turn + 32))
+            futures.append(cc.async_save(slots, hashes, [4] * 32))
+            zero(kv)
+            restore(kv, before)
+        zero(kv)
+        assert [future.result().success for future in futures] == [32] * 8
+        assert cc._snapshot_bytes == 0
+        for turn in range(8):
+            zero(kv)
+            assert cc.load(slots, list(range(100 * turn, 100 * turn + 32)), [4] * 32).success == 32
+            assert (tokens_of(kv, slots) == tokens_of(before, slots)).all()
+
+
+def test_too_many_snapshots_make_a_save_wait(agent, monkeypatch):
+    monkeypatch.setenv("EMS_ASYNC_SNAPSHOT", "1")
+    monkeypatch.setattr("ems.context_caching._MAX_SNAPSHOT_BYTES", 0)
+    with session(agent.config.socket, new_kv()) as cc:
+        assert cc.async_save(slots_of(0), [1], [4]).done()
+        assert cc.load(slots_of(0), [1], [4]).success == 1
+
+
+def restore(kv, before) -> None:
+    for layer, old_layer in zip(kv, before, strict=True):
+        for tensor, old in zip(layer, old_layer, strict=True):
+            tensor.copy_(old)

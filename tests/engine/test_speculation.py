@@ -207,16 +207,17 @@ def test_an_answer_ends_in_the_middle_of_right_guesses(guessing):
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     every=st.integers(1, 9),
     max_preempt=st.sampled_from([None, 0]),
+    num_host_blocks=st.sampled_from([0, 6]),
 )
-def test_too_few_blocks_chunks_and_cached_prefixes_change_no_answer(
-    num_blocks, max_tokens, lengths, every, max_preempt
+def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
+    num_blocks, max_tokens, lengths, every, max_preempt, num_host_blocks
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HalfRightLookup, "every", every)
         patch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
         engine = fake_engine(
             num_blocks, max_seq_len=36, max_batch=4, max_tokens_per_step=max_tokens, max_preempt=max_preempt,
-            num_speculative_tokens=4,
+            num_speculative_tokens=4, num_host_blocks=num_host_blocks,
         )  # fmt: skip
         params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=16) for i in range(len(lengths))]
         requests = [Request(f"r{i}", prompt(n, i % 2), params[i]) for i, n in enumerate(lengths)]

@@ -4,13 +4,15 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from kvloom.pool import bench
 from kvloom.pool.agent import config_from
-from kvloom.pool.bench_redis import find_server
+from kvloom.pool.bench import __main__ as bench
+from kvloom.pool.bench.measure import Case, measure
+from kvloom.pool.bench.redis import find_server
 from kvloom.pool.cli import app
 from kvloom.pool.config import Address, AgentConfig, TenantLimits, parse_size, read_secret
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
@@ -44,14 +46,27 @@ def test_status_shows_the_pools():
     assert run("status", *place).exit_code == 1
 
 
-def test_bench_gives_ratios_to_memcpy():
-    (row,) = bench.run(rounds=2, sizes=(64 << 10,))
-    assert row["block_bytes"] == 65536
-    assert 0 < row["save_ratio"] == pytest.approx(row["save"] / row["memcpy"], rel=0.1)
-    assert row["load_ratio"] > 0
+def test_bench_puts_the_pool_beside_memcpy_and_other_stores():
+    body = bench.run(rounds=2, sizes=(64 << 10,), num_clients=2, has_fragmented=False)
+    (row,) = body["rows"]
+    assert (row["block_bytes"], row["fragments"]) == (65536, 1)
+    for name in ("save", "direct_save", "load", "remote_load"):
+        assert 0 < row[f"{name}_ratio"] == pytest.approx(row[name] / row["memcpy"], rel=0.1)
+    assert min(row[name] for name in ("tcp", "load_one_us", "exists_us", "ping_us", "checksum_share")) > 0
+    assert (body["clients"]["clients"], body["clients"]["p99_to_p50"] >= 1) == (2, True)
     if find_server() is None:
         pytest.skip("the columns of Redis need valkey-server or redis-server")
     assert min(row["redis_save"], row["redis_load"]) > 0
+
+
+def test_bench_gathers_fragments():
+    row = measure(Case(256 << 10, fragments=8), rounds=1)
+    assert (row["fragments"], row["save_ratio"] > 0, row["direct_save_ratio"] > 0) == (8, True, True)
+
+
+def test_bench_as_a_user_runs_it(capfd):
+    assert run("bench", "--rounds=0").exit_code == 2
+    assert "--rounds: at least 1" in capfd.readouterr().err
 
 
 def test_an_agent_ends_on_sigterm_and_removes_its_socket(tmp_path):
@@ -100,6 +115,10 @@ def test_arguments_become_a_configuration(tmp_path):
         ({"segment_bytes": 20 << 20}, "segment_bytes"),
         ({"rcache_share": 2.0}, "rcache_share"),
         ({"is_open": False}, "secret"),
+        ({"eviction": "fifo"}, "eviction"),
+        ({"state": Path("x")}, "state"),
+        ({"engine": "valkey://a", "peers": (Address("b", "c", 1),), "secret": SECRET}, "engine"),
+        ({"engine": "valkey://a", "is_direct": True}, "is_direct"),
         ({"is_open": False, "secret": SECRET, "is_direct": True}, "is_direct"),
     ],
 )

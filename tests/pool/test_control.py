@@ -115,7 +115,7 @@ def served(clock):
         thread.join()
 
 
-def controlled(stack, url, name):
+def controlled(stack, url, name, **changes):
     return stack.enter_context(
         running_agent(
             node_id=name,
@@ -124,6 +124,7 @@ def controlled(stack, url, name):
             control_url=str(url),
             listen=("127.0.0.1", 0),
             http=("127.0.0.1", 0),
+            **changes,
         )
     )
 
@@ -172,3 +173,34 @@ def test_agents_go_on_without_the_control_plane(served):
         assert not agent._control.beat()
         cc = stack.enter_context(session(agent.config.socket, kv, access_id="a", access_key=key))
         assert cc.save(slots_of(0), [1], [4]).success == 1
+
+
+def test_a_node_that_restarts_without_the_control_plane_knows_what_it_was_told(served, tmp_path):
+    key = served.post("/v1/credentials", json={"access_id": "a"}).json()["access_key"]
+    served.put("/v1/tenants/a", json={"quota_bytes": 1 << 20})
+    kept = tmp_path / "orders"
+    with ExitStack() as stack:
+        assert controlled(stack, served.base_url, "a", state=kept)._control.beat()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert key.encode() not in kept.read_bytes()
+    nowhere = "http://127.0.0.1:9"
+    with ExitStack() as stack:
+        agent = controlled(stack, nowhere, "a", state=kept)
+        cc = stack.enter_context(session(agent.config.socket, new_kv(), access_id="a", access_key=key))
+        assert cc.save(slots_of(0), [1], [4]).success == 1
+        assert agent.node.pool("a").usage()["quota_bytes"] == 1 << 20
+    damaged = bytearray(kept.read_bytes())
+    damaged[-3] ^= 1
+    kept.write_bytes(damaged)
+    with ExitStack() as stack:
+        agent = controlled(stack, nowhere, "a", state=kept)
+        cc = stack.enter_context(session(agent.config.socket, new_kv(), access_id="a", access_key=key))
+        with pytest.raises(EmsException, match="wrong"):
+            cc.save(slots_of(0), [1], [4])
+
+
+def test_what_cannot_be_kept_is_counted(served, tmp_path):
+    with ExitStack() as stack:
+        agent = controlled(stack, served.base_url, "a", state=tmp_path / "none" / "orders")
+        assert agent._control.beat(), "the node goes on"
+        assert agent.node.counts["state_failures"] > 0

@@ -5,6 +5,7 @@ KVLOOM_POOL_KILLS is how many processes are killed in all (default 100; 200 is t
 
 import os
 import random
+import secrets
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from ems.common.channel import Channel
 from ems.wire import messages as m
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
+from kvloom.pool.store import Place
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle, fork, kill_after
 
@@ -254,6 +256,27 @@ def test_garbage_ends_its_connection_and_nothing_else(tmp_path):
                     while sock.recv(4096):
                         pass
         assert oracle.load(cc, HASHES) == len(HASHES)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_a_tenant_over_its_rate_saves_less_and_gets_no_error(is_direct):
+    oracle = Oracle()
+    with running_agent(put_rate=1, is_direct=is_direct) as agent, session(agent.config.socket, oracle.kv) as cc:
+        assert oracle.save(cc, HASHES[:8]) == 8, "one message may overdraw"
+        assert oracle.save(cc, [h + 1000 for h in HASHES[:8]]) == 0
+        assert oracle.load(cc, HASHES[:8]) == 8
+
+
+def test_a_block_that_found_no_room_is_a_miss_by_quota():
+    oracle = Oracle()
+    with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, oracle.kv) as cc:
+        pool = agent.node.pool("default")
+        while isinstance(place := pool.begin(secrets.token_bytes(32), 4096), Place):
+            pass  # places that are being written cannot be evicted
+        assert place == m.Status.NO_ROOM
+        assert oracle.save(cc, HASHES) == 0
+        assert oracle.load(cc, HASHES) == 0
+        assert pool.counts["miss_quota"] == len(HASHES)
 
 
 KEY = "k" * 40

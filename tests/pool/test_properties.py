@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import xxhash
@@ -11,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
-from kvloom.pool.budget import Budget
-from kvloom.pool.evict import S3Fifo
+from kvloom.pool.budget import Budget, RateLimit
+from kvloom.pool.evict import Lru, Order, S3Fifo
 from kvloom.pool.placement import Breaker, home
 from kvloom.pool.store import Entry, Geometry, Place, TenantPool
 
@@ -53,9 +54,11 @@ class AllocatorMachine(RuleBasedStateMachine):
 class EvictMachine(RuleBasedStateMachine):
     """Every key that was added is in until removed; a victim is never a kept key, and there is one if any may go."""
 
+    new_order: Callable[[], Order] = S3Fifo
+
     def __init__(self) -> None:
         super().__init__()
-        self.queue = S3Fifo()
+        self.queue = self.new_order()
         self.model: set[bytes] = set()
 
     @rule(key=st.binary(min_size=1, max_size=1), kept=st.sets(st.binary(min_size=1, max_size=1), max_size=4))
@@ -86,6 +89,35 @@ class EvictMachine(RuleBasedStateMachine):
         self.queue.check()
         assert len(self.queue) == len(self.model)
         assert all(key in self.queue for key in self.model)
+
+
+class LruMachine(EvictMachine):
+    new_order = Lru
+
+
+def test_the_least_recently_used_key_goes_first():
+    order = Lru()
+    for key in (b"a", b"b", b"c"):
+        order.add(key)
+    order.touch(b"a")
+    assert order.victim(lambda key: key == b"b") == b"c"
+    order.remove(b"b")
+    order.remove(b"c")
+    assert order.victim(lambda _key: False) == b"a"
+
+
+def test_new_keys_stay_while_those_before_them_were_used():
+    queue = S3Fifo()
+    for n in range(1000):
+        queue.add(n.to_bytes(2, "big"))
+        queue.touch(n.to_bytes(2, "big"))
+    new = {n.to_bytes(2, "big") for n in range(1000, 1080)}
+    for key in new:
+        queue.add(key)
+    for _ in range(200):
+        victim = queue.victim(lambda _key: False)
+        assert victim not in new
+        queue.remove(victim)
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -159,10 +191,11 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.close()
 
 
-for machine in (AllocatorMachine, EvictMachine, StoreMachine):
+for machine in (AllocatorMachine, EvictMachine, LruMachine, StoreMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestAllocator = AllocatorMachine.TestCase
 TestEvict = EvictMachine.TestCase
+TestLru = LruMachine.TestCase
 TestStore = StoreMachine.TestCase
 
 
@@ -283,3 +316,13 @@ def test_readers_and_writers_in_threads_keep_the_invariants():
     assert errors == []
     pool.check()
     pool.close()
+
+
+def test_a_rate_is_kept_on_average_and_no_size_waits_for_ever():
+    limit = RateLimit(100)
+    assert limit.take(150, 10.0), "one second's worth at once, the last overdraws"
+    assert not limit.take(1, 10.4)
+    assert limit.take(1000, 10.6)
+    assert not limit.take(1, 20.4)
+    assert limit.take(1, 20.6)
+    assert [limit.take(60, 1000.0) for _ in range(3)] == [True, True, False]

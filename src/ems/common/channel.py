@@ -1,6 +1,7 @@
 """Channel: a connected stream socket that carries frames, descriptors and raw block bytes, each with a deadline."""
 
 import array
+import select
 import socket
 import time
 
@@ -8,6 +9,7 @@ from ems.wire.frames import Frame, FrameReader, FrameWriter, WireError
 from ems.wire.messages import Message
 
 _FD = array.array("i")
+_READ_AHEAD_BYTES = 1 << 16
 
 
 def remaining_s(deadline_s: float | None) -> float | None:
@@ -28,11 +30,19 @@ def remaining_ms(deadline_s: float) -> int:
 class Channel:
     """One end of a connection. One thread at a time; after any error it must be closed, its position is unknown.
 
+    On Unix sockets no raw bytes follow a frame, so several frames are read at once. The socket stays in blocking mode
+    and waits are polls: changing its timeout before each call would cost a system call each.
+
     Every method raises TimeoutError, ConnectionError (OSError) or WireError.
     """
 
     def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(True)
         self.sock = sock
+        self._ahead = _READ_AHEAD_BYTES if sock.family == socket.AF_UNIX else 0
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._writable.register(sock, select.POLLOUT)
         self._reader = FrameReader()
         self._writer = FrameWriter()
 
@@ -51,23 +61,33 @@ class Channel:
         fd: int | None = None,
     ) -> None:
         """Sends one frame, with a file descriptor if one is given."""
-        data = self._writer.encode(message, request_id, deadline_ms)
-        self.sock.settimeout(remaining_s(deadline_s))
+        data = memoryview(self._writer.encode(message, request_id, deadline_ms))
         if fd is not None:
-            sent = socket.send_fds(self.sock, [data], [fd])
-            data = data[sent:]
-        self.sock.sendall(data)
+            self._wait(self._writable, deadline_s)
+            data = data[socket.send_fds(self.sock, [data], [fd], socket.MSG_DONTWAIT) :]
+        self.send_bytes(data, deadline_s)
 
     def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
         """Sends raw block bytes."""
-        self.sock.settimeout(remaining_s(deadline_s))
-        self.sock.sendall(data)
+        while len(data):
+            remaining_s(deadline_s)
+            try:
+                data = data[self.sock.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                self._wait(self._writable, deadline_s)
+
+    @staticmethod
+    def _wait(poll: select.poll, deadline_s: float | None) -> None:
+        left_s = remaining_s(deadline_s)
+        if not poll.poll(None if left_s is None else left_s * 1000):
+            raise TimeoutError("deadline passed")
 
     def receive(self, deadline_s: float | None = None) -> Frame:
         """The next frame."""
         while (frame := self._reader.next_frame()) is None:
-            self.sock.settimeout(remaining_s(deadline_s))
-            data = self.sock.recv(self._reader.missing)
+            if deadline_s is not None:
+                self._wait(self._readable, deadline_s)
+            data = self.sock.recv(max(self._ahead, self._reader.missing))
             if not data:
                 raise ConnectionResetError("the other side closed the connection")
             self._reader.feed(data)
@@ -78,8 +98,8 @@ class Channel:
         fd = -1
         try:
             while (frame := self._reader.next_frame()) is None:
-                self.sock.settimeout(remaining_s(deadline_s))
-                size, room = self._reader.missing, socket.CMSG_LEN(_FD.itemsize)
+                self._wait(self._readable, deadline_s)
+                size, room = max(self._ahead, self._reader.missing), socket.CMSG_LEN(_FD.itemsize)
                 data, ancillary, _flags, _address = self.sock.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
                 if not data:
                     raise ConnectionResetError("the other side closed the connection")
@@ -97,8 +117,12 @@ class Channel:
         """Fills `view` with raw block bytes."""
         position = 0
         while position < len(view):
-            self.sock.settimeout(remaining_s(deadline_s))
-            count = self.sock.recv_into(view[position:])
+            remaining_s(deadline_s)
+            try:
+                count = self.sock.recv_into(view[position:], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait(self._readable, deadline_s)
+                continue
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")
             position += count

@@ -20,6 +20,7 @@ class Status(IntEnum):
     CONFLICT = 2  # other bytes were there and stay: the first write wins
     NO_ROOM = 3
     TOO_LARGE = 4
+    LIMITED = 5  # the tenant saves faster than it may
 
     @property
     def is_success(self) -> bool:
@@ -36,6 +37,7 @@ class Cause(IntEnum):
     TIMEOUT = 4
     PEER_DOWN = 5
     NO_ROOM = 6
+    QUOTA = 7  # it was saved, and found no room within the tenant's quota
 
 
 class Message(msgspec.Struct, array_like=True):

@@ -38,17 +38,20 @@ class CompletedLog:
 
 def completed_line(ended: Sequence[tuple[str, int, int]], stats: Stats, block_size: int) -> str:
     """Of the first request that ended: id, blocks, tokens, prompt tokens, output tokens; of the step: requests in the
-    batch, blocks in use, requests that ended."""
+    batch, blocks in use, requests that ended.
+
+    `stats` are from after the step, without those that ended; the line counts them.
+    """
     id, num_prompt, num_output = ended[0]
-    total = num_prompt + num_output
+    blocks = [-(-(prompt + output) // block_size) for _, prompt, output in ended]
     columns = (
         id,
-        -(-total // block_size),
-        total,
+        blocks[0],
+        num_prompt + num_output,
         num_prompt,
         num_output,
         stats.num_running + len(ended),
-        stats.num_blocks - stats.num_free_blocks,
+        stats.num_blocks - stats.num_free_blocks + sum(blocks),
         len(ended),
     )
     return "COMPLETED REQ ID: " + " , ".join(map(str, columns))

@@ -80,6 +80,7 @@ class EngineConfig:
     kv_dtype: str = (
         "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = a scale a token and head
     )
+    world_size: int = 1  # ranks that share the model, tensor parallel
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
     kv_cache_bytes: int | None = None  # None = a share of the free memory (memory.py)
@@ -127,6 +128,7 @@ class EngineConfig:
             ("block_size", 1),
             ("max_batch", 1),
             ("max_iter_times", 1),
+            ("world_size", 1),
             ("num_speculative_tokens", 0),
             ("prompt_lookup_min", 1),
             ("prompt_lookup_max", self.prompt_lookup_min),
@@ -134,6 +136,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise BadRequest(name, f"must be at least {low}, got {value}")
+        if self.world_size > 1 and self.backend == "cpu":
+            raise BadRequest("world_size", "the cpu backend's threads share one rank already; leave backend at auto")
         if not self.fair_token_s >= 0:
             raise BadRequest("fair_token_s", f"must not be negative, got {self.fair_token_s:g}")
         for name in ("prefill_policy", "decode_policy"):

@@ -171,8 +171,10 @@ def _fake_logprob(token_id: int, state: _State) -> Logprob:
     return Logprob(token_id, _FAKE_LOGPROB, top[:count])
 
 
-def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> FakeRunner:
-    """The runner of a rank with backend "fake"."""
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
+) -> FakeRunner:
+    """The runner of a rank with backend "fake"; of several ranks each does the whole work."""
     if config.model:
         raise BadRequest("model", "the fake backend takes none")
     progress(1, 1)

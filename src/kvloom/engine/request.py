@@ -53,7 +53,7 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:  # NaN fails the comparison too
-                raise BadRequest(name, f"must be between {low:g} and {high:g}, got {value:g}")
+                raise BadRequest(name, f"must be between {low:g} and {high:g}, got {_number(value)}")
         if self.top_p <= 0 or self.typical_p <= 0 or self.repetition_penalty <= 0:
             name = "top_p" if self.top_p <= 0 else "typical_p" if self.typical_p <= 0 else "repetition_penalty"
             raise BadRequest(name, "must be above 0")
@@ -63,6 +63,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
+
+
+def _number(value: float) -> str:
+    """For people; a whole number may be too large for a float."""
+    return f"{value:g}" if isinstance(value, float) or abs(value) < 2**64 else f"a number of {value.bit_length()} bits"
 
 
 MAX_LOGPROBS = 20

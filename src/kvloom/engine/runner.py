@@ -19,8 +19,10 @@ from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
+from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
+from kvloom.engine.shard import shard_spec
 from kvloom.engine.swapcache import SwapCache
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 
@@ -132,9 +134,11 @@ class ModelRunner:
         """The token after row `row`, of its candidates or of all its logits."""
         top = head.tops[row]
         if top:
-            return sample_top(head.values[row, :top], head.ids[row, :top], history, self._eos_ids), None
+            return sample_top(
+                head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
+            ), None
         place = head.tops[:row].count(0)
-        return sample(head.full[place : place + 1], [history], self._eos_ids)[0]
+        return sample(head.full[place : place + 1], [history], self._eos_ids, self._backend.draw)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
@@ -179,12 +183,18 @@ class ModelRunner:
         return wanted
 
 
-def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> ModelRunner:
-    """Load the model of `config` into the backend it names. Raises ServingError when that cannot be done."""
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
+) -> ModelRunner:
+    """Load the model of `config` into the backend it names; of several ranks, this one's part of it.
+
+    Raises ServingError when that cannot be done.
+    """
     checkpoint = open_checkpoint(Path(config.model))
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
+    mesh = join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
     with _says_what_to_lower():
-        backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress)
+        backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress, mesh)
         return ModelRunner(
             backend, checkpoint.spec.vocab_size, max_seq_len, eos_ids, pools.num_host_blocks, block_size=size
         )
@@ -206,7 +216,7 @@ def _says_what_to_lower() -> Iterator[None]:
 
 
 def _open_backend(
-    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None], mesh: Mesh
 ) -> tuple[Backend, Pools, int]:
     """The named backend, its pools and the engine's block size, in tokens.
 
@@ -222,7 +232,7 @@ def _open_backend(
             if config.backend == "cpu" or isinstance(error, OutOfMemory):
                 raise
             log.warning("%s; the slower torch backend is used instead", error)
-    return _open_reference(config, checkpoint, max_seq_len, progress)
+    return _open_reference(config, checkpoint, max_seq_len, progress, mesh)
 
 
 def _open_kernels(
@@ -246,28 +256,39 @@ def _open_kernels(
 
 
 def _open_reference(
-    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None], mesh: Mesh
 ) -> tuple[Backend, Pools, int]:
     spec, size = checkpoint.spec, config.block_size or _BLOCK_SIZE
+    shard_spec(spec, mesh.world_size)  # says what is wrong before anything is taken
+    if mesh.world_size > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // mesh.world_size))
     dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
     kept = _REFERENCE_KV.get(config.kv_dtype, dtype)
     token_bytes = spec.head_dim * kept.itemsize + (4 if kept == torch.int8 else 0)
     pools = _pools_for(config, spec, max_seq_len, size, token_bytes, _num_weights(spec) * dtype.itemsize)
+    pools = Pools(*(mesh.least(number, config.device) for number in (pools.num_blocks, pools.num_host_blocks)))
     backend = ReferenceBackend(
         spec,
         checkpoint.weights,
         pools.num_blocks,
-        device=config.device,
+        device=_device_of(config, mesh),
         dtype=dtype,
         block_size=size,
         progress=progress,
         kv_dtype=kept,
+        mesh=mesh,
     )
     return backend, pools, size
 
 
+def _device_of(config: EngineConfig, mesh: Mesh) -> str:
+    """Each rank has a device of its own, unless there is only one kind, as with the CPU, or it is named."""
+    is_own = mesh.world_size > 1 and config.device in ("cuda", "npu")
+    return f"{config.device}:{mesh.rank}" if is_own else config.device
+
+
 def _kernels_fit(config: EngineConfig) -> bool:
-    return config.device == "cpu" and config.dtype != "float32"
+    return config.device == "cpu" and config.dtype != "float32" and config.world_size == 1
 
 
 def _weight_format(config: EngineConfig) -> str:
@@ -292,8 +313,8 @@ def _pools_for(
         max_seq_len,
         config.max_batch,
     )
-    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size)
-    host_bytes = available_bytes()
+    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
+    host_bytes = available_bytes() // config.world_size
     is_shared = torch.device(config.device).type == "cpu"
     free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]
     return plan_pools(wish, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)

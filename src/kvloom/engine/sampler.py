@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvloom.engine.batch import Logprob
-from kvloom.engine.kernels.backend import most_likely
+from kvloom.engine.kernels.backend import Draw, most_likely
 from kvloom.engine.request import SamplingParams
 
 MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
@@ -57,35 +57,48 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
 
 
 def sample(
-    logits: torch.Tensor | Sequence[torch.Tensor], rows: Sequence[History], eos_ids: Sequence[int]
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    rows: Sequence[History],
+    eos_ids: Sequence[int],
+    draw: Draw | None = None,
 ) -> list[tuple[int, Logprob | None]]:
     """The next token of each row, with log-probabilities where asked for.
 
-    logits: one [vocab] float32 a row; changed in place. Log-probabilities are of the logits as they come in.
+    logits: one [vocab] float32 a row; changed in place. Log-probabilities are of the logits as they come in. `draw`
+    replaces draw_plain.
     """
-    return [_sample_row(logits[i], row, eos_ids) for i, row in enumerate(rows)]
+    return [_sample_row(logits[i], row, eos_ids, draw or draw_plain) for i, row in enumerate(rows)]
 
 
-def sample_top(values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int]) -> int:
+def sample_top(
+    values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw | None = None
+) -> int:
     """What `sample` would choose from all logits, chosen from the num_candidates(row) largest.
 
     values [n] float32, largest first, of equal ones the smaller id first; changed in place. ids [n].
     """
-    if len(ids) == 1:
-        return int(ids[0])
-    ids, order = ids.sort()
-    values = values[order]
-    _adjust(values, row, eos_ids, {id: place for place, id in enumerate(ids.tolist())})
     params = row.params
-    values, places = most_likely(values, min(1 if params.is_greedy else params.top_k, len(ids)))
-    return int(ids[places[0]]) if params.is_greedy else _draw_top(values, ids[places], row)
+    if _is_adjusted(row):
+        ids, order = ids.sort()
+        values = values[order]
+        _adjust(values, row, eos_ids, {id: place for place, id in enumerate(ids.tolist())})
+        values, places = most_likely(values, min(1 if params.is_greedy else params.top_k, len(ids)))
+        ids = ids[places]
+    return int(ids[0]) if params.is_greedy else _draw_top(values, ids, row, draw or draw_plain)
 
 
-def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int]) -> tuple[int, Logprob | None]:
+def _is_adjusted(row: History) -> bool:
+    """Whether a rule of a request with candidates changes logits; see num_candidates."""
+    params = row.params
+    is_penalised = params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
+    return is_penalised or len(row.token_ids) - row.num_prompt < params.min_tokens
+
+
+def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw) -> tuple[int, Logprob | None]:
     params = row.params
     logprobs = None if params.logprobs is None else torch.log_softmax(logits, dim=-1)
     _adjust(logits, row, eos_ids)
-    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row)
+    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
     return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
 
 
@@ -135,14 +148,26 @@ def _places_of(token_ids: list[int], places: Mapping[int, int] | None) -> list[i
     return token_ids if places is None else [places[i] for i in token_ids if i in places]
 
 
-def _draw(logits: torch.Tensor, row: History) -> int:
+def draw_plain(logits: torch.Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+    """A random token by temperature, top-p and min-p; see kernels.backend.Draw. logits [vocab]."""
+    return _draw_cut(logits, SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p), point)
+
+
+def _draw(logits: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the distribution that the parameters leave. logits [vocab]."""
     params = row.params
-    vocab = logits.shape[0]
     if params.top_k:
-        return _draw_top(*most_likely(logits, min(params.top_k, vocab)), row)
+        return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row, draw)
     point = uniform(row.seed, len(row.token_ids))
+    if params.typical_p < 1:
+        return _draw_cut(logits, params, point)
+    return draw(logits, params.temperature, params.top_p, params.min_p, point)
+
+
+def _draw_cut(logits: torch.Tensor, params: SamplingParams, point: float) -> int:
+    """Without top-k: looks at the most likely tokens first, and at all of them only when those are too few."""
     probs = torch.softmax(logits / params.temperature, dim=-1)
+    vocab = logits.shape[0]
     if params.top_p >= 1 and params.typical_p >= 1 and params.min_p <= 0:
         return _pick(probs, None, point)
     for count in (min(_NUM_CANDIDATES, vocab), vocab):
@@ -153,11 +178,14 @@ def _draw(logits: torch.Tensor, row: History) -> int:
     raise AssertionError("the whole vocabulary is always enough")
 
 
-def _draw_top(logits: torch.Tensor, ids: torch.Tensor, row: History) -> int:
+def _draw_top(logits: torch.Tensor, ids: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the top-k ones. logits, ids [k], most likely first."""
-    kept = _truncate(torch.softmax(logits / row.params.temperature, dim=-1), row.params, is_all=True)
+    params, point = row.params, uniform(row.seed, len(row.token_ids))
+    if params.typical_p >= 1:
+        return int(ids[draw(logits, params.temperature, params.top_p, params.min_p, point)])
+    kept = _truncate(torch.softmax(logits / params.temperature, dim=-1), params, is_all=True)
     assert kept is not None, "these are all that can be kept"
-    return _pick(kept, ids, uniform(row.seed, len(row.token_ids)))
+    return _pick(kept, ids, point)
 
 
 def _truncate(probs: torch.Tensor, params: SamplingParams, is_all: bool) -> torch.Tensor | None:

@@ -31,6 +31,9 @@ from kvloom.pool.config import (
     read_secret,
 )
 from kvloom.pool.control_link import ControlLink
+from kvloom.pool.engines.engine import EngineError, open_engine
+from kvloom.pool.engines.tier import EngineTier
+from kvloom.pool.evict import ORDERS
 from kvloom.pool.metrics import NodeStats, collect
 from kvloom.pool.node import Node
 from kvloom.pool.node_http import NodeHttp
@@ -55,6 +58,7 @@ class Agent:
             self.node.keyring.replace(read_credentials(config.credentials))
         self.peer_port = 0
         self.peers: Peers | None = None
+        self.engine: EngineTier | None = None
         self._control: ControlLink | None = None
         self._http: NodeHttp | None = None
         self._selector = selectors.DefaultSelector()
@@ -66,7 +70,12 @@ class Agent:
         self._thread = threading.Thread(target=self._accept, name="ems-accept", daemon=True)
 
     def start(self) -> None:
-        """Listens, then serves in the background. Raises OSError when the socket's place is taken or not ours."""
+        """Listens, then serves in the background.
+
+        Raises OSError when the socket's place is taken or not ours, ValueError or EngineError for its engine.
+        """
+        if self.config.engine:
+            self.engine = EngineTier(open_engine(self.config.engine, self.config.engine_password))
         try:
             self._listen_unix()
             if self.config.listen is not None:
@@ -90,6 +99,8 @@ class Agent:
             self.peers = Peers(config.node_id, config.secret)
             self.peers.set_members(config.peers)
             self.node.others = self.peers
+        if self.engine is not None:
+            self.node.others = self.engine
         if config.control_url and self.peers is not None:
             self._control = ControlLink(self.node, self.peers, self._advertised)
             self._control.start()
@@ -106,7 +117,8 @@ class Agent:
 
     def stats(self) -> NodeStats:
         """The node's numbers now."""
-        return collect(self.node, self.peers.status() if self.peers else {})
+        status = {name: up for part in (self.peers, self.engine) if part for name, up in part.status().items()}
+        return collect(self.node, status)
 
     def _listen_unix(self) -> None:
         path = self.config.socket
@@ -182,7 +194,7 @@ class Agent:
                 with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
         self._close_sockets()
-        for part in (self._http, self._control, self.peers):
+        for part in (self._http, self._control, self.peers, self.engine):
             if part is not None:
                 part.close()
         self.node.close()
@@ -204,7 +216,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pool", type=parse_size, default=1 << 30, help="memory of all tenants, for example 16G")
     parser.add_argument("--segment", type=parse_size, default=64 << 20, help="size of one shared file")
     parser.add_argument("--slab", type=parse_size, default=16 << 20, help="size of the largest block")
-    parser.add_argument("--rcache", type=float, default=0.25, help="share of a quota for copies of other nodes' blocks")
+    parser.add_argument("--rcache", type=float, help="share of a quota for others' blocks: 0.25, or 1 with --engine")
+    parser.add_argument(
+        "--eviction", default="s3fifo", choices=ORDERS, help="which blocks go first when room is needed"
+    )
+    parser.add_argument(
+        "--put-rate", type=parse_size, default=0, help="bytes a second each tenant may save, as in 500M"
+    )
     parser.add_argument("--credentials", type=Path, help="JSON file of credentials; without it the node is open")
     parser.add_argument("--tenant", type=TenantLimits.parse, action="append", default=[], help="id:guarantee:quota")
     parser.add_argument("--secret-file", help="file with the cluster's secret, at least 32 bytes")
@@ -212,8 +230,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--listen", type=parse_address, help="host:port for other nodes; port 0 picks one")
     parser.add_argument("--advertise", default="", help="host:port under which other nodes reach this one")
     parser.add_argument("--control", default="", help="URL of the control plane; the secret is the node's password")
+    parser.add_argument(
+        "--state", type=Path, help="file that keeps what the control plane said, for a restart without it"
+    )
     parser.add_argument("--http", type=parse_address, help="host:port of /healthz and /metrics")
     parser.add_argument("--peer", type=Address.parse, action="append", default=[], help="id=host:port of another node")
+    parser.add_argument("--engine", default="", help="URL of a distributed store: valkey://, unix://, mooncake://")
+    parser.add_argument("--engine-password-file", type=Path, help="file with the store's password")
     parser.add_argument("--direct", action="store_true", help="engines write into the pool themselves (trusted node)")
     parser.add_argument(
         "--no-prefault", action="store_true", help="take memory when it is first used, not at the start"
@@ -231,7 +254,9 @@ def config_from(arguments: list[str]) -> AgentConfig:
         pool_bytes=args.pool,
         segment_bytes=min(args.segment, args.pool),
         slab_bytes=min(args.slab, args.segment, args.pool),
-        rcache_share=args.rcache,
+        eviction=args.eviction,
+        put_rate=args.put_rate,
+        rcache_share=args.rcache if args.rcache is not None else 1.0 if args.engine else 0.25,
         is_open=args.credentials is None and not args.control,
         credentials=args.credentials,
         tenants=tuple(args.tenant),
@@ -243,6 +268,9 @@ def config_from(arguments: list[str]) -> AgentConfig:
         listen=args.listen,
         advertise=args.advertise,
         control_url=args.control,
+        state=args.state,
+        engine=args.engine,
+        engine_password=args.engine_password_file.read_text().strip() if args.engine_password_file else "",
         http=args.http,
         **named,
     )
@@ -258,7 +286,7 @@ def main(arguments: list[str]) -> int:
     try:
         agent = Agent(config_from(arguments))
         agent.start()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EngineError) as error:
         print(f"kvloom pool agent: {error}", file=sys.stderr)
         return 1
     print(f"kvloom pool agent: serving {agent.config.socket}", flush=True)

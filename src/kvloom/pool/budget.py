@@ -59,3 +59,23 @@ class Budget:
     def check(self) -> None:
         """States the invariant: what is guaranteed and what is in use fit into the node."""
         assert sum(self._reserved(share) for share in self._shares.values()) <= self.total_bytes
+
+
+class RateLimit:
+    """Bytes a second on average, one second's worth at once. Any thread may call; times in seconds of one clock."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._level = float(bytes_per_s)
+        self._at_s = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, now_s: float) -> bool:
+        """Whether `size` bytes may go now. The last ones that fit may overdraw, so that no size waits for ever."""
+        with self._lock:
+            self._level = min(self._bytes_per_s, self._level + max(0.0, now_s - self._at_s) * self._bytes_per_s)
+            self._at_s = now_s
+            if self._level <= 0:
+                return False
+            self._level -= size
+            return True

@@ -5,6 +5,8 @@ import os
 import secrets
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -20,7 +22,6 @@ from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.keys import NONCE_BYTES
 from ems.wire import messages as m
 from kvloom.pool import agent as agent_module
-from kvloom.pool import bench as bench_module
 from kvloom.pool.config import DEFAULT_SOCKET, default_socket, parse_address, read_secret
 from kvloom.pool.control import build_app
 from kvloom.pool.control_state import ControlState
@@ -102,33 +103,11 @@ def _print_status(body: dict[str, Any]) -> None:
     _console.print(table)
 
 
-@app.command()
-def bench(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds a size.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Only the JSON line.")] = False,
-) -> None:
-    """Measure save and load at 16K to 1M against memcpy, and Redis or Valkey if installed, in the same run."""
-    rows = bench_module.run(rounds)
-    typer.echo(json.dumps({"bench": "pool", "keys": bench_module.NUM_KEYS, "rows": rows}))
-    if as_json:
-        return
-    table = Table(
-        "block",
-        "memcpy GB/s",
-        "save GB/s",
-        "load GB/s",
-        "save/memcpy",
-        "load/memcpy",
-        "load 1, us",
-        "exists 64, us",
-        "redis save",
-        "redis load",
-    )
-    for row in rows:
-        table.add_row(
-            f"{row['block_bytes'] >> 10}K", *("-" if value is None else str(value) for value in list(row.values())[1:])
-        )
-    _console.print(table)
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Measure save and load against memcpy and other stores; `kvloom pool bench --help` lists its options."""
+    done = subprocess.run([sys.executable, "-m", "kvloom.pool.bench", *context.args], check=False)  # it loads torch
+    raise typer.Exit(done.returncode)
 
 
 @app.command()

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvloom.pool.evict import ORDERS
 from kvloom.pool.store import Geometry
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -66,6 +67,9 @@ class AgentConfig:
     """Raises ValueError naming the field when values do not fit together.
 
     pool_bytes: memory of all tenants; segment_bytes: one shared file; slab_bytes: the largest block.
+    put_rate: bytes a second that each tenant may save, 0 = no limit.
+    state: file where what the control plane said is kept for a restart without it.
+    engine: URL of a distributed store behind this node.
     secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
     """
 
@@ -74,6 +78,8 @@ class AgentConfig:
     segment_bytes: int = 64 << 20
     slab_bytes: int = 16 << 20
     rcache_share: float = 0.25
+    eviction: str = "s3fifo"
+    put_rate: int = 0
     max_arena_bytes: int = 256 << 20
     max_sessions: int = 256
     is_open: bool = True
@@ -87,6 +93,9 @@ class AgentConfig:
     advertise: str = ""
     peers: tuple[Address, ...] = ()
     control_url: str = ""
+    state: Path | None = None
+    engine: str = ""
+    engine_password: str = ""
     http: tuple[str, int] | None = None
     ends_with_stdin: bool = False
 
@@ -95,10 +104,18 @@ class AgentConfig:
             raise ValueError("need 0 < slab_bytes <= segment_bytes <= pool_bytes, slab_bytes in whole pages")
         if self.segment_bytes % self.slab_bytes:
             raise ValueError("segment_bytes must be a multiple of slab_bytes")
+        if self.eviction not in ORDERS:
+            raise ValueError(f"eviction: {self.eviction!r} is none of {', '.join(ORDERS)}")
         if not 0 <= self.rcache_share <= 1:
             raise ValueError("rcache_share must be 0 to 1")
         if (self.listen or self.peers or not self.is_open or self.control_url) and len(self.secret) < 32:
             raise ValueError("secret: peers, credentials and the control plane need one of at least 32 bytes")
+        if self.state is not None and not self.control_url:
+            raise ValueError("state: keeps what the control plane said; give control_url too")
+        if self.engine and self.peers:
+            raise ValueError("engine: takes the place of peers; give one of the two")
+        if self.is_direct and (self.engine or self.peers or self.control_url):
+            raise ValueError("is_direct: only on a node of its own; what is written in place goes to no other node")
         if self.is_direct and not self.is_open:
             raise ValueError("is_direct: only on a node with one tenant, which can change published bytes")
 

@@ -1,19 +1,77 @@
-"""S3Fifo: which block goes when room is needed. Pure.
+"""Which block goes when room is needed: S3-FIFO or least recently used. Pure.
 
-S3-FIFO (Yang et al., SOSP 2023): new keys enter a small queue and move to the main one only if they are used again
-before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the small queue are
-remembered; coming back, they enter the main queue at once.
+S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue and move to the main one only if they are
+used again before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the
+small queue are remembered; coming back, they enter the main queue at once.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Protocol
 
 _MAX_USES = 3  # more hits than this do not make a key stay longer
 _SMALL_SHARE = 10  # the small queue holds at least one in ten keys
 
 
-class S3Fifo:
+class Order(Protocol):
     """Order of departure of a set of keys of equal cost."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def add(self, key: bytes) -> None:
+        """A key that is not in yet."""
+        ...
+
+    def touch(self, key: bytes) -> None:
+        """The key was used."""
+        ...
+
+    def remove(self, key: bytes) -> None:
+        """The key is gone, for whatever reason; no-op when it is not in."""
+        ...
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        """The key that should go, still in the set; None when all are kept. Each call ends."""
+        ...
+
+    def check(self) -> None:
+        """States the invariants."""
+        ...
+
+
+class Lru:
+    """The key that was not used for the longest time goes: for loads that come back to what they used last."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        assert key not in self._keys, "added twice"
+        self._keys[key] = None
+
+    def touch(self, key: bytes) -> None:
+        self._keys.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        return next((key for key in self._keys if not is_kept(key)), None)
+
+    def check(self) -> None:
+        """Nothing to state: a key is in once by construction."""
+
+
+class S3Fifo:
+    """Scans do not push out what is used again."""
 
     def __init__(self) -> None:
         self._small: OrderedDict[bytes, int] = OrderedDict()  # key -> uses since it entered or was passed over
@@ -44,38 +102,42 @@ class S3Fifo:
         """The key is gone, for whatever reason; no-op when it is not in."""
         if self._small.pop(key, None) is not None:
             self._ghost[key] = None
-            while len(self._ghost) > max(16, len(self)):
+            limit = max(16, len(self._small) + len(self._main))
+            while len(self._ghost) > limit:
                 self._ghost.popitem(last=False)
         else:
             self._main.pop(key, None)
 
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
         """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
-        for queue in self._queues():
-            for _ in range((_MAX_USES + 1) * len(queue)):
-                key, uses = next(iter(queue.items()))
-                if is_kept(key):
-                    queue.move_to_end(key)
-                elif uses == 0:
-                    return key
-                elif queue is self._small:
-                    del self._small[key]
-                    self._main[key] = 0
-                else:
-                    self._main[key] = uses - 1
-                    self._main.move_to_end(key)
-                if not queue:
-                    break
-        keys = [*self._small, *self._main]
-        return next((key for key in keys if not is_kept(key)), None)
-
-    def _queues(self) -> tuple[OrderedDict[bytes, int], OrderedDict[bytes, int]]:
-        if len(self._small) * _SMALL_SHARE >= len(self):
-            return self._small, self._main
-        return self._main, self._small
+        small, main = self._small, self._main
+        total = len(small) + len(main)
+        for _ in range(len(small)):
+            if len(small) * _SMALL_SHARE < total:
+                break  # what is left in the small queue is new: give it time to be used
+            key = next(iter(small))
+            if is_kept(key):
+                small.move_to_end(key)
+            elif small[key]:
+                del small[key]
+                main[key] = 0
+            else:
+                return key
+        for _ in range((_MAX_USES + 1) * len(main)):
+            key = next(iter(main))
+            uses = main[key]
+            if not uses and not is_kept(key):
+                return key
+            main[key] = max(0, uses - 1)
+            main.move_to_end(key)
+        return next((key for keys in (small, main) for key in keys if not is_kept(key)), None)
 
     def check(self) -> None:
         """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
         assert not self._small.keys() & self._main.keys()
         assert not self._ghost.keys() & (self._small.keys() | self._main.keys())
         assert all(0 <= uses <= _MAX_USES for queue in (self._small, self._main) for uses in queue.values())
+
+
+ORDERS: dict[str, type[S3Fifo] | type[Lru]] = {"s3fifo": S3Fifo, "lru": Lru}
+"""By the name that an agent is configured with."""

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from ems.keys import DEFAULT_TENANT, derive
 from kvloom.pool.auth import Keyring
-from kvloom.pool.budget import Budget
+from kvloom.pool.budget import Budget, RateLimit
 from kvloom.pool.config import AgentConfig, TenantLimits
+from kvloom.pool.evict import ORDERS
 from kvloom.pool.store import Entry, TenantPool
 
 
@@ -19,8 +20,11 @@ class Others(Protocol):
         """Whether this node is the key's home."""
         ...
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
-        """Brings those blocks that other nodes have into the pool. Returns "", or why some could not be asked for."""
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+        """Brings those blocks that other nodes have into the pool.
+
+        Returns "" or why some could not be asked for, and the blocks, pinned: one that comes must not push out another.
+        """
         ...
 
     def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
@@ -48,6 +52,7 @@ class Node:
         self.is_draining = False
         self._budget = Budget(config.pool_bytes)
         self._pools: dict[str, TenantPool] = {}
+        self._put_limits: dict[str, RateLimit] = {}
         self._lock = threading.Lock()
         for limits in config.tenants:
             if not self.set_limits(limits):
@@ -65,9 +70,18 @@ class Node:
             if tenant not in self._pools:
                 if not self._budget.knows(tenant):
                     self._budget.set_limits(tenant, 0, config.pool_bytes)
-                pool = TenantPool(tenant, self._budget, config.geometry, not config.is_direct, config.rcache_share)
+                order = ORDERS[config.eviction]
+                is_sealed = not config.is_direct
+                pool = TenantPool(tenant, self._budget, config.geometry, is_sealed, config.rcache_share, order)
                 self._pools[tenant] = pool
             return self._pools[tenant]
+
+    def put_limit(self, tenant: str) -> RateLimit | None:
+        """How fast the tenant may save on this node; None = as fast as it can."""
+        if not self.config.put_rate:
+            return None
+        with self._lock:
+            return self._put_limits.setdefault(tenant, RateLimit(self.config.put_rate))
 
     def pools(self) -> list[TenantPool]:
         with self._lock:

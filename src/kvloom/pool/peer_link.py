@@ -51,9 +51,14 @@ class PeerLink:
         self._thread = threading.Thread(target=self._push_all, name="ems-push", daemon=True)
         self._thread.start()
 
-    def get(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
-        """Brings the blocks the peer has into the pool. Returns "", or "TIMEOUT", "PEER_DOWN", "CORRUPT", "NO_ROOM"."""
-        return self._guarded(deadline_s, lambda channel: self._get(channel, pool, keys, deadline_s))
+    def get(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+        """Brings the blocks the peer has into the pool.
+
+        Returns "", or "TIMEOUT", "PEER_DOWN", "CORRUPT", "NO_ROOM", and the blocks that came, pinned.
+        """
+        entries: list[Entry] = []
+        problem = self._guarded(deadline_s, lambda channel: self._get(channel, pool, keys, entries, deadline_s))
+        return problem, entries
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """For each key whether the peer has it; all False when it does not answer."""
@@ -149,14 +154,19 @@ class PeerLink:
         channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
         return channel.receive(deadline_s).message
 
-    def _get(self, channel: Channel, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
+    def _get(
+        self, channel: Channel, pool: TenantPool, keys: list[bytes], entries: list[Entry], deadline_s: float
+    ) -> str:
         answer = self._ask(channel, m.PeerGet(pool.tenant, b"".join(keys)), deadline_s)
         if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
             raise WireError("expected blocks")
         problem = ""
         for key, length, checksum in zip(keys, answer.lengths, m.split_sums(answer.sums), strict=True):
             if length:
-                problem = receive_block(channel, pool, key, length, checksum, b"", True, deadline_s)[0] or problem
+                one, _status, entry = receive_block(channel, pool, key, length, checksum, b"", True, deadline_s)
+                problem = one or problem
+                if entry is not None:
+                    entries.append(entry)
         return problem
 
     def _hang_up(self) -> None:
@@ -185,19 +195,19 @@ def receive_block(
     parent: bytes,
     is_rcache: bool,
     deadline_s: float,
-) -> tuple[str, m.Status]:
+) -> tuple[str, m.Status, Entry | None]:
     """Reads one block's bytes from the channel into the pool and publishes it if its checksum holds.
 
-    Returns what went wrong ("", "CORRUPT", "NO_ROOM") and the status. Raises as the channel does; then nothing is kept.
+    Returns what went wrong ("", "CORRUPT", "NO_ROOM"), the status, and the block of that key, pinned, if there is one.
+    Raises as the channel does; then nothing is kept.
     """
     place = pool.begin(key, length, is_rcache)
     if not isinstance(place, Place):
         channel.receive_into(memoryview(bytearray(length)), deadline_s)
         if isinstance(place, Entry):
-            pool.unpin([place])
             same_bytes = place.checksum == checksum and place.length == length
-            return "", m.Status.DUPLICATE if same_bytes else m.Status.CONFLICT
-        return "NO_ROOM", place
+            return "", m.Status.DUPLICATE if same_bytes else m.Status.CONFLICT, place
+        return "NO_ROOM", place, None
     try:
         view = pool.view(place.offset, length).data
         channel.receive_into(view, deadline_s)
@@ -207,7 +217,5 @@ def receive_block(
     if xxhash.xxh3_128_digest(view) != checksum:
         pool.abandon(place)
         pool.counts["corrupt_on_wire"] += 1
-        return "CORRUPT", m.Status.NO_ROOM
-    status, entry = pool.publish(place, checksum, parent)
-    pool.unpin([entry])
-    return "", status
+        return "CORRUPT", m.Status.NO_ROOM, None
+    return "", *pool.publish(place, checksum, parent)

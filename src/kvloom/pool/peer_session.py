@@ -78,7 +78,11 @@ class PeerSession:
         parent = message.parent
         blocks = zip(m.split_keys(message.keys), message.lengths, m.split_sums(message.sums), strict=True)
         for key, length, checksum in blocks:
-            _problem, status = receive_block(self._channel, pool, key, length, checksum, parent, False, deadline_s)
+            _problem, status, entry = receive_block(
+                self._channel, pool, key, length, checksum, parent, False, deadline_s
+            )
+            if entry is not None:
+                pool.unpin([entry])
             pool.counts["peer_writes"] += status == m.Status.STORED
             statuses.append(status)
             parent = key

@@ -60,11 +60,12 @@ class Peers:
                         groups.setdefault(link, []).append(key)
         return groups
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> str:
-        """Brings those blocks that other nodes have into the pool, from all nodes at once."""
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+        """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
         calls = [self._executor.submit(link.get, pool, part, deadline_s) for link, part in self._by_link(keys).items()]
-        problems = [call.result() for call in calls]
-        return next((problem for problem in problems if problem), "")
+        results = [call.result() for call in calls]
+        problem = next((problem for problem, _entries in results if problem), "")
+        return problem, [entry for _problem, entries in results for entry in entries]
 
     def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
         """Length of the prefix of `keys` that other nodes have."""

@@ -54,19 +54,20 @@ class Reader:
         peers_deadline_s = now + (deadline_s - now) * _PEER_SHARE
         while len(entries) < len(keys):
             wanted = keys[len(entries) : len(entries) + _FETCH_KEYS]
-            problem = self._fetch(wanted, peers_deadline_s)
+            problem, fetched = self._fetch(wanted, peers_deadline_s)
             more = self._pool.pin_prefix(keys[len(entries) :])
+            self._pool.unpin(fetched)
             entries += more
             if len(more) < len(wanted):
                 return Cause[problem] if problem else self._pool.why_missing(keys[len(entries)])
         return Cause.NONE
 
-    def _fetch(self, keys: list[bytes], deadline_s: float) -> str:
+    def _fetch(self, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
         others = self._node.others
         if others is None:
-            return ""
+            return "", []
         if time.monotonic() >= deadline_s:
-            return "TIMEOUT"
+            return "TIMEOUT", []
         return others.fetch(self._pool, self._pool.missing(keys), deadline_s)
 
     def _count(self, total: int, hits: int, cause: Cause) -> None:

@@ -6,15 +6,17 @@ to its key. One lock a tenant guards the index; bytes are copied outside of it.
 """
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import xxhash
 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget
-from kvloom.pool.evict import S3Fifo
+from kvloom.pool.evict import Order, S3Fifo
 from kvloom.pool.segments import Bytes, SharedMemory
 
 _MAX_REMEMBERED = 65536  # keys whose loss can still be explained
@@ -36,30 +38,42 @@ class Entry:
     key: bytes
     offset: int
     length: int
+    slot: int  # bytes its place takes
     checksum: bytes
     is_rcache: bool
     parent: "Entry | None"
-    queue: S3Fifo
+    queue: Order
     children: "dict[Entry, None]" = field(default_factory=dict)
     pins: int = 0
     is_live: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Memory for a block that is being written; it ends in `publish` or `abandon`."""
 
     key: bytes
     offset: int
     length: int
+    slot: int
     is_rcache: bool
 
 
 class TenantPool:
     """All methods may be called from any thread."""
 
-    def __init__(self, tenant: str, budget: Budget, geometry: Geometry, is_sealed: bool, rcache_share: float) -> None:
-        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1."""
+    def __init__(
+        self,
+        tenant: str,
+        budget: Budget,
+        geometry: Geometry,
+        is_sealed: bool,
+        rcache_share: float,
+        new_order: Callable[[], Order] = S3Fifo,
+    ) -> None:
+        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1.
+
+        new_order: who goes first among the blocks of a size class.
+        """
         self.tenant = tenant
         self.geometry = geometry
         self.counts: Counter[str] = Counter()
@@ -70,8 +84,9 @@ class TenantPool:
         self._allocator = SlabAllocator(geometry.slab_bytes)
         self._segments: list[SharedMemory] = []
         self._index: dict[bytes, Entry] = {}
-        self._queues: dict[tuple[bool, int], S3Fifo] = {}
-        self._slabs: dict[int, set[Entry]] = {}
+        self._new_order = new_order
+        self._queues: dict[bool, dict[int, Order]] = {True: {}, False: {}}  # is_rcache -> slot -> order
+        self._slabs: defaultdict[int, set[Entry]] = defaultdict(set)
         self._rcache_bytes = 0
         self._lost: OrderedDict[bytes, Cause] = OrderedDict()
         self._hint: tuple[bytes, Entry] | None = None
@@ -147,38 +162,64 @@ class TenantPool:
     def begin(self, key: bytes, length: int, is_rcache: bool = False) -> Place | Entry | Status:
         """A place for a block; or the block of that key, pinned; or why there is none (NO_ROOM, TOO_LARGE)."""
         with self._lock:
-            entry = self._index.get(key)
-            if entry is not None:
-                entry.pins += 1
-                return entry
-            if slot_bytes(length) > self.geometry.slab_bytes:
-                return Status.TOO_LARGE
-            offset = self._make_room(length, is_rcache)
-            if offset is None:
-                self.counts["no_room"] += 1
-                return Status.NO_ROOM
-            return Place(key, offset, length, is_rcache)
+            return self._begin(key, length, is_rcache)
+
+    def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Place | Entry | Status]:
+        """As `begin` for each in order; ends after the first that has no place."""
+        found: list[Place | Entry | Status] = []
+        with self._lock:
+            for key, length, is_copy in zip(keys, lengths, is_rcache, strict=True):
+                found.append(self._begin(key, length, is_copy))
+                if isinstance(found[-1], Status):
+                    break
+        return found
+
+    def _begin(self, key: bytes, length: int, is_rcache: bool) -> Place | Entry | Status:
+        entry = self._index.get(key)
+        if entry is not None:
+            entry.pins += 1
+            return entry
+        slot = slot_bytes(length)
+        if slot > self.geometry.slab_bytes:
+            return Status.TOO_LARGE
+        offset = self._make_room(slot, is_rcache)
+        if offset is None:
+            self.counts["no_room"] += 1
+            self._remember(key, Cause.QUOTA)
+            return Status.NO_ROOM
+        return Place(key, offset, length, slot, is_rcache)
 
     def publish(self, place: Place, checksum: bytes, parent: bytes = b"") -> tuple[Status, Entry]:
         """Makes a written place readable and returns its block, pinned; someone else's, if they were faster."""
         with self._lock:
-            entry = self._index.get(place.key)
-            if entry is not None:
-                self._allocator.free(place.offset)
-                entry.pins += 1
-                same = entry.length == place.length and entry.checksum == checksum
-                return (Status.DUPLICATE if same else Status.CONFLICT), entry
-            before = self._index.get(parent)
-            queue = self._queue(place)
-            entry = Entry(place.key, place.offset, place.length, checksum, place.is_rcache, before, queue, pins=1)
-            if before is not None:
-                before.children[entry] = None
-            self._index[place.key] = entry
-            queue.add(place.key)
-            self._slabs.setdefault(self._allocator.slab_of(place.offset), set()).add(entry)
-            self._rcache_bytes += slot_bytes(place.length) if place.is_rcache else 0
-            self._lost.pop(place.key, None)
-            return Status.STORED, entry
+            return self._publish(place, checksum, parent)
+
+    def publish_all(self, written: list[tuple[Place, bytes, bytes]]) -> list[tuple[Status, Entry]]:
+        """As `publish` for each (place, checksum, parent) in order."""
+        with self._lock:
+            return [self._publish(place, checksum, parent) for place, checksum, parent in written]
+
+    def _publish(self, place: Place, checksum: bytes, parent: bytes) -> tuple[Status, Entry]:
+        key, offset, length, slot, is_rcache = place
+        entry = self._index.get(key)
+        if entry is not None:
+            self._allocator.free(offset)
+            entry.pins += 1
+            same = entry.length == length and entry.checksum == checksum
+            return (Status.DUPLICATE if same else Status.CONFLICT), entry
+        before = self._index.get(parent)
+        queue = self._queues[is_rcache].get(slot)
+        if queue is None:
+            queue = self._queues[is_rcache][slot] = self._new_order()
+        entry = Entry(key, offset, length, slot, checksum, is_rcache, before, queue, pins=1)
+        if before is not None:
+            before.children[entry] = None
+        self._index[key] = entry
+        queue.add(key)
+        self._slabs[self._allocator.slab_of(offset)].add(entry)
+        self._rcache_bytes += slot if is_rcache else 0
+        self._lost.pop(key, None)
+        return Status.STORED, entry
 
     def abandon(self, place: Place) -> None:
         """Gives a place back unwritten."""
@@ -192,36 +233,47 @@ class TenantPool:
         with self._lock:
             if entry.is_live:
                 self.counts["corrupt"] += 1
-                self._forget(entry, Cause.CORRUPT)
-                entry.pins += 1  # for ever: the memory stays out of use
+                self._forget(entry, Cause.CORRUPT)  # its memory is not given back: it stays out of use for ever
+                entry.pins += 1
         return True
 
     def evict(self, size: int) -> int:
         """Drops blocks, least useful first, until `size` bytes are free or only pinned ones are left. Bytes freed."""
         with self._lock:
             start = self._allocator.used_bytes
-            while start - self._allocator.used_bytes < size and self._evict_any(None):
-                pass
+            while start - self._allocator.used_bytes < size and (entry := self._evict_any(is_rcache=None)):
+                self._allocator.free(entry.offset)
             return start - self._allocator.used_bytes
 
     # Room
 
-    def _make_room(self, length: int, is_rcache: bool) -> int | None:
-        slot = slot_bytes(length)
+    def _make_room(self, slot: int, is_rcache: bool) -> int | None:
+        """Offset of a place of that size within the tenant's limits; None when only pinned blocks are in the way."""
         quota = self._budget.quota(self.tenant)
         for _ in range(_MAX_EVICTIONS):
             if is_rcache and self._rcache_bytes + slot > quota * self._rcache_share:
-                if not self._evict_any(True):
-                    return None
+                entry = self._evict_any(is_rcache=True)
             elif self._allocator.used_bytes + slot > quota:
-                if not self._evict_any(None):
-                    return None
+                entry = self._evict_any(is_rcache=None)
             else:
-                offset = self._allocator.allocate(length)
+                offset = self._allocator.allocate(slot)
                 if offset is not None:
                     return offset
-                if not (self._grow() or self._evict_class(slot) or self._clear_slab(slot)):
-                    return None
+                if self._grow():
+                    continue
+                entry = self._evict_from(self._queues[True].get(slot)) or self._evict_from(
+                    self._queues[False].get(slot)
+                )
+                if entry is None:
+                    if not self._clear_slab(slot):
+                        return None
+                    continue
+            if entry is None:
+                return None
+            is_within = not is_rcache or self._rcache_bytes + slot <= quota * self._rcache_share
+            if entry.slot == slot and is_within and self._allocator.used_bytes <= quota:
+                return entry.offset
+            self._allocator.free(entry.offset)
         return None
 
     def _grow(self) -> bool:
@@ -231,40 +283,41 @@ class TenantPool:
         self._allocator.grow(self.geometry.segment_bytes // self.geometry.slab_bytes)
         return True
 
-    def _evict_class(self, slot: int) -> bool:
-        return any(self._evict_from(self._queues.get((is_rcache, slot))) for is_rcache in (True, False))
-
-    def _evict_any(self, is_rcache: bool | None) -> bool:
+    def _evict_any(self, is_rcache: bool | None) -> Entry | None:
         """From the class that takes the most memory, copies of other nodes' blocks first; None = of either kind."""
-        kinds = (True, False) if is_rcache is None else (is_rcache,)
-        for kind in kinds:
-            queues = [(len(queue) * slot, queue) for (k, slot), queue in self._queues.items() if k == kind]
-            if len(queues) > 1:
-                queues.sort(key=lambda pair: -pair[0])
-            for _size, queue in queues:
-                if self._evict_from(queue):
-                    return True
-        return False
+        for kind in (True, False) if is_rcache is None else (is_rcache,):
+            queues = self._queues[kind]
+            order = queues if len(queues) < 2 else sorted(queues, key=lambda slot: -slot * len(queues[slot]))
+            for slot in order:
+                entry = self._evict_from(queues[slot])
+                if entry is not None:
+                    return entry
+        return None
 
-    def _evict_from(self, queue: S3Fifo | None) -> bool:
-        key = queue.victim(lambda key: self._index[key].pins > 0) if queue else None
+    def _evict_from(self, queue: Order | None) -> Entry | None:
+        """Forgets the least useful block of a class and returns it; its place is the caller's, to use or to free."""
+        key = queue.victim(self._is_pinned) if queue is not None else None
         if key is None:
-            return False
+            return None
         leaf = self._leaf(self._index[key])
         self._hint = (key, leaf.parent) if leaf.parent is not None and leaf.key != key else None
         self._forget(leaf, Cause.EVICTED)
         self.counts["evicted"] += 1
-        return True
+        return leaf
+
+    def _is_pinned(self, key: bytes) -> bool:
+        return self._index[key].pins > 0
 
     def _leaf(self, entry: Entry) -> Entry:
         """The end of an unpinned chain below `entry`: a prefix is worth more than what follows it."""
         if self._hint is not None and self._hint[0] == entry.key and self._hint[1].is_live and not self._hint[1].pins:
             entry = self._hint[1]
-        while True:
+        while entry.children:
             child = next((child for child in entry.children if not child.pins), None)
             if child is None:
-                return entry
+                break
             entry = child
+        return entry
 
     def _clear_slab(self, slot: int) -> bool:
         """Empties the least used slab of another class, so that this class can have it."""
@@ -273,34 +326,30 @@ class TenantPool:
             if len(entries) == self._allocator.count(index) and not any(entry.pins for entry in entries):
                 for entry in list(entries):
                     self._forget(entry, Cause.EVICTED)
+                    self._allocator.free(entry.offset)
                     self.counts["evicted"] += 1
                 return True
         return False
 
     def _forget(self, entry: Entry, cause: Cause) -> None:
-        """Takes a block out of the index; its memory is free once no reader pins it."""
+        """Takes a block out of the index. Its memory is the caller's when no reader pins it, else `unpin` frees it."""
         del self._index[entry.key]
         entry.queue.remove(entry.key)
         self._slabs[self._allocator.slab_of(entry.offset)].discard(entry)
         if entry.parent is not None:
             entry.parent.children.pop(entry, None)
-        for child in entry.children:
-            child.parent = None
-        entry.children = {}
+        if entry.children:
+            for child in entry.children:
+                child.parent = None
+            entry.children = {}
         entry.is_live = False
-        self._rcache_bytes -= slot_bytes(entry.length) if entry.is_rcache else 0
-        self._lost[entry.key] = cause
+        self._rcache_bytes -= entry.slot if entry.is_rcache else 0
+        self._remember(entry.key, cause)
+
+    def _remember(self, key: bytes, cause: Cause) -> None:
+        self._lost[key] = cause
         if len(self._lost) > _MAX_REMEMBERED:
             self._lost.popitem(last=False)
-        if entry.pins == 0:
-            self._allocator.free(entry.offset)
-
-    def _queue(self, place: Place) -> S3Fifo:
-        kind = (place.is_rcache, slot_bytes(place.length))
-        queue = self._queues.get(kind)
-        if queue is None:
-            queue = self._queues[kind] = S3Fifo()
-        return queue
 
     # Knowing
 
@@ -336,13 +385,14 @@ class TenantPool:
         with self._lock:
             self._allocator.check()
             self._budget.check()
-            for queue in self._queues.values():
+            queues = [queue for kind in self._queues.values() for queue in kind.values()]
+            for queue in queues:
                 queue.check()
-            assert sum(len(queue) for queue in self._queues.values()) == len(self._index)
+            assert sum(map(len, queues)) == len(self._index)
             assert sum(len(entries) for entries in self._slabs.values()) == len(self._index)
             for key, entry in self._index.items():
                 assert (entry.is_live, entry.key, entry.pins >= 0) == (True, key, True), "a dead block in the index"
                 assert key in entry.queue
                 assert entry.parent is None or (entry in entry.parent.children and entry.parent.is_live)
-            cached = sum(slot_bytes(entry.length) for entry in self._index.values() if entry.is_rcache)
+            cached = sum(entry.slot for entry in self._index.values() if entry.is_rcache)
             assert cached == self._rcache_bytes

@@ -5,6 +5,9 @@ the client does to the area meanwhile can spoil its own block's content, never t
 Direct (trusted node): the client writes into the reserved place itself and sends the checksum.
 """
 
+import time
+from collections import Counter
+
 import xxhash
 
 from ems.wire import messages as m
@@ -13,7 +16,8 @@ from kvloom.pool.node import Node
 from kvloom.pool.segments import Bytes, SharedMemory
 from kvloom.pool.store import Entry, Place, TenantPool
 
-_COUNTER = {status: f"save_{status.name.lower()}" for status in Status}
+_KEYS_AT_ONCE = 32  # of a message, between two turns of other sessions at the index
+_COUNTER = [f"save_{status.name.lower()}" for status in Status]
 
 
 class Writer:
@@ -22,61 +26,92 @@ class Writer:
     def __init__(self, pool: TenantPool, node: Node) -> None:
         self._pool = pool
         self._node = node
+        self._limit = node.put_limit(pool.tenant)
         self._batch: list[Entry] = []  # pinned until the batch ends: a batch does not make room for itself
         self._places: list[tuple[Place, bytes]] = []  # reserved, with their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
         """One status a key, in order. After the first key that found no room the others are not tried."""
         statuses = bytearray()
-        parent = message.parent
         keys = m.split_keys(message.keys)
-        for key, offset, length in zip(keys, message.offsets, message.lengths, strict=True):
-            data = arena.data[offset : offset + length]
-            status = self._save_one(key, data, parent, message.write_rcache, deadline_s)
-            self._pool.counts[_COUNTER[status]] += 1
-            statuses.append(status)
-            if not status.is_success:
-                statuses += bytes([status]) * (len(keys) - len(statuses))
+        areas = [arena.data[offset : offset + n] for offset, n in zip(message.offsets, message.lengths, strict=True)]
+        parents = [message.parent, *keys[:-1]]
+        step = _KEYS_AT_ONCE if self._node.others is None or message.write_rcache else 1
+        for start in range(0, len(keys), step):
+            part = slice(start, start + step)
+            if not self._may_put(sum(message.lengths[part])):
+                statuses.append(Status.LIMITED)
                 break
-            parent = key
+            done = self._save(keys[part], areas[part], parents[part], message.write_rcache, deadline_s)
+            statuses += done
+            if done[-1] > Status.CONFLICT:
+                break
+        for status, count in Counter(statuses).items():
+            self._pool.counts[_COUNTER[status]] += count
         if message.is_last:
             self._end_batch()
-        return m.Saved(bytes(statuses))
+        return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
 
-    def _save_one(self, key: bytes, data: Bytes, parent: bytes, write_rcache: bool, deadline_s: float) -> Status:
+    def _may_put(self, size: int) -> bool:
+        return self._limit is None or self._limit.take(size, time.monotonic())
+
+    def _save(
+        self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], write_rcache: bool, deadline_s: float
+    ) -> bytearray:
+        """Blocks whose home is another node are sent there now, or kept as copies that follow in the background."""
         others = self._node.others
-        is_home = others is None or others.is_local(key)
-        if not is_home and not write_rcache and others is not None:
-            copy = data.tobytes()
-            if others.push_now(self._pool.tenant, key, parent, copy, xxhash.xxh3_128_digest(copy), deadline_s):
-                return Status.STORED
-            is_home = True  # its home is away: better here than nowhere
-        status, entry = self._store(key, data, parent, is_rcache=not is_home)
-        if entry is not None:
-            self._batch.append(entry)
-            if not is_home and others is not None and status == Status.STORED:
+        if others is None:
+            return self._store(keys, areas, parents, [False] * len(keys))
+        is_away = [not others.is_local(key) for key in keys]
+        if is_away[0] and not write_rcache:
+            copy = areas[0].tobytes()
+            checksum = xxhash.xxh3_128_digest(copy)
+            if others.push_now(self._pool.tenant, keys[0], parents[0], copy, checksum, deadline_s):
+                return bytearray([Status.STORED])
+            is_away[0] = False  # its home is away: better here than nowhere
+        first = len(self._batch)
+        statuses = self._store(keys, areas, parents, is_away)
+        for i, status in enumerate(statuses):
+            if is_away[i] and status == Status.STORED:
+                entry = self._batch[first + i]
                 self._pool.pin_again(entry)
-                others.push_later(self._pool, entry, parent)
-        return status
+                others.push_later(self._pool, entry, parents[i])
+        return statuses
 
-    def _store(self, key: bytes, data: Bytes, parent: bytes, is_rcache: bool) -> tuple[Status, Entry | None]:
-        place = self._pool.begin(key, len(data), is_rcache)
-        if isinstance(place, Status):
-            return place, None
-        if isinstance(place, Entry):
-            is_same = place.length == len(data) and place.checksum == xxhash.xxh3_128_digest(data.data)
-            return (Status.DUPLICATE if is_same else Status.CONFLICT), place
-        view = self._pool.view(place.offset, place.length)
-        view[:] = data
-        return self._pool.publish(place, xxhash.xxh3_128_digest(view.data), parent)
+    def _store(self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], is_rcache: list[bool]) -> bytearray:
+        """Copies the areas to places of their own, publishes these and pins them; ends after one without room."""
+        found = self._pool.begin_all(keys, [len(area) for area in areas], is_rcache)
+        written = []
+        for place, area, parent in zip(found, areas, parents, strict=False):
+            if isinstance(place, Place):
+                view = self._pool.view(place.offset, place.length)
+                view[:] = area
+                written.append((place, xxhash.xxh3_128_digest(view.data), parent))
+        published = iter(self._pool.publish_all(written))
+        statuses = bytearray()
+        for place, area in zip(found, areas, strict=False):
+            if isinstance(place, Place):
+                status, entry = next(published)
+            elif isinstance(place, Entry):
+                is_same = place.length == len(area) and place.checksum == xxhash.xxh3_128_digest(area.data)
+                status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, place
+            else:
+                statuses.append(place)
+                break
+            statuses.append(status)
+            self._batch.append(entry)
+        return statuses
 
     def reserve(self, message: m.Reserve) -> m.Reserved:
         """Places for the keys that are not here yet; reserved until the next Reserve, a Commit or the end."""
         self._drop_places()
         statuses, segments, offsets = bytearray(), [], []
         parent = message.parent
+        refusal = None if self._may_put(sum(message.lengths)) else Status.LIMITED
+        if not self._node.config.is_direct:
+            refusal = Status.NO_ROOM
         for key, length in zip(m.split_keys(message.keys), message.lengths, strict=True):
-            place = self._pool.begin(key, length) if self._node.config.is_direct else Status.NO_ROOM
+            place = refusal or self._pool.begin(key, length)
             segment = offset = 0
             if isinstance(place, Place):
                 self._places.append((place, parent))

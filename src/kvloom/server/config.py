@@ -307,6 +307,7 @@ _ENGINE_FIELDS: Sequence[str] = (
     "device",
     "dtype",
     "weight_format",
+    "world_size",
     "kv_dtype",
     "num_speculative_tokens",
     "max_seq_len",

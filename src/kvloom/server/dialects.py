@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.generate import Generate
+from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
 from kvloom.server.api.status import Status, Stop
@@ -26,6 +27,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
         Triton(models, health, number),
         Native(models),
         Status(models, health, stop, address),
+        Metrics(models),
     ]
     endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
     return [*dialects, Documentation(endpoints, number)]

@@ -156,7 +156,7 @@ def test_a_rank_that_dies_ends_its_requests_with_an_error_and_comes_back(running
     engine, responses = running
     engine.forward(make_request("a", max_output_len=180))
     responses.get(timeout=20)
-    os.kill(engine._engine._executor.pid, signal.SIGKILL)
+    os.kill(engine._engine._executor.pids[0], signal.SIGKILL)
     found = rest(responses)
     assert flag_of(found) == "EXEC_ERROR"
     assert "killed by signal 9" in found[-1].error

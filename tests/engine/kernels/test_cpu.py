@@ -7,6 +7,7 @@ from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.sampler import draw_plain
 
 from .models import SPECS, four_bit, ragged, random_weights, tiny_spec
 
@@ -153,6 +154,40 @@ def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
     want = backend.step(ids, pos, qstart, table, rows).clone()
     for top in (1, 5, 30, 60):
         assert_same_head(backend.step_head(ids, pos, qstart, table, rows, [top] * num_rows), want, [top] * num_rows)
+
+
+@pytest.fixture(scope="module", params=AVAILABLE)
+def drawing(request) -> CpuBackend:
+    spec = tiny_spec(vocab=1000)
+    return CpuBackend(spec, random_weights(spec), 2, num_threads=1, isa=request.param)
+
+
+@pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # of the logits: flat, as a model's, and sharp
+@pytest.mark.parametrize(("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)])
+def test_a_token_is_drawn_as_in_plain_torch(drawing, size, top_p, min_p):
+    generator = torch.Generator().manual_seed(5)
+    for vocab in (1, 63, 64, 65, 1000):
+        for temperature in (0.5, 1.0, 1.7):
+            logits = size * torch.randn(vocab, generator=generator)
+            logits[::7] -= 0 if vocab == 1 else torch.inf  # ruled out
+            for point in (0.0, 0.2, 0.55, 0.83, 0.999):
+                want = draw_plain(logits, temperature, top_p, min_p, point)
+                assert drawing.draw(logits, temperature, top_p, min_p, point) == want
+
+
+def test_drawn_tokens_follow_the_distribution(drawing):
+    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    drawn = [drawing.draw(logits, 1.0, 1.0, 0.0, (i + 0.5) / 1000) for i in range(1000)]
+    assert [drawn.count(token) for token in range(4)] == [500, 300, 200, 0]
+    likely = [drawing.draw(logits, 1.0, 0.8, 0.0, (i + 0.5) / 1000) for i in range(1000)]
+    assert [likely.count(token) for token in range(4)] == [625, 375, 0, 0]
+    assert likely == sorted(likely)  # the likeliest first
+
+
+def test_logits_that_are_no_numbers_still_end_in_a_token(drawing):
+    for value in (torch.nan, -torch.inf):
+        for top_p in (1.0, 0.9):
+            assert 0 <= drawing.draw(torch.full((100,), value), 1.0, top_p, 0.0, 0.5) < 100
 
 
 def test_what_the_kernels_lack_is_refused_by_name():

@@ -10,6 +10,7 @@ import torch
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.weights import source as weight_source
 from kvloom.engine.weights.checkpoint import open_checkpoint
 from tests.support.checkpoints import run_step, tiny_model
 
@@ -131,6 +132,16 @@ def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     values = open_checkpoint(tmp_path / "k.gguf").weights.tensor("layers.0.up").float32()
     assert values.shape == (256, 256)
     assert torch.equal(values, torch.from_numpy(gguf.quants.dequantize(blocks, type_)))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "F32"])
+def test_pieces_of_a_tensor_are_the_tensor(kind, tmp_path, monkeypatch):
+    path = write(tmp_path / "m.gguf", tiny_model("llama"), "llama", quantised=kind)
+    raw = open_checkpoint(path).weights.tensor("layers.0.gate")
+    monkeypatch.setattr(weight_source, "_PIECE_VALUES", 5 * raw.shape[1])
+    pieces = list(raw.float32_pieces())
+    assert [at for at, _ in pieces] == list(range(0, raw.shape[0], 5))
+    assert torch.equal(torch.cat([values for _, values in pieces]), raw.float32())
 
 
 def test_raw_rows_of_q_move_as_a_whole(tmp_path):

@@ -31,6 +31,13 @@ def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, places[order]
 
 
+class Draw(Protocol):
+    """A random token of one row of logits, as sampler.draw_plain: point in [0, 1) picks from the distribution that
+    temperature > 0, then top_p < 1, then min_p > 0 leave."""
+
+    def __call__(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int: ...
+
+
 class Backend(Protocol):
     """Owns the packed weights and the KV cache of one model on one device."""
 
@@ -39,6 +46,10 @@ class Backend(Protocol):
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
+
+    @property
+    def draw(self) -> Draw | None:
+        """Its own way to draw a token, where it has a faster one than the sampler's."""
 
     @property
     def kv_parts(self) -> tuple[Tensor, ...]:

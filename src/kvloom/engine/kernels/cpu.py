@@ -13,7 +13,7 @@ from torch import Tensor
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build, cpu_abi
 from kvloom.engine.kernels.backend import Head
-from kvloom.engine.kernels.cpu_abi import Batch, Instruction, Shape
+from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import RawTensor, WeightSource
 
@@ -60,6 +60,7 @@ class CpuBackend:
         packer = _Packer(self, weights, WEIGHT_FORMATS[weight_format], progress)
         packer.declare()
         packer.fill()
+        self.streamed_bytes = packer.packed_bytes  # read by every step
         self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
         self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
         self._lib.kvl_set_tables(self._model, self._embed.data_ptr(), self._rope.data_ptr())
@@ -70,6 +71,7 @@ class CpuBackend:
         self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
         self.kv_bytes = self.kv.nbytes
         self._logits = torch.empty(0, spec.vocab_size, dtype=torch.float32)
+        self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
@@ -107,6 +109,12 @@ class CpuBackend:
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return head
+
+    def draw(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+        """See kernels/backend.py."""
+        rules = DrawRules(temperature, top_p, min_p, point)
+        row = logits.contiguous()
+        return int(self._lib.kvl_draw(row.data_ptr(), len(row), ctypes.byref(rules), self._weights.data_ptr()))
 
     @property
     def kv_parts(self) -> tuple[Tensor, ...]:
@@ -158,17 +166,16 @@ class _Packer:
             raise ModelError("no memory for the packed weights")
 
     def fill(self) -> None:
-        """Reads each tensor once, packs it and forgets it."""
+        """Reads each tensor once, piece by piece, packs it and forgets it."""
         spec = self._spec
-        embed = self._weights.tensor("embed").float32()
-        self.embed = embed.to(torch.bfloat16).contiguous()
         shapes = spec.tensor_shapes()
+        self.embed = torch.empty(shapes["embed"], dtype=torch.bfloat16)
+        if not spec.tie_embeddings:
+            for at, values in self._weights.tensor("embed").float32_pieces():
+                self.embed[at : at + len(values)] = values
         total, done = sum(int(np.prod(shapes[name])) for _, name, _, _ in self._fills), 0
         for linear, name, first, interleave in self._fills:
-            if name == "embed":
-                self._fill_float(linear, embed, first, interleave)
-            else:
-                self._fill(linear, self._weights.tensor(name), first, interleave)
+            self._fill(linear, self._weights.tensor(name), first, interleave)
             done += int(np.prod(shapes[name]))
             if self._progress:
                 self._progress(self.packed_bytes * done // total, self.packed_bytes)
@@ -232,11 +239,10 @@ class _Packer:
             has_min = int(raw.kind == "q4_1")
             self._lib.kvl_fill_q4(self._model, linear, blocks.ctypes.data, raw.shape[0], first, interleave, has_min)
         else:
-            self._fill_float(linear, raw.float32(), first, interleave)
-
-    def _fill_float(self, linear: int, values: Tensor, first: int, interleave: int) -> None:
-        values = values.contiguous()
-        self._lib.kvl_fill_f32(self._model, linear, values.data_ptr(), values.shape[0], first, interleave)
+            for at, values in raw.float32_pieces():
+                if raw.name == "embed":  # the head of a model that ties them: read once for both
+                    self.embed[at : at + len(values)] = values
+                self._lib.kvl_fill_f32(self._model, linear, values.data_ptr(), len(values), first + at, interleave)
 
 
 def kv_token_bytes(kv_dtype: str, head_dim: int) -> int:

@@ -42,6 +42,10 @@ class Batch(ctypes.Structure):
     )
 
 
+class DrawRules(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")), ("point", ctypes.c_double))
+
+
 @cache
 def load(path: Path) -> ctypes.CDLL:
     """The library with its functions' types declared. Calls release the interpreter lock."""
@@ -58,6 +62,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
+        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
     }
     for name, (result, arguments) in signatures.items():

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.engine.kernels.backend import Head, most_likely
+from kvloom.engine.kernels.backend import Draw, Head, most_likely
+from kvloom.engine.mesh import Mesh
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.shard import ShardedWeights, shard_spec
 from kvloom.engine.weights.source import WeightSource
 
 
@@ -20,6 +22,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    draw: Draw | None = None
 
     def __init__(
         self,
@@ -31,17 +34,23 @@ class ReferenceBackend:
         block_size: int = 16,
         progress: Callable[[int, int], None] | None = None,
         kv_dtype: torch.dtype | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         """Loads tensor by tensor: peak memory is the weights plus one tensor. progress(done_bytes, total_bytes).
 
-        `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale a token and head.
+        `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale a token and head. Of a `mesh` of several
+        ranks each holds its share of heads and MLP channels; steps must be the same on all of them. Raises ModelError
+        when they cannot be shared.
         """
+        self._mesh = mesh or Mesh()
+        spec = shard_spec(spec, self._mesh.world_size)
+        shards = ShardedWeights(weights, self._mesh.rank, self._mesh.world_size)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
         self.weight_bytes = 0
         self._w: dict[str, Tensor] = {}
-        for name in weights.names():
-            self._w[name] = weights.tensor(name).float32().to(device, dtype)
+        for name in shards.names():
+            self._w[name] = shards.float32(name).to(device, dtype)
             self.weight_bytes += self._w[name].nbytes
             if progress:
                 progress(self.weight_bytes, total)
@@ -119,7 +128,7 @@ class ReferenceBackend:
         )
         query = _rotate(q, cos, sin).transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        return F.linear(out[0].transpose(0, 1).flatten(1), self._w[at + "o"])
+        return self._mesh.sum(F.linear(out[0].transpose(0, 1).flatten(1), self._w[at + "o"]))
 
     def _cached(self, layer: int, side: int, new: Tensor, own: Tensor, slots: Tensor) -> Tensor:
         """Puts `new` [T, kv_heads, head_dim] into slots `own` [T]; what slots `slots` [K] hold, as computed with."""
@@ -139,7 +148,8 @@ class ReferenceBackend:
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
         gate = F.linear(x, self._w[f"layers.{layer}.gate"])
         act = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return F.linear(act * F.linear(x, self._w[f"layers.{layer}.up"]), self._w[f"layers.{layer}.down"])
+        wide = act * F.linear(x, self._w[f"layers.{layer}.up"])
+        return self._mesh.sum(F.linear(wide, self._w[f"layers.{layer}.down"]))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""

@@ -1,6 +1,7 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,9 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         """Raises ModelError when the file is no GGUF file or is cut short, naming the first tensor that is."""
         self.path, self.header = path, read_header(path)
-        self._map = np.memmap(path, dtype=np.uint8, mode="r")
+        with path.open("rb") as file:
+            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._map = np.frombuffer(self._pages, dtype=np.uint8)
         for info in self.header.tensors.values():
             if info.offset + self._row_bytes(info) * math.prod(info.shape[:-1]) > self._map.size:
                 raise ModelError(f"{path}: cut short: tensor {info.name} lies behind the end of the file")
@@ -92,7 +95,9 @@ class GgufFile:
         return _type_of(self.header.tensors[name], self.path).name.lower()
 
     def rows(self, name: str) -> Bytes:
-        """uint8 [rows, bytes a row], a view."""
+        """uint8 [rows, bytes a row], a view. Pages of earlier ones leave this process; the file's cache keeps them."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._pages.madvise(mmap.MADV_DONTNEED)
         info = self.header.tensors[name]
         count = self._row_bytes(info) * math.prod(info.shape[:-1])
         return as_rows(np.asarray(self._map[info.offset : info.offset + count]), info.shape)

@@ -1,6 +1,7 @@
 """WeightSource: a checkpoint as named tensors, read one at a time."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +11,8 @@ import torch
 
 from kvloom.engine.errors import ModelError
 
+_PIECE_VALUES = 1 << 20
+_LONG_ROW_BYTES = 1 << 14
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
@@ -28,7 +31,17 @@ class RawTensor:
 
     def float32(self) -> torch.Tensor:
         """The values, dequantised, as a new float32 tensor of `shape`."""
-        flat = np.ascontiguousarray(self.data)
+        return self._values(self.data).reshape(self.shape)
+
+    def float32_pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, float32 [rows, in]) of a matrix from top to bottom, a few MB at a time."""
+        rows = max(1, _PIECE_VALUES // self.shape[-1])
+        for at in range(0, self.shape[0], rows):
+            yield at, self._values(self.data[at : at + rows]).reshape(-1, self.shape[-1])
+
+    def _values(self, data: Bytes) -> torch.Tensor:
+        """float32, flat, of some of the rows."""
+        flat = np.ascontiguousarray(data)
         if self.kind == "f32":
             values = flat.reshape(-1).view(np.float32).copy()
         elif self.kind == "f16":
@@ -37,8 +50,18 @@ class RawTensor:
             values = (flat.reshape(-1).view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             kind = gguf.GGMLQuantizationType[self.kind.upper()]
-            values = np.array(gguf.quants.dequantize(flat, kind), dtype=np.float32)
-        return torch.from_numpy(values.reshape(self.shape))
+            values = np.require(gguf.quants.dequantize(_long_rows(flat), kind), np.float32, ["C", "W"])
+        return torch.from_numpy(values.reshape(-1))
+
+
+def _long_rows(data: Bytes) -> Bytes:
+    """The same bytes in fewer rows: gguf decodes 16 rows at a time, and short ones cost more calls than work.
+
+    Blocks are decoded one by one, so any cut between rows will do.
+    """
+    rows, row_bytes = data.shape
+    together = next(n for n in range(max(1, min(rows, _LONG_ROW_BYTES // row_bytes)), 0, -1) if rows % n == 0)
+    return data.reshape(rows // together, row_bytes * together)
 
 
 def as_rows(data: Bytes, shape: tuple[int, ...]) -> Bytes:

@@ -135,12 +135,12 @@ class Status:
         )
 
     async def metrics(self, call: Call) -> Reply:
-        """Times in ms, means over the last generations."""
+        """Times in ms, means since the start."""
         service = self._models.default
         stats = service.engine.stats()
         values = {
-            "TTFT": service.latency.first_token_s * 1e3,
-            "TBT": service.latency.between_tokens_s * 1e3,
+            "TTFT": service.meter.first_token.mean * 1e3,
+            "TBT": service.meter.between_tokens.mean * 1e3,
             "waitingInferRequestNum": stats.num_waiting + service.admission.num_waiting,
             "processingInferRequestNum": stats.num_running,
             "remainBlocks": stats.num_free_blocks,

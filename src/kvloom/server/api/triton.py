@@ -24,10 +24,11 @@ from kvloom.server.api.triton_bodies import (
 )
 from kvloom.server.body import decode_body
 from kvloom.server.errors import ErrorReply, tgi_error, tgi_reply
-from kvloom.server.generation import Generation, GenerationService, Timing
+from kvloom.server.generation import Generation, GenerationService
 from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.reply import Call, Endpoint, Events, Reply
+from kvloom.server.timing import Timing
 
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 BINARY = "application/octet-stream"

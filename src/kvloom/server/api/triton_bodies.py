@@ -3,6 +3,7 @@
 An infer body comes as JSON, or as JSON followed by raw tensors (Triton's binary tensor extension).
 """
 
+import re
 import struct
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvloom.server.body import decode_body
 
 JSON_LENGTH_HEADER = "inference-header-content-length"
 MAX_NAME_CHARS = 256
+_LENGTH = re.compile(r"[0-9]{1,12}\Z")
 # struct format of one element; ids are told as UINT32, but clients also have them as these
 FORMATS = {"UINT32": "I", "INT32": "i", "UINT64": "Q", "INT64": "q"}
 
@@ -92,7 +94,7 @@ def infer_answer(head: dict[str, Any], name: str, ids: list[int], is_binary: boo
 def _json_length(value: str | None, num_bytes: int) -> int:
     if value is None:
         return num_bytes
-    if not value.isdecimal() or int(value) > num_bytes:
+    if not _LENGTH.match(value) or int(value) > num_bytes:
         raise BadRequest("Inference-Header-Content-Length", f"must be at most {num_bytes}, the body's length")
     return int(value)
 

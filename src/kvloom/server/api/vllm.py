@@ -121,14 +121,17 @@ class Vllm:
         return Reply(msgspec.json.encode({"text": [body.prompt + answer.text for answer in answers]}))
 
     async def _frames(self, service: GenerationService, generation: Generation, prompt: str) -> AsyncGenerator[bytes]:
-        """The texts that tokens add; of one answer a list of one, of n a list of n, empty where nothing is new."""
+        """The texts that tokens add; of one answer a list of one, of n a list of n, empty where nothing is new.
+
+        An answer of no text is one frame too.
+        """
         whole = [prompt] * generation.n
         async with aclosing(service.stream(generation)) as deltas:
             async for choice, delta in deltas:
                 if self._models.options.is_full_text:
                     whole[choice] += delta.text
                     yield _frame(whole)
-                elif delta.text:
+                elif delta.text or delta.finish_reason:
                     texts = [""] * generation.n
                     texts[choice] = delta.text
                     yield _frame(texts)

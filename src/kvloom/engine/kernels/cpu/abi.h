@@ -75,6 +75,15 @@ void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
 void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
 void kvl_step(kvl_model *model, const kvl_batch *batch);
 
+/* How a token is drawn: temperature > 0; top_p in (0, 1], 1 = off; min_p in [0, 1], 0 = off; point in [0, 1). */
+typedef struct {
+    float temperature, top_p, min_p;
+    double point;
+} kvl_draw_rules;
+
+/* The token that `point` falls on. scratch: `count` floats rounded up to a multiple of 64. Runs on the caller's thread. */
+int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules, float *scratch);
+
 /* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
 double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);
 

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "attention.hpp"
@@ -100,6 +101,31 @@ inline void attend(const PagedHead& head, int kv_format, const Query& query, dou
             out[d] += p * double(value_at(head, kv_format, query.from + int64_t(i), d));
     }
     for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+}
+
+// The token that `point` falls on, by its definition: everything sorted, everything summed.
+inline int32_t draw(const std::vector<float>& logits, const kvl_draw_rules& rules) {
+    std::vector<int32_t> ids(logits.size());
+    std::iota(ids.begin(), ids.end(), 0);
+    const double peak = double(*std::max_element(logits.begin(), logits.end()));
+    std::vector<double> weights;
+    for (float logit : logits) weights.push_back(std::exp((double(logit) - peak) / double(rules.temperature)));
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    const auto weight = [&](int32_t id) { return weights[size_t(id)]; };
+    if (rules.top_p < 1 || rules.min_p > 0)
+        std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return weight(a) > weight(b); });
+    double before = 0, kept = 0;
+    for (int32_t id : ids) {
+        if ((rules.top_p < 1 && before >= double(rules.top_p) * total) || weight(id) < double(rules.min_p)) weights[size_t(id)] = 0;
+        before += std::exp((double(logits[size_t(id)]) - peak) / double(rules.temperature));
+        kept += weight(id);
+    }
+    double left = rules.point * kept;
+    for (int32_t id : ids) {
+        if (left < weight(id)) return id;
+        left -= weight(id);
+    }
+    return ids.front();
 }
 
 }  // namespace kvl::scalar

@@ -1,0 +1,164 @@
+"""One streamed answer of an OpenAI-compatible server, timed at the socket; spends little CPU beside the server."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+
+class BenchError(Exception):
+    """Nothing can be measured; the message is for people."""
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go: `url` is the base, before /v1."""
+
+    url: str
+    model: str
+    api_key: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """Times of `time.perf_counter` in seconds: of the request, and of each piece of text."""
+
+    started_s: float
+    times_s: list[float] = field(default_factory=list)
+    num_tokens: int = 0  # as the server counted; the number of pieces where it did not
+
+    @property
+    def ttft_s(self) -> float:
+        return self.times_s[0] - self.started_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean time a token after the first."""
+        return (self.times_s[-1] - self.times_s[0]) / max(1, self.num_tokens - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
+
+
+class _Stream(asyncio.Protocol):
+    """Parses a response as it comes; `done` holds None or the error."""
+
+    def __init__(self, request: bytes, answer: Answer) -> None:
+        self._request, self._answer = request, answer
+        self._parser = httptools.HttpResponseParser(self)
+        self._rest = b""
+        self._now_s = 0.0
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._now_s = time.perf_counter()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, msgspec.DecodeError) as error:
+            self._end(BenchError(f"the answer is no stream of completions: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(BenchError("the server closed the connection in the middle of an answer"))
+
+    def on_body(self, body: bytes) -> None:
+        if self._parser.get_status_code() != 200:
+            self._rest += body
+            return
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip())
+
+    def on_message_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status != 200:
+            self._end(BenchError(f"the server answered {status}: {self._rest[:300].decode(errors='replace').strip()}"))
+        elif not self._answer.times_s:
+            self._end(BenchError("the server's answer has no text"))
+        else:
+            self._end(None)
+
+    def _event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            return
+        chunk = msgspec.json.decode(data, type=_Chunk)
+        if chunk.error is not None:
+            self._end(BenchError(f"the server ended an answer with an error: {bytes(chunk.error)[:300].decode()}"))
+        for choice in chunk.choices:
+            if choice.text or not choice.finish_reason:
+                self._answer.times_s.append(self._now_s)
+        if chunk.usage and chunk.usage.completion_tokens:
+            self._answer.num_tokens = chunk.usage.completion_tokens
+
+    def _end(self, error: BenchError | None) -> None:
+        if self.done.done():
+            return
+        if error:
+            self.done.set_exception(error)
+        else:
+            self._answer.num_tokens = self._answer.num_tokens or len(self._answer.times_s)
+            self.done.set_result(None)
+
+
+async def complete(target: Target, prompt: Sequence[int] | str, num_tokens: int) -> Answer:
+    """A greedy answer of `num_tokens` tokens, whatever the model would end with. Raises BenchError."""
+    parts = urlsplit(target.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BenchError(f"url: {target.url!r} is no http:// or https:// address")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    request = _request(target, parts.path.rstrip("/"), f"{parts.hostname}:{port}", prompt, num_tokens)
+    answer = Answer(time.perf_counter())
+    try:
+        transport, stream = await asyncio.get_running_loop().create_connection(
+            lambda: _Stream(request, answer), parts.hostname, port, ssl=parts.scheme == "https" or None
+        )
+    except OSError as error:
+        raise BenchError(f"url: {target.url} cannot be reached: {error.strerror or error}") from None
+    with contextlib.closing(transport):
+        await stream.done
+    return answer
+
+
+def _request(target: Target, path: str, host: str, prompt: Sequence[int] | str, num_tokens: int) -> bytes:
+    body = msgspec.json.encode(
+        {
+            "model": target.model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    head = (
+        f"POST {path}/v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{key}"
+        f"Accept: text/event-stream\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

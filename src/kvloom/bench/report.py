@@ -1,0 +1,78 @@
+"""What `kvloom bench` shows of its points: tables, JSON lines, the page with the plot."""
+
+import json
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from kvloom.bench.load import Point, as_row
+from kvloom.bench.plot import Line, page
+
+Row = dict[str, object]
+
+
+def server_table(points: Sequence[Point]) -> Table:
+    table = Table("concurrency", "tok/s", "TTFT p50", "p90", "p99", "TPOT p50", "gap p99 (ms)", title="Server")
+    for column in table.columns:
+        column.justify = "right"
+    for point in points:
+        ttft = point.ttft_ms
+        values = (point.tok_s, ttft.p50, ttft.p90, ttft.p99, point.tpot_ms.p50, point.gap_ms.p99)
+        table.add_row(str(point.concurrency), *(f"{value:,.1f}" for value in values))
+    return table
+
+
+def kernel_table(rows: Sequence[Row]) -> Table:
+    dram = rows[0]["dram_gb_s"]
+    table = Table("", "tok/s", "memory's limit", "share", title=f"Kernels, DRAM {dram} GB/s")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        limit, share = row.get("limit_tok_s"), row.get("share_of_limit")
+        table.add_row(str(row["name"]), f"{row['tok_s']:,}", f"{limit:,}" if limit else "", str(share or ""))
+    return table
+
+
+def json_lines(points: Sequence[Point], kernels: Sequence[Row], common: Row) -> str:
+    rows = [as_row(point) for point in points] + list(kernels)
+    return "".join(json.dumps({"bench": "kvloom", **row, **common}) + "\n" for row in rows)
+
+
+def plot(title: str, points: Sequence[Point], kernels: Sequence[Row]) -> str:
+    """The page: tokens/s with the kernels' rate and the memory's limit, and the time to the first token."""
+    points = sorted(points, key=lambda point: point.concurrency)
+    decode = [row for row in kernels if "batch" in row]
+    rates = [
+        Line("server", [(point.concurrency, point.tok_s) for point in points], "#2563eb"),
+        Line("kernels alone", [_xy(row, "tok_s") for row in decode], "#16a34a"),
+        Line("memory's limit", _in_sight(points, decode), "#dc2626", is_dashed=True),
+    ]
+    ttft = [
+        Line(name, [(point.concurrency, getattr(point.ttft_ms, name)) for point in points], color)
+        for name, color in (("p50", "#2563eb"), ("p90", "#9333ea"), ("p99", "#ea580c"))
+    ]
+    table: list[Row] = [
+        {"concurrency": p.concurrency, "tok/s": p.tok_s, "TTFT p50 ms": p.ttft_ms.p50, "p90": p.ttft_ms.p90,
+         "p99": p.ttft_ms.p99, "TPOT p50 ms": p.tpot_ms.p50}
+        for p in points
+    ]  # fmt: skip
+    drawn = [line for line in rates if line.points]
+    return page(title, table, [("tokens per second", drawn), ("time to first token, ms", ttft)])
+
+
+def _xy(row: Row, name: str) -> tuple[float, float]:
+    return float(str(row["batch"])), float(str(row[name]))
+
+
+def _in_sight(points: Sequence[Point], decode: Sequence[Row]) -> list[tuple[float, float]]:
+    """The memory's limit is a line through 0; drawn further than twice the fastest point it would hide the others."""
+    if not decode:
+        return []
+    batch, limit = _xy(decode[0], "limit_tok_s")
+    slope = limit / batch
+    rates = [point.tok_s for point in points] + [_xy(row, "tok_s")[1] for row in decode]
+    first = min([float(point.concurrency) for point in points] + [_xy(row, "tok_s")[0] for row in decode])
+    last = max([float(point.concurrency) for point in points] + [_xy(row, "tok_s")[0] for row in decode])
+    end = min(last, max(2 * max(rates) / slope, 2 * first))
+    xs = sorted({first, end, *(first * 2.0**i for i in range(8) if first * 2.0**i < end)})
+    return [(x, slope * x) for x in xs]

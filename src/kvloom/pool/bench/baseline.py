@@ -1,0 +1,75 @@
+"""What the pool's figures are put beside: the time of a message over a Unix socket and of bytes over loopback TCP."""
+
+import socket
+import threading
+import time
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Bytes = npt.NDArray[np.uint8]
+_PING_BYTES = 64
+
+
+def ping_pong_us(rounds: int) -> float:
+    """Median microseconds for 64 bytes there and back over a Unix socket, between two threads."""
+    here, there = socket.socketpair()
+
+    def answer() -> None:
+        while data := there.recv(_PING_BYTES):
+            there.sendall(data)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    took = []
+    with here, there:
+        for _ in range(rounds):
+            start_s = time.perf_counter()
+            here.sendall(bytes(_PING_BYTES))
+            here.recv(_PING_BYTES)
+            took.append(time.perf_counter() - start_s)
+        here.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    return median(took) * 1e6
+
+
+class TcpStream:
+    """Bytes from another thread over one loopback TCP connection, received into place."""
+
+    def __init__(self, total: int, chunk: int) -> None:
+        """total: bytes a call of `receive`; chunk: bytes a send, a block's size."""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._receiver = socket.create_connection(listener.getsockname())
+            self._sender, _address = listener.accept()
+        self._data = np.ones(chunk, np.uint8)
+        self._num_chunks = total // chunk
+        self._wanted = threading.Semaphore(0)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._send)
+        self._thread.start()
+
+    def _send(self) -> None:
+        while self._wanted.acquire() and not self._is_closed:
+            for _ in range(self._num_chunks):
+                self._sender.sendall(self._data.data)
+
+    def receive(self, target: Bytes) -> None:
+        self._wanted.release()
+        view, position = target.data, 0
+        while position < len(view):
+            position += self._receiver.recv_into(view[position:])
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._wanted.release()
+        self._thread.join()
+        self._sender.close()
+        self._receiver.close()
+
+
+def checksum(data: Bytes, block_bytes: int) -> None:
+    """Sums each block as a load does."""
+    for start in range(0, len(data), block_bytes):
+        xxhash.xxh3_128_digest(data[start : start + block_bytes].data)

@@ -1,0 +1,69 @@
+"""Several ranks on one agent at once, each a process of its own."""
+
+import multiprocessing
+import time
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+from kvloom.pool.bench.places import private_agent
+from kvloom.pool.bench.sdk import SdkClient
+
+BLOCK_BYTES = 64 << 10
+NUM_KEYS = 64
+_NUM_SLICES = 8
+_POOL_BYTES = 256 << 20
+_START_S = 120.0
+
+
+def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Queue[tuple[list[float], int]]") -> None:
+    """Puts the seconds of each call and the number of blocks found by all loads into `results`."""
+    client = SdkClient(path, BLOCK_BYTES, NUM_KEYS, _NUM_SLICES)
+    took, num_found = [], 0
+    for number in range(-_NUM_SLICES, rounds):
+        if number == 0:
+            barrier.wait(_START_S)
+        hashes = client.new_hashes()
+        start_s = time.perf_counter()
+        client.save(2 * number % _NUM_SLICES, hashes)
+        found = client.try_load((2 * number + 1) % _NUM_SLICES, hashes)
+        if number >= 0:
+            took.append(time.perf_counter() - start_s)
+            num_found += found
+    client.close()
+    results.put((took, num_found))
+
+
+def measure(num_clients: int, rounds: int) -> dict[str, Any]:
+    """Saves and loads of all clients together in GB/s, and how much slower the slowest calls are than the usual one.
+
+    A call is the save and the load of NUM_KEYS blocks of BLOCK_BYTES. found: share of the blocks that were still there
+    when their writer came for them; a full pool lets go of what the others write meanwhile.
+    """
+    context = multiprocessing.get_context("spawn")
+    with private_agent(_POOL_BYTES) as path:
+        barrier, results = context.Barrier(num_clients + 1), context.Queue()
+        workers = [context.Process(target=_work, args=(path, rounds, barrier, results)) for _ in range(num_clients)]
+        for worker in workers:
+            worker.start()
+        try:
+            barrier.wait(_START_S)
+            start_s = time.perf_counter()
+            done = [results.get(timeout=_START_S) for _ in workers]
+            wall_s = time.perf_counter() - start_s
+        finally:
+            for worker in workers:
+                worker.join(1)
+                worker.kill()
+    took = sorted(each for calls, _found in done for each in calls)
+    num_blocks, num_found = len(took) * NUM_KEYS, sum(found for _calls, found in done)
+    p50, p99 = took[len(took) // 2], took[min(len(took) - 1, len(took) * 99 // 100)]
+    return {
+        "clients": num_clients,
+        "block_bytes": BLOCK_BYTES,
+        "save_and_load": round((num_blocks + num_found) * BLOCK_BYTES / wall_s / 1e9, 2),
+        "found": round(num_found / num_blocks, 3),
+        "p50_ms": round(p50 * 1e3, 2),
+        "p99_ms": round(p99 * 1e3, 2),
+        "p99_to_p50": round(p99 / p50, 1),
+    }

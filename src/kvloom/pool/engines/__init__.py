@@ -1,0 +1,1 @@
+"""Distributed stores behind the agents, for clusters beyond a few nodes."""

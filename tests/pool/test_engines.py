@@ -1,0 +1,360 @@
+"""An agent with a distributed store behind it: true bytes or misses, and late calls harm nothing."""
+
+import contextlib
+import importlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from ems import CcKvOption
+from kvloom.pool.agent import Agent
+from kvloom.pool.bench.redis import find_server, private_server
+from kvloom.pool.engines.engine import EngineError, open_engine
+from kvloom.pool.engines.tier import EngineTier
+from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+
+HASHES = list(range(100, 116))
+BLOCKS = list(range(len(HASHES)))
+SLOTS = slots_of(*BLOCKS)
+OFFSETS = [4] * len(HASHES)
+
+
+class FakeEngine:
+    """A dictionary. While `gate` is closed calls wait; `failing` calls raise."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.is_failing = False
+        self.num_calls = 0
+
+    def _enter(self) -> None:
+        self.num_calls += 1
+        self.gate.wait(60)
+        if self.is_failing:
+            raise EngineError("down")
+
+    def put(self, names, values) -> None:
+        self._enter()
+        self.values |= dict(zip(names, values, strict=True))
+
+    def get(self, names):
+        self._enter()
+        return [memoryview(self.values[name]) if name in self.values else None for name in names]
+
+    def has(self, names):
+        self._enter()
+        return [name in self.values for name in names]
+
+    def close(self) -> None:
+        self.gate.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < limit_s
+        threading.Event().wait(0.005)
+
+
+@contextlib.contextmanager
+def agent_with(engine) -> Iterator[Agent]:
+    with running_agent(rcache_share=1.0) as agent:
+        agent.engine = agent.node.others = EngineTier(engine)
+        yield agent
+
+
+def saved_and_forgotten(agent: Agent, cc) -> None:
+    """Saves HASHES, waits until the store has them, and empties the node's own pool."""
+    pool = agent.node.pool("default")
+    assert cc.save(SLOTS, HASHES, OFFSETS).success == len(HASHES)
+    wait_until(lambda: pool.counts["push_done"] == len(HASHES))
+    pool.evict(1 << 30)
+    assert pool.usage()["blocks"] == 0
+
+
+def check_round_trip(agent: Agent) -> None:
+    kv = new_kv()
+    truth = copy_of(kv)
+    with session(agent.config.socket, kv) as cc:
+        saved_and_forgotten(agent, cc)
+        zero(kv)
+        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(read_local_only=True)).success == 0
+        assert cc.exists([*HASHES, 7]) == len(HASHES)
+        assert cc.load([*SLOTS, *slots_of(60)], [*HASHES, 7], [*OFFSETS, 4]).success == len(HASHES)
+        assert (tokens_of(kv, SLOTS) == tokens_of(truth, SLOTS)).all()
+        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(read_local_only=True)).success == len(HASHES), (
+            "kept as copies"
+        )
+    agent.node.pool("default").check()
+
+
+def test_what_left_the_node_comes_back_from_the_store():
+    with agent_with(FakeEngine()) as agent:
+        check_round_trip(agent)
+
+
+def test_blocks_that_come_do_not_push_each_other_out_of_a_full_pool():
+    with running_agent(rcache_share=1.0, pool_bytes=1 << 20) as agent, session(agent.config.socket, new_kv()) as cc:
+        agent.engine = agent.node.others = EngineTier(FakeEngine())
+        pool = agent.node.pool("default")
+        batches = [list(range(start, start + 48)) for start in range(0, 960, 48)]
+        for i, hashes in enumerate(batches):
+            cc.save(slots_of(*range(48)), hashes, [4] * 48)
+            wait_until(lambda i=i: pool.counts["push_done"] == 48 * (i + 1))
+        for hashes in batches * 2:
+            assert cc.load(slots_of(*range(48)), hashes, [4] * 48).success == 48
+        pool.check()
+
+
+def test_without_write_rcache_blocks_go_to_the_store_only():
+    engine = FakeEngine()
+    with agent_with(engine) as agent, session(agent.config.socket, new_kv()) as cc:
+        assert cc.save(SLOTS, HASHES, OFFSETS, CcKvOption(write_rcache=False)).success == len(HASHES)
+        assert agent.node.pool("default").usage()["blocks"] == 0
+        assert len(engine.values) == len(HASHES)
+
+
+def test_a_late_get_costs_its_deadline_and_changes_nothing_when_it_returns():
+    engine, kv = FakeEngine(), new_kv()
+    with agent_with(engine) as agent, session(agent.config.socket, kv) as cc:
+        saved_and_forgotten(agent, cc)
+        zero(kv)
+        engine.gate.clear()
+        start_s = time.monotonic()
+        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=200)).success == 0
+        assert time.monotonic() - start_s < 5
+        assert agent.node.pool("default").counts["miss_timeout"] == len(HASHES)
+        engine.gate.set()
+        wait_until(lambda: agent.engine._num_busy == 0)
+        assert agent.node.pool("default").usage()["blocks"] == 0, "the late result is dropped"
+        assert not tokens_of(kv, SLOTS).any()
+
+
+def test_a_late_put_keeps_its_blocks_pinned_until_it_returns():
+    engine = FakeEngine()
+    with agent_with(engine) as agent, session(agent.config.socket, new_kv()) as cc:
+        pool = agent.node.pool("default")
+        engine.gate.clear()
+        assert cc.save(slots_of(0), [1], [4]).success == 1
+        wait_until(lambda: engine.num_calls == 1)
+        assert pool.evict(1 << 30) == 0, "the store still reads from it"
+        engine.gate.set()
+        wait_until(lambda: pool.counts["push_done"] == 1)
+        assert pool.evict(1 << 30) > 0
+        pool.check()
+
+
+def test_calls_that_never_return_do_not_pile_up():
+    engine, now = FakeEngine(), [0.0]
+    tier = EngineTier(engine, lambda: now[0])
+    engine.gate.clear()
+    for _ in range(20):
+        now[0] += 100  # past every pause of the breaker
+        assert tier.count("t", [bytes(32)], now[0]) == 0
+    wait_until(lambda: engine.num_calls == 4)
+    assert tier._num_busy == 4
+    engine.gate.set()
+    wait_until(lambda: tier._num_busy == 0)
+    now[0] += 100
+    assert tier.count("t", [bytes(32)], now[0] + 5) == 0
+    assert tier.status() == {"engine": True}
+    tier.close()
+
+
+def test_a_store_that_is_down_is_left_alone_and_blocks_stay_here():
+    engine = FakeEngine()
+    engine.is_failing = True
+    with agent_with(engine) as agent, session(agent.config.socket, new_kv()) as cc:
+        for block in range(8):
+            cc.load(slots_of(block), [block], [4])
+        assert engine.num_calls == 2, "the breaker opens at the second failure"
+        assert cc.save(SLOTS, HASHES, OFFSETS).success == len(HASHES)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == len(HASHES)
+        assert agent.node.pool("default").usage()["rcache_bytes"] == 0
+        assert agent.stats().peers == {"engine": False}
+
+
+@pytest.mark.parametrize("damage", [lambda v: v[:-1] + b"?", lambda v: v[:3], lambda v: b""])
+def test_a_damaged_value_is_a_miss(damage):
+    engine, kv = FakeEngine(), new_kv()
+    with agent_with(engine) as agent, session(agent.config.socket, kv) as cc:
+        saved_and_forgotten(agent, cc)
+        engine.values = {name: damage(value) for name, value in engine.values.items()}
+        zero(kv)
+        assert cc.load(SLOTS, HASHES, OFFSETS).success == 0
+        assert agent.node.pool("default").counts["corrupt_on_wire"] > 0
+        assert not tokens_of(kv, SLOTS).any()
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Path]:
+    """The socket of a real Valkey or Redis server."""
+    command = find_server()
+    if command is None:
+        pytest.skip("needs valkey-server or redis-server")
+    with private_server(command, 64 << 20) as path:
+        yield path
+
+
+def test_a_real_server_keeps_blocks_for_the_node(server):
+    with running_agent(rcache_share=1.0, engine=f"unix://{server}") as agent:
+        check_round_trip(agent)
+        assert agent.stats().peers == {"engine": True}
+
+
+def test_a_stopped_server_costs_the_deadline_and_no_more(server):
+    with running_agent(rcache_share=1.0, engine=f"unix://{server}") as agent:
+        kv = new_kv()
+        with session(agent.config.socket, kv) as cc:
+            saved_and_forgotten(agent, cc)
+            pid = _pid_of_server(server)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                for _ in range(3):
+                    start_s = time.monotonic()
+                    assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=300)).success == 0
+                    assert time.monotonic() - start_s < 5
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _pid_of_server(path: Path) -> int:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        return struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+
+
+def test_a_cluster_client_says_when_there_is_no_cluster(server):
+    with pytest.raises(EngineError, match="engine valkey"):
+        open_engine("valkey+cluster://127.0.0.1:1", "")
+
+
+class FakeMooncake:
+    """What the adapter uses of `mooncake.store.MooncakeDistributedStore`, with its codes."""
+
+    values: ClassVar[dict[str, bytes]] = {}
+    arguments: ClassVar[tuple] = ()
+
+    def setup(self, *arguments) -> int:
+        FakeMooncake.arguments = arguments
+        return -600 if arguments[-1].startswith("down") else 0
+
+    def put_batch(self, names: list[str], values: list[bytes]) -> int:
+        for name, value in zip(names, values, strict=True):
+            self.values.setdefault(name, value)
+        return 0
+
+    def batch_get_buffer(self, names: list[str]) -> list:
+        return [self.values.get(name) for name in names]
+
+    def batch_is_exist(self, names: list[str]) -> list[int]:
+        return [-1 if name == "bad" else int(name in self.values) for name in names]
+
+    def close(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def mooncake(monkeypatch):
+    module = types.ModuleType("mooncake.store")
+    module.MooncakeDistributedStore = FakeMooncake
+    monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    monkeypatch.delitem(sys.modules, "kvloom.pool.engines.mooncake", raising=False)
+    FakeMooncake.values = {}
+    yield
+    sys.modules.pop("kvloom.pool.engines.mooncake", None)
+
+
+def test_mooncake_keeps_blocks_for_the_node(mooncake):
+    with running_agent(rcache_share=1.0, engine="mooncake://10.0.0.1:50051?host=10.0.0.2&segment=1G") as agent:
+        check_round_trip(agent)
+    host, metadata, segment, _buffer, protocol, devices, master = FakeMooncake.arguments
+    assert (host.split(":")[0], metadata, segment) == ("10.0.0.2", "P2PHANDSHAKE", 1 << 30)
+    assert (protocol, devices, master) == ("tcp", "", "10.0.0.1:50051")
+
+
+@pytest.fixture
+def mooncake_address(tmp_path) -> Iterator[str]:
+    """A real Mooncake Store master on this machine, and this machine's address in its network."""
+    command = shutil.which("mooncake_master")
+    if command is None:
+        pytest.skip("needs mooncake_master: pip install kvloom[mooncake]")
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        pytest.skip(f"Mooncake cannot be loaded: {error}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        host = probe.getsockname()[0]
+    if host.startswith("127."):
+        pytest.skip("Mooncake refuses loopback addresses, and this machine has no other")
+    ports = []
+    for _ in range(2):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ports.append(listener.getsockname()[1])
+    with subprocess.Popen([command, f"-rpc_port={ports[0]}", f"-metrics_port={ports[1]}"], cwd=tmp_path) as process:
+        wait_until(lambda: _accepts(ports[0]))
+        yield f"mooncake://127.0.0.1:{ports[0]}?host={host}&segment=64M"
+        process.terminate()
+
+
+def _accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_real_mooncake_store_keeps_blocks_for_the_node(mooncake_address):
+    with running_agent(rcache_share=1.0, engine=mooncake_address) as agent:
+        check_round_trip(agent)
+
+
+def test_mooncake_errors_are_engine_errors(mooncake):
+    with pytest.raises(EngineError, match="-600"):
+        open_engine("mooncake://down:1?host=10.0.0.2", "")
+    engine = open_engine("mooncake://up:1?host=10.0.0.2", "")
+    with pytest.raises(EngineError, match="-1"):
+        engine.has(["bad"])
+
+
+@pytest.mark.parametrize(
+    ("address", "password", "problem"),
+    [
+        ("http://x", "", "'http' is none of mooncake"),
+        ("mooncake://up:1", "", "own_address"),
+        ("mooncake://up:1?host=a&size=1", "", "unknown option size"),
+        ("mooncake://up:1?host=a", "secret", "no password"),
+    ],
+)
+def test_a_wrong_address_is_refused(mooncake, address, password, problem):
+    with pytest.raises(ValueError, match=f"engine: .*{problem}"):
+        open_engine(address, password)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.delitem(sys.modules, "kvloom.pool.engines.mooncake", raising=False)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(ValueError, match=r"kvloom\[mooncake\]"):
+        open_engine("mooncake://up:1?host=a", "")
+
+
+def test_a_store_that_is_not_there_ends_the_start(tmp_path, capfd):
+    arguments = [f"--socket={tmp_path / 'a.sock'}", "--pool=16M", "--engine=valkey://127.0.0.1:1"]
+    done = subprocess.run([sys.executable, "-m", "kvloom.pool.agent", *arguments], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvloom pool agent: engine valkey://127.0.0.1:1: ")
+    assert not (tmp_path / "a.sock").exists()

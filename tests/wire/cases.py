@@ -1,0 +1,128 @@
+"""One valid request of every route, in every dialect: what golden files show and mutations begin with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+MODEL = "llama_65b"
+PROMPT = "My name is Olivier and I"
+_V2 = f"/v2/models/{MODEL}"
+_TGI = {"inputs": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "temperature": 0.5, "details": True}}
+_PREFILL = {**_TGI, "parameters": {**_TGI["parameters"], "decoder_input_details": True}}  # type: ignore[dict-item]
+_VLLM = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.5, "seed": 7, "stop": ["zz"], "top_k": 10}
+_CHAT = {
+    "model": MODEL,
+    "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "what is your hobby?"}],
+    "max_tokens": 4,
+    "seed": 7,
+    "temperature": 0.5,
+}
+_TEXT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "seed": 7, "temperature": 0.5}
+_USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+_TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
+_TENSOR = {
+    "id": "42",
+    "inputs": [
+        {
+            "name": "input0",
+            "shape": [1, 3],
+            "datatype": "UINT32",
+            "data": [104, 105, 33],
+            "parameters": {"max_new_tokens": 4, "seed": 7, "temperature": 0.5},
+        }
+    ],
+    "outputs": [{"name": "output0"}],
+}
+_NATIVE = {"inputs": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "temperature": 0.5, "details": True}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    method: str
+    path: str
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def _get(name: str, path: str, **headers: str) -> Case:
+    return Case(name, "GET", path, None, headers)
+
+
+def _post(name: str, path: str, body: Any) -> Case:
+    return Case(name, "POST", path, body)
+
+
+CASES = [
+    _get("tgi-health", "/health"),
+    _get("tgi-root", "/"),
+    _get("tgi-ping", "/ping"),
+    _get("tgi-info", "/info"),
+    _post("tgi-compat", "/", _PREFILL),
+    _post("tgi-compat-stream", "/", {**_TGI, "stream": True}),
+    _post("tgi-generate", "/generate", _PREFILL),
+    _post("tgi-generate-plain", "/generate", {"inputs": PROMPT, "parameters": {"max_new_tokens": 4}}),
+    _post("tgi-generate-stream", "/generate_stream", _TGI),
+    _post("tgi-invocations", "/invocations", _TGI),
+    _post("tgi-error", "/generate", {"inputs": PROMPT, "parameters": {"top_p": 1.0}}),
+    _post("tgi-error-stream", "/generate_stream", {"inputs": ""}),
+    _post("vllm-generate", "/generate", _VLLM),
+    _post("vllm-generate-n", "/generate", {**_VLLM, "n": 2}),
+    _post("vllm-generate-stream", "/generate", {**_VLLM, "stream": True}),
+    _post("vllm-error", "/generate", {**_VLLM, "top_k": 0}),
+    _post("generate-error-neither", "/generate", {"text": PROMPT}),
+    _get("openai-models", "/v1/models"),
+    _get("openai-model", f"/v1/models/{MODEL}"),
+    _get("openai-model-error", "/v1/models/other"),
+    _post("openai-chat", "/v1/chat/completions", _CHAT),
+    _post("openai-chat-n-logprobs", "/v1/chat/completions", {**_CHAT, "n": 2, "logprobs": True, "top_logprobs": 1}),
+    _post("openai-chat-stream", "/v1/chat/completions", {**_CHAT, "stream": True}),
+    _post("openai-chat-stream-usage", "/v1/chat/completions", {**_CHAT, **_USAGE}),
+    _post("openai-chat-error", "/v1/chat/completions", {**_CHAT, "temperature": 3}),
+    _post("openai-chat-error-model", "/v1/chat/completions", {**_CHAT, "model": "other"}),
+    _post("openai-chat-error-stream", "/v1/chat/completions", {**_CHAT, "stream": True, "n": 0}),
+    _post("openai-completion", "/v1/completions", _TEXT),
+    _post("openai-completion-echo", "/v1/completions", {**_TEXT, "prompt": [104, 105], "echo": True, "logprobs": 1}),
+    _post("openai-completion-stream", "/v1/completions", {**_TEXT, **_USAGE}),
+    _post("openai-completion-error", "/v1/completions", {"model": MODEL}),
+    _get("openai-error-route", "/v1/nothing"),
+    _get("triton-server", "/v2"),
+    _get("triton-server-oip", "/v2?format=oip"),
+    _get("triton-live", "/v2/health/live"),
+    _get("triton-live-oip", "/v2/health/live", Accept="application/json; oip"),
+    _get("triton-ready", "/v2/health/ready"),
+    _get("triton-model", _V2),
+    _get("triton-model-ready", f"{_V2}/ready"),
+    _get("triton-model-version", f"{_V2}/versions/1"),
+    _get("triton-model-error-version", f"{_V2}/versions/2"),
+    _get("triton-model-error", "/v2/models/other"),
+    _get("triton-config", f"{_V2}/config"),
+    _get("triton-slots", f"{_V2}/getSlotCount"),
+    _post("triton-infer", f"{_V2}/infer", _TENSOR),
+    _post("triton-infer-error", f"{_V2}/infer", {**_TENSOR, "inputs": []}),
+    _post("triton-generate", f"{_V2}/generate", _TRITON),
+    _post("triton-generate-version", f"{_V2}/versions/1/generate", {"text_input": PROMPT, "id": "a1"}),
+    _post("triton-generate-stream", f"{_V2}/generate_stream", _TRITON),
+    _post("triton-generate-error", f"{_V2}/generate", {"text_input": PROMPT, "parameters": {"temperature": -1}}),
+    _post("triton-stop-error", f"{_V2}/stopInfer", {"id": "gone"}),
+    _post("native-infer", "/infer", _NATIVE),
+    _post("native-infer-stream", "/infer", {**_NATIVE, "stream": True}),
+    _post("native-infer-error", "/infer", {"inputs": 3}),
+    _post("native-infer-token", "/infer_token", {"input_id": [104, 105], "parameters": {"max_new_tokens": 4}}),
+    _get("status-health-timed", "/health/timed"),
+    _get("status-health-timed-1", "/health/timed-1"),
+    _get("status-health-timed-error", "/health/timed-601"),
+    _get("status-config", "/v1/config"),
+    _get("status-v1", "/v1/status"),
+    _get("status-v2", "/v2/status"),
+    _get("status-metrics", "/metrics-json"),
+    _post("status-tokenizer", "/v1/tokenizer", {"inputs": "hi", "do_tokenize": True}),
+    *(
+        _get(f"triton-version{path.replace('/', '-')}", f"{_V2}/versions/1{path}")
+        for path in ("/ready", "/config", "/getSlotCount")
+    ),
+    _post("triton-version-infer", f"{_V2}/versions/1/infer", {**_TENSOR, "parameters": {"details": True}}),
+    _post("triton-version-generate-stream", f"{_V2}/versions/1/generate_stream", {**_TRITON, "id": "a124"}),
+    _post("triton-version-stop-error", f"{_V2}/versions/1/stopInfer", {"id": "a b"}),
+    _get("error-route", "/nothing"),
+    _get("error-method", "/generate"),
+]

@@ -1,0 +1,72 @@
+"""Golden files: a request and its answer, byte for byte, in one readable text. Run as a module it writes them again.
+
+What differs from run to run (ids, times, the version) is replaced by placeholders in `stable`, and only there.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from tests.support.servers import FakeServer, fake_server, until
+from tests.wire.cases import CASES, MODEL, Case
+
+FOLDER = Path(__file__).parent / "golden"
+KEPT_HEADERS = ("content-type", "retry-after", "allow", "x-accel-buffering", "cache-control", "x-compute-type")
+_UNSTABLE = (
+    (r'"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"\1-ID"'),
+    (r'"id":"[0-9a-f]{32}"', '"id":"ID"'),
+    (r'"created":\d+', '"created":TIME'),
+    (r'"(first_token_cost|decode_cost|queue_wait_time)":[\d.e-]+', r'"\1":MS'),
+    (r'("__name__":"(?:TTFT|TBT)"[^]]*\],"value":)"[\d.e+-]+"', r'\1"MS"'),
+    (r'"version":"\d+\.\d+[^"]*"', '"version":"VERSION"'),
+)
+
+
+@contextmanager
+def golden_server() -> Iterator[FakeServer]:
+    """maxSeqLen 2048 and the other limits that the files show."""
+    with fake_server(names=(MODEL,), max_iter_times=512, max_link_num=300, enable_prefix_cache=False) as server:
+        yield server
+
+
+def stable(text: str) -> str:
+    for pattern, replacement in _UNSTABLE:
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def shown(server: FakeServer, case: Case) -> str:
+    """Request and answer as the file has them. NUL is written as <NUL>."""
+    body = msgspec.json.encode(case.body).decode() if case.body is not None else None
+    until(lambda: server.engine.stats().num_running == 0)  # counts are of a server at rest
+    lines = [f"{case.method} {case.path}", *(f"{name}: {value}" for name, value in case.headers.items())]
+    lines += ["", body] if body is not None else []
+    response = server.client.request(case.method, case.path, content=body, headers=case.headers)
+    kept = [f"{name}: {response.headers[name]}" for name in KEPT_HEADERS if name in response.headers]
+    answer = stable(response.text).replace("\0", "<NUL>\n")
+    return "\n".join(
+        [*lines, "", f"{response.status_code} {httpx.codes(response.status_code).phrase}", *kept, "", answer]
+    )
+
+
+def read(case: Case) -> str:
+    """The file of a case."""
+    return (FOLDER / f"{case.name}.txt").read_text()
+
+
+def write() -> None:
+    """All files, and no others."""
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.glob("*.txt"):
+        old.unlink()
+    with golden_server() as server:
+        for case in CASES:
+            (FOLDER / f"{case.name}.txt").write_text(shown(server, case))
+
+
+if __name__ == "__main__":
+    write()
