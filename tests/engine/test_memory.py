@@ -39,6 +39,7 @@ def test_the_worked_example_of_a_65b_model_on_eight_devices():
     shape = CacheShape(num_layers=80, num_kv_heads=64, head_bytes=2 * 128, block_size=128, world_size=8)
     assert total_blocks(34 * GIB, shape) == 870
     assert blocks_per_seq(100, 512, 128) == 5
+    assert blocks_per_seq(1, 1, 128) == 2  # prompt and answer are rounded up separately
     assert max_batch(870, 5) == 174
 
 

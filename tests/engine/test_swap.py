@@ -92,6 +92,31 @@ def test_what_the_prefix_cache_still_has_is_not_copied_back():
     assert work.loads == [(copies[1][1], work.blocks[1])]
 
 
+def test_a_longer_prefix_that_another_computed_is_worth_more_than_the_copy():
+    pool, limits = BlockPool(8, num_host_blocks=4), Limits(4, 100, BLOCK)
+    seq, other = make_seq(0, 12), make_seq(1, 12)
+    run_step([other], pool, limits)
+    blocks = pool.host.allocate(1)
+    assert blocks is not None
+    seq.host_blocks, seq.num_swapped, seq.num_preemptions = blocks, 4, 1
+    plan = plan_step([seq], pool, limits)
+    (step,) = plan.steps
+    assert (step.start, step.num_tokens, len(step.hits)) == (8, 4, 2)
+    (work,) = apply_step(plan, pool)
+    assert work.loads == []
+    assert pool.host.num_free == 4
+
+
+def test_the_host_takes_only_as_many_as_it_has_room_for():
+    pool, limits = BlockPool(3, num_host_blocks=1), Limits(4, 100, BLOCK)
+    seqs = [make_seq(i, 4, first=20 * i) for i in range(3)]
+    run_step(seqs, pool, limits)
+    plan = plan_step(seqs, pool, limits)
+    assert [seq.id for seq in plan.preempted] == [2, 1]
+    assert [seq.id for seq in plan.swapped] == [2]
+    assert len(swap_out(plan, pool)) == 1
+
+
 def test_a_sequence_that_ends_on_the_host_leaves_nothing_there():
     seqs, pool, limits = crowded()
     plan = plan_step(seqs, pool, limits)

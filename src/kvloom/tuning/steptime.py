@@ -161,7 +161,7 @@ def _workloads(max_seq_len: int, vocab_size: int, max_batch: int) -> Iterator[li
     params = SamplingParams(temperature=0, max_tokens=_ANSWER, ignore_eos=True)
     for batch in (n for n in _BATCHES if n <= max_batch):
         for length in _PROMPTS:
-            if length + _ANSWER > max_seq_len or batch * length > 16384:
+            if length + _ANSWER > max_seq_len or batch * length > 4096:
                 continue
             prompts = [tuple(draw.randrange(vocab_size) for _ in range(length)) for _ in range(batch)]
             yield [Request(f"{batch}-{length}-{i}", prompt, params) for i, prompt in enumerate(prompts)]
