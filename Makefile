@@ -30,11 +30,11 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by their tests.
-PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py
+PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/transfers.py
 coverage: setup
 	$(BIN)/coverage run --branch --include=$(PURE) -m pytest -q \
 	  tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_stop.py tests/engine/test_detok.py \
-	  tests/engine/test_policies.py
+	  tests/engine/test_policies.py tests/engine/test_transfers.py
 	$(BIN)/coverage report --show-missing --fail-under=100
 
 mutants: setup

@@ -24,6 +24,7 @@ from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
+from kvloom.engine.transfers import Transfers
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
 
@@ -101,12 +102,19 @@ class Engine:
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
         self._limits = self.config.limits(info.block_size)
         self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache)
+        tier = self.config.kv_tier
+        self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()
         self._dropped = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._seqs or self._fresh or self._outbox)
+        return bool(self._seqs or self._fresh or self._outbox or self._transfers.is_pending)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step computed nothing and the next would not either before the outer tier has answered."""
+        return not (self._plan.steps or self._outbox or self._plan.preempted) and self._transfers.is_pending
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run."""
@@ -161,12 +169,15 @@ class Engine:
 
     def start_step(self) -> list[Delta]:
         """Start the next step on the model, then return what the last one brought. Raises RankDied."""
+        now_s = self._clock()
+        self._transfers.expire(now_s)
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
-        if self._plan.steps or self._dropped:
+        if self._plan.steps or self._plan.loads or self._dropped or self._transfers.is_pending:
             work = apply_step(self._plan, self._pool)
-            self._executor.submit(Batch(self._introduce(), work, self._dropped))
+            self._transfers.load(self._plan.loads, now_s)
+            self._executor.submit(Batch(self._introduce(), work, self._dropped, *self._transfers.take_new()))
             self._dropped = []
-            self._counts["total_steps"] += 1
+            self._counts["total_steps"] += bool(work)
             self._counts["total_preemptions"] += len(self._plan.preempted)
         return self._drain()
 
@@ -183,7 +194,9 @@ class Engine:
         for chunk in output.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
         samples = {sample.id: sample for sample in output.samples}
-        commit_step(self._plan, {id: s.token_id for id, s in samples.items()}, self._pool, self._limits.block_size)
+        self._transfers.finish(output.moved, output.is_tier_up)
+        tokens = {id: s.token_id for id, s in samples.items()}
+        self._transfers.save(commit_step(self._plan, tokens, self._pool, self._limits.block_size))
         for step in self._plan.steps:
             if step.seq.status is Status.RUNNING and step.seq.id in samples:
                 self._take_sample(self._seqs[step.seq.id], samples[step.seq.id])
@@ -198,12 +211,15 @@ class Engine:
             num_cached_blocks=self._pool.num_cached,
             max_batch=self._limits.max_batch,
             total_compute_s=self._compute_s,
+            total_tier_loaded_blocks=self._transfers.num_loaded_blocks,
+            total_tier_saved_blocks=self._transfers.num_saved_blocks,
             **self._counts,
         )
 
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
-        check([live.seq for live in self._seqs.values()], self._pool, self._limits.block_size)
+        seqs = [live.seq for live in self._seqs.values()]
+        check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
     # -- requests
 
@@ -236,7 +252,9 @@ class Engine:
         return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
-        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s())
+        is_idle = not any(seq.status is Status.RUNNING for seq in seqs)
+        asks_tier = self._transfers.may_ask(is_idle)
+        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), asks_tier)
 
     def _oldest_wait_s(self) -> float:
         """How long the oldest waiting request has waited; no matter when batches are not held back."""

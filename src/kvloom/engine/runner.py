@@ -15,9 +15,11 @@ from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels.backend import Backend
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, sample
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from kvloom.engine.weights.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +58,9 @@ class ModelRunner:
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
         self._states: dict[int, _State] = {}
+
+    def kv_memory(self, model: str) -> KvMemory:
+        return KvMemory(self._backend.kv_layers(), fingerprint(Path(model)), self._backend.kv_layout)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:

@@ -21,4 +21,6 @@ class Stats:
     total_output_tokens: int = 0
     total_preemptions: int = 0
     total_compute_s: float = 0.0
+    total_tier_loaded_blocks: int = 0  # KV blocks from and to the outer tier, since the rank started
+    total_tier_saved_blocks: int = 0
     total_restarts: int = 0

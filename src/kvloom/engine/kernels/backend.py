@@ -1,5 +1,6 @@
 """The one contract between the runner and whatever computes: a backend runs a ragged step over a paged KV cache."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -13,6 +14,11 @@ class Backend(Protocol):
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
+    kv_layout: str  # how bytes lie in a block of the KV cache, beyond dtype and shape, and how they are computed
+
+    def kv_layers(self) -> Sequence[Sequence[torch.Tensor]]:
+        """The KV cache itself: K and V of each layer, [num_blocks, block_size, ...], contiguous in a block."""
+        ...
 
     def step(
         self,

@@ -33,7 +33,6 @@ class CpuBackend:
 
     name = "cpu"
     block_size = BLOCK_SIZE
-    kv_layout = "cpu-bf16-k2-v2"
 
     def __init__(
         self,
@@ -51,6 +50,7 @@ class CpuBackend:
         self.spec, self.num_blocks = spec, num_blocks
         self._lib = cpu_abi.load(Path(build.library(isa)))
         self.isa = self._lib.kvl_isa().decode()
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
@@ -87,6 +87,11 @@ class CpuBackend:
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return logits
+
+    def kv_layers(self) -> list[list[Tensor]]:
+        """See kernels/backend.py. The permuted bytes of a block, as if each token had its own."""
+        blocks = self.kv.view(*self.kv.shape[:3], BLOCK_SIZE, -1)
+        return [list(layer) for layer in blocks]
 
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""

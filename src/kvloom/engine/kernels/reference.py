@@ -45,6 +45,11 @@ class ReferenceBackend:
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.kv_bytes = self.kv.nbytes
+        self.kv_layout = f"reference-{self.kv.device.type}"
+
+    def kv_layers(self) -> list[list[Tensor]]:
+        """See kernels/backend.py."""
+        return [list(layer) for layer in self.kv]
 
     @torch.inference_mode()
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
