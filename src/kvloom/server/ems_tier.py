@@ -202,7 +202,8 @@ def _ems_config(memory: KvMemory, options: Mapping[str, str]) -> EmsConfig:
     try:
         config.validate()
     except EmsException as error:
-        raise BadRequest("kv_tier.options", str(error)) from None
+        name, _, problem = error.message().partition(": ")
+        raise BadRequest(f"kv_tier.options.{name}", problem) from None
     return config
 
 
@@ -211,9 +212,9 @@ def _access_key(options: Mapping[str, str]) -> str | None:
     if not path:
         return None
     try:
-        return Path(path).read_text(encoding="utf-8").partition("\n")[0].strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest("kv_tier.options.access_key_file", f"{path} cannot be read: {error}") from None
+        return Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError as error:
+        raise BadRequest("kv_tier.options.access_key_file", f"{path} cannot be read: {error.strerror}") from None
 
 
 def _tensor(part: object) -> torch.Tensor:
