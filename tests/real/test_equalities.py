@@ -1,10 +1,14 @@
 """The real small model through the whole engine: how a request is scheduled never changes its answer."""
 
+from pathlib import Path
+
 import pytest
 
-from kvloom.engine.config import EngineConfig
+import ems
+from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.engine import Engine
 from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.kvtier import TieredRunner, open_tier
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.runner import ModelRunner, open_runner
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
@@ -69,6 +73,27 @@ def test_a_cached_prefix_equals_a_computed_one(runner, tokenizer, requests, alon
     again = run_all(engine, *requests)
     assert {name: tokens_of(deltas) for name, deltas in again.items()} == alone
     assert any(deltas[0].num_cached_tokens for deltas in again.values())
+
+
+def test_loaded_from_ems_equals_computed(smollm2_path, runner, tokenizer, requests, alone):
+    """A second runner, with an empty KV cache, takes over what the first one computed, bit for bit."""
+    loaded = open_second(smollm2_path, runner)
+    tier = TierConfig("kvloom.server.ems_tier:open_tier", timeout_s=10.0)
+    with ems.embedded(pool="64M"):
+        for each, num_cached in ((runner, 0), (loaded, 16)):
+            opened = open_tier(tier, each.kv_memory(str(smollm2_path)))
+            config = EngineConfig(model="m", backend="reference", kv_tier=tier)
+            engine = Engine(config, InProcessExecutor(TieredRunner(each, opened)), tokenizer)
+            found = run_all(engine, *requests, max_steps=10**7)
+            assert {name: tokens_of(deltas) for name, deltas in found.items()} == alone
+            assert max(deltas[-1].num_cached_tokens for deltas in found.values()) >= num_cached
+            assert engine.stats().total_tier_loaded_blocks == (0 if num_cached == 0 else 1)
+            opened.close()
+
+
+def open_second(path: Path, first: ModelRunner) -> ModelRunner:
+    config = EngineConfig(model=str(path), backend=first.info.backend, num_blocks=64, max_seq_len=256)
+    return open_runner(config, [2], lambda done, total: None)
 
 
 def test_preempted_and_resumed_equals_undisturbed(smollm2_path, runner, tokenizer, requests, alone):
