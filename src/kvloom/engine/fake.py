@@ -112,7 +112,7 @@ class FakeRunner:
             self._states.pop(id, None)
         for new in batch.new:
             self._learn(new)
-        duration_s = self._step_s + self._token_s * sum(work.num_tokens for work in batch.work)
+        duration_s = self._token_s * sum(work.num_tokens for work in batch.work) + (self._step_s if batch.work else 0.0)
         if duration_s:
             self._sleep(duration_s)
         for work in batch.work:  # all writes before any read, as in a layer of a real model

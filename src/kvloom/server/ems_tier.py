@@ -30,7 +30,7 @@ OPTIONS = ("socket", "access_id", "access_key_file")
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     future: CcFuture
-    total: int
+    is_load: bool
 
 
 class Circuit:
@@ -63,7 +63,7 @@ class Circuit:
             self._changed.notify_all()
 
     def succeeded(self) -> None:
-        """The pool has done what was asked: the next failure is a first one."""
+        """The pool answered somebody who waited: the next failure is a first one."""
         self._pause_s = self._first_pause_s
 
     def close(self) -> None:
@@ -113,10 +113,10 @@ class EmsTier:
         return self._circuit.is_up
 
     def load(self, transfer: Transfer) -> None:
-        self._begin(transfer, lambda caching: caching.async_load, self._load_option)
+        self._begin(transfer, is_load=True)
 
     def save(self, transfer: Transfer) -> None:
-        self._begin(transfer, lambda caching: caching.async_save, self._save_option)
+        self._begin(transfer, is_load=False)
 
     def poll(self) -> list[Moved]:
         moved, self._done = self._done, []
@@ -128,12 +128,7 @@ class EmsTier:
         self._circuit.close()
         Ems.shutdown()
 
-    def _begin(
-        self,
-        transfer: Transfer,
-        method: Callable[[ContextCaching], Callable[..., CcFuture]],
-        option: CcKvOption,
-    ) -> None:
+    def _begin(self, transfer: Transfer, is_load: bool) -> None:
         if not self.is_up or self._caching is None:
             self._done.append(Moved(transfer.id, 0))
             return
@@ -141,12 +136,15 @@ class EmsTier:
         slots = (np.array(transfer.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()
         hashes = [int.from_bytes(key, "big") for key in transfer.keys]
         try:
-            future = method(self._caching)(slots, hashes, [size] * len(hashes), option)
+            if is_load:
+                future = self._caching.async_load(slots, hashes, [size] * len(hashes), self._load_option)
+            else:
+                future = self._caching.async_save(slots, hashes, [size] * len(hashes), self._save_option)
         except EmsException as error:
             self._circuit.failed(str(error))
             self._done.append(Moved(transfer.id, 0))
             return
-        self._under_way[transfer.id] = _UnderWay(future, len(hashes))
+        self._under_way[transfer.id] = _UnderWay(future, is_load)
 
     def _result(self, work: _UnderWay) -> int:
         """Blocks of the prefix that were moved; a failure of the pool opens the circuit."""
@@ -155,7 +153,8 @@ class EmsTier:
         except EmsException as error:
             self._circuit.failed(str(error))
             return 0
-        self._circuit.succeeded()
+        if work.is_load:  # a pool that takes saves may still be too slow for those who wait
+            self._circuit.succeeded()
         return count
 
     def _connect(self) -> bool:
