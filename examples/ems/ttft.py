@@ -151,8 +151,11 @@ def plot(answers: list[Answer], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
     for place, phase in enumerate(PHASES):
         times_ms = [answer.ttft_ms for answer in answers if answer.phase == phase]
-        bar = axes.bar(place, statistics.median(times_ms), width=0.55, color=("#8a8f98", "#2a6fb0", "#2f9e6e")[place])
-        axes.bar_label(bar, fmt="%.0f ms", padding=6)
+        axes.bar(place, statistics.median(times_ms), width=0.55, color=("#8a8f98", "#2a6fb0", "#2f9e6e")[place])
+        height = max(times_ms)
+        axes.annotate(
+            f"{statistics.median(times_ms):,.0f} ms", (place, height), (0, 6), textcoords="offset points", ha="center"
+        )
         axes.plot([place] * len(times_ms), times_ms, "k.", alpha=0.5)
     axes.set_xticks(range(len(PHASES)), PHASES)
     axes.set(ylabel="time to first token, ms", title=title, ylim=(0, None))
