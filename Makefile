@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check coverage mutants bench wheel clean
+.PHONY: setup serve demo test check coverage mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -30,11 +30,12 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by their tests.
-PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/transfers.py
+PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/lookup.py,src/kvloom/engine/swap.py,src/kvloom/engine/memory.py,src/kvloom/engine/transfers.py
 coverage: setup
 	$(BIN)/coverage run --branch --include=$(PURE) -m pytest -q \
 	  tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_stop.py tests/engine/test_detok.py \
-	  tests/engine/test_policies.py tests/engine/test_transfers.py
+	  tests/engine/test_policies.py tests/engine/test_speculation.py tests/engine/test_swap.py tests/engine/test_memory.py \
+	  tests/engine/test_transfers.py
 	$(BIN)/coverage report --show-missing --fail-under=100
 
 mutants: setup
@@ -42,6 +43,11 @@ mutants: setup
 
 bench: setup
 	$(BIN)/python -m benches
+
+audit:
+	$(PY) -m venv .venv/audit
+	.venv/audit/bin/pip install -q pip-audit
+	.venv/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt
 
 wheel: setup
 	$(BIN)/python -m build --wheel

@@ -1,32 +1,40 @@
-"""The one step that pyproject.toml cannot say: a wheel carries libqos.so, compiled where the wheel is built."""
+"""The one step that pyproject.toml cannot say: a wheel carries its native libraries, compiled where it is built."""
 
 import runpy
+import shutil
+import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-GEWU = Path("src/kvloom/gewu")
+SOURCE = Path(__file__).parent / "src"
 
 
-class BuildWithLibrary(build_py):
+class BuildWithLibraries(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            compile_library = runpy.run_path(str(GEWU / "build.py"))["compile_library"]
-            compile_library(Path(self.build_lib) / "kvloom" / "gewu" / "lib" / "libqos.so")
+            target = Path(self.build_lib) / "kvloom"
+            compile_library = runpy.run_path(str(SOURCE / "kvloom/gewu/build.py"))["compile_library"]
+            compile_library(target / "gewu/lib/libqos.so")
+            kernels = target / "engine/kernels/lib"
+            shutil.rmtree(kernels, ignore_errors=True)  # a build folder may hold those of other sources
+            sys.path.insert(0, str(SOURCE))
+            runpy.run_path(str(SOURCE / "kvloom/engine/kernels/build.py"))["prebuild"](kernels)
+
+
+class NativeDistribution(Distribution):
+    def has_ext_modules(self) -> bool:
+        return True
 
 
 class PlatformWheel(bdist_wheel):
-    """For any Python 3 of this platform: the library needs libc only."""
-
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+    """For any Python 3 of this platform: the libraries need libc and libstdc++ only."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel})
+setup(distclass=NativeDistribution, cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": PlatformWheel})

@@ -1,7 +1,8 @@
 """Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
 
-`python benches/perplexity.py model.gguf [--weight-format w8a8]` reads English: the Python language reference that is
-shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes minutes.
+`python benches/perplexity.py model.gguf [--weight-format w8a8] [--kv-dtype bf16]` reads English: the Python language
+reference that is shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes
+minutes.
 """
 
 import argparse
@@ -44,15 +45,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
     parser.add_argument("--weight-format", default="w8a8")
+    parser.add_argument("--kv-dtype", default="bf16")
     args = parser.parse_args()
     model = args.model or pull("smollm2")
     checkpoint = open_checkpoint(model)
     ids = load_tokenizer(model).encode(text())
     windows = torch.tensor(ids[: WINDOW * NUM_WINDOWS]).view(-1, WINDOW)
     want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
-    got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, args.weight_format), windows)
+    formats = {"weight_format": args.weight_format, "kv_dtype": args.kv_dtype}
+    got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, **formats), windows)
     report = {
-        "bench": "perplexity", "weight_format": args.weight_format, "tokens": windows.numel(),
+        "bench": "perplexity", **formats, "tokens": windows.numel(),
         "reference": round(math.exp(want), 4), "cpu": round(math.exp(got), 4), "ratio": round(math.exp(got - want), 5),
     }  # fmt: skip
     print(json.dumps(report))

@@ -16,15 +16,9 @@ from rich.progress import track
 ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "src/kvloom/engine"
 TESTS = (
-    "test_blocks",
-    "test_scheduler",
-    "test_stop",
-    "test_detok",
-    "test_policies",
-    "test_transfers",
-    "test_engine",
-    "test_kvtier",
-)
+    "test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine", "test_speculation",
+    "test_swap", "test_memory", "test_transfers", "test_kvtier",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +53,31 @@ BUGS = (
         "blocks.py",
         "self._free.move_to_end(block, last=False)",
         "pass",
+    ),
+    Bug("guesses preempt", "scheduler.py", "budget, room)", "budget)"),
+    Bug("guesses overrun the step", "scheduler.py", "num_guessing, budget, room", "num_guessing, room"),
+    Bug("guesses are not shared", "scheduler.py", "limits.max_draft_tokens // num_guessing", "limits.max_draft_tokens"),
+    Bug("a wrong guess counts as computed", "scheduler.py", " - len(step.draft) + max(0, len(tokens) - 1)", ""),
+    Bug("wrong guesses keep their blocks", "scheduler.py", "        pool.release(seq.block_table[num_used:])\n", ""),
+    Bug("old guesses are used again", "scheduler.py", "        seq.draft = []\n", ""),
+    Bug("a prefill guesses", "scheduler.py", " and seq.num_pending == step.num_tokens == 1", ""),
+    Bug(
+        "a part of the text is never searched",
+        "lookup.py",
+        "max(self._num_indexed, len(token_ids) - 1)",
+        "len(token_ids)",
+    ),
+    Bug(
+        "the first match is taken",
+        "lookup.py",
+        "self._ends[tuple(token_ids[end - size : end])] = end",
+        "self._ends.setdefault(tuple(token_ids[end - size : end]), end)",
+    ),
+    Bug(
+        "the shortest match wins",
+        "lookup.py",
+        "range(max_tokens, min_tokens - 1, -1)",
+        "range(min_tokens, max_tokens + 1)",
     ),
     Bug(
         "a whole cached prompt leaves nothing to compute",
@@ -145,6 +164,41 @@ BUGS = (
     Bug("a static batch is joined", "scheduler.py", "if not limits.is_continuous:", "if False:"),
     Bug("more are preempted than allowed", "scheduler.py", "max(1, end - limits.max_preempt)", "1"),
     Bug("promised blocks are given away", "scheduler.py", "if promised > spare:", "if False:"),
+    Bug(
+        "what came back from the host is computed again",
+        "scheduler.py",
+        "max(len(hits) * block_size, seq.num_swapped)",
+        "len(hits) * block_size",
+    ),
+    Bug(
+        "a prefix hit is lost by swapping",
+        "scheduler.py",
+        "max(len(hits) * block_size, seq.num_swapped)",
+        "seq.num_swapped or len(hits) * block_size",
+    ),
+    Bug("the wrong host blocks come back", "scheduler.py", "seq.host_blocks[len(step.hits) :]", "seq.host_blocks"),
+    Bug(
+        "host blocks leak with their sequence",
+        "scheduler.py",
+        "        forget_swapped(seq, pool)\n    pool.release",
+        "        pass\n    pool.release",
+    ),
+    Bug(
+        "host blocks are promised twice",
+        "scheduler.py",
+        "            chosen.append(seq)\n            free -= count",
+        "            chosen.append(seq)",
+    ),
+    Bug("a copy is paid one way only", "swap.py", "2 * num_blocks", "num_blocks"),
+    Bug("small steps teach what a token costs", "swap.py", "num_tokens >= self.MIN_TOKENS", "num_tokens >= 1"),
+    Bug("the reserve is given away", "memory.py", "working_bytes) * SHARE)", "working_bytes))"),
+    Bug(
+        "prompt and answer share a block",
+        "memory.py",
+        "-(-num_input // block_size) - (-num_output // block_size)",
+        "-(-(num_input + num_output) // block_size)",
+    ),
+    Bug("the host's pool takes the device's memory", "memory.py", "left - num_blocks * shape.block_bytes", "left"),
     Bug("demotion never ends", "policies.py", "0 < seq.num_preemptions < MAX_DEMOTIONS", "0 < seq.num_preemptions"),
     Bug("prompt log-probabilities are skipped by a cache hit", "scheduler.py", " if seq.may_reuse else []", ""),
     Bug("end-of-sequence before the minimum length", "stop.py", "if num_output >= params.min_tokens:", "if True:"),

@@ -1,4 +1,4 @@
-"""The command line: `kvloom serve | chat | config | pull | pool | gewu | cert`. Options and wiring, no logic."""
+"""The command line: `kvloom --help` lists its commands. Options and wiring, no logic."""
 
 import os
 import sys
@@ -21,12 +21,16 @@ from kvloom.server.config_cli import app as config_app
 from kvloom.server.keystore import KeyStoreError
 from kvloom.server.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.tls import TlsError
+from kvloom.tuning import cli as tuning_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, control plane, status, bench.")
 app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
 app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
 app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
+app.command("dataset")(tuning_cli.dataset)
+app.command("simulate")(tuning_cli.simulate)
+app.command("tune")(tuning_cli.tune)
 console = Console()
 
 
@@ -40,6 +44,8 @@ def serve(
     backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
+    speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
@@ -54,7 +60,7 @@ def serve(
     settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
     settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
-    settings.override_model(weight_format=weight_format)
+    settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
     launch(settings)
 
 

@@ -319,6 +319,10 @@ TestTierMachine = TierMachine.TestCase
             lambda: EngineConfig(backend="fake", kv_tier=TierConfig("a:b"), enable_prefix_cache=False),
             "kv_tier: needs enable_prefix_cache",
         ),
+        (
+            lambda: EngineConfig(model="m", kv_tier=TierConfig("a:b"), world_size=2),
+            "kv_tier: needs world_size 1, got 2",
+        ),
     ],
 )
 def test_a_tier_that_cannot_be_is_refused_by_name(make, problem):

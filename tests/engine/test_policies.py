@@ -9,7 +9,18 @@ from kvloom.engine.config import EngineConfig, Limits
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.policies import MAX_DEMOTIONS, MAX_LEVEL, QUANTUM, Turns, by_level, by_state, level_of, policy_of
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduler import FCFS, Seq, Status, apply_step, check, commit_step, may_admit, plan_step, release_seq
+from kvloom.engine.scheduler import (
+    FCFS,
+    Seq,
+    Status,
+    apply_step,
+    check,
+    commit_step,
+    may_admit,
+    plan_step,
+    release_seq,
+    swap_out,
+)
 from tests.engine.test_scheduler import BLOCK, counts, make_seq, run_step, sampling_ids
 from tests.support.engines import fake_engine, run_all, tokens_of
 
@@ -31,7 +42,7 @@ RULES = st.fixed_dictionaries(
 
 @given(LENGTHS, RULES, st.sampled_from([0, 1, 3]), st.sampled_from([0.0, 10.0]))
 def test_every_sequence_ends_and_every_bound_holds_under_any_rules(lengths, rules, number, wait_s):
-    pool, limits = BlockPool(8), Limits(3, 7, BLOCK, **rules)
+    pool, limits = BlockPool(8, num_host_blocks=3), Limits(3, 7, BLOCK, **rules)
     seqs = [make_seq(i, length, 100 * i, max_len=length + 8) for i, length in enumerate(lengths)]
     for _ in range(1000):
         if not seqs:
@@ -46,8 +57,9 @@ def test_every_sequence_ends_and_every_bound_holds_under_any_rules(lengths, rule
         admitted = {step.seq.id for step in plan.steps} - running
         assert len(admitted) <= limits.prefill_places
         assert limits.is_continuous or not (running and admitted), "a static batch was joined"
+        swap_out(plan, pool)
         apply_step(plan, pool)
-        commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
         check(seqs, pool, BLOCK)
         for seq in [seq for seq in seqs if len(seq.token_ids) >= seq.max_len]:
             seqs.remove(seq)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvloom.engine.kernels.backend import most_likely
 from kvloom.engine.request import SamplingParams
-from kvloom.engine.sampler import History, sample, uniform
+from kvloom.engine.sampler import History, num_candidates, sample, sample_top, uniform
 
 EOS = [0]
 
@@ -143,3 +144,66 @@ def test_randomness_is_a_function_of_seed_and_position():
     assert uniform(3, 7) == uniform(3, 7)
     assert len({uniform(seed, pos) for seed in (-1, 0, 1, 2**63) for pos in range(50)}) == 200
     assert all(0 <= uniform(0, pos) < 1 for pos in range(100))
+
+
+ROW_PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    top_k=st.sampled_from([0, 1, 2, 5, 40]),
+    top_p=st.sampled_from([0.5, 0.9, 1.0]),
+    typical_p=st.sampled_from([0.5, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([0.8, 1.0, 1.5]),
+    frequency_penalty=st.sampled_from([-0.5, 0.0, 0.7]),
+    presence_penalty=st.sampled_from([0.0, 0.3]),
+    min_tokens=st.sampled_from([0, 9]),
+    stop_token_ids=st.sampled_from([(), (3, 4)]),
+)
+
+
+@settings(max_examples=400)
+@given(
+    ROW_PARAMS,
+    st.lists(st.integers(0, 59), min_size=1, max_size=20),
+    st.integers(0, 5),
+    st.integers(0, 10_000),
+    st.sampled_from([0.3, 3.0]),
+)
+def test_candidates_give_the_token_that_all_logits_give(params, tokens, num_prompt, seed, step):
+    logits = 8 * torch.randn(60, generator=torch.Generator().manual_seed(seed))
+    logits = (logits / step).round() * step  # many equal ones
+    row = history(params, tuple(tokens), min(num_prompt, len(tokens)), seed)
+    count = num_candidates(row, len(EOS))
+    if count:
+        values, ids = most_likely(logits, min(count, 60))
+        ((want, _),) = sample(logits[None].clone(), [row], EOS)
+        assert sample_top(values.clone(), ids.int(), row, EOS) == want
+
+
+@pytest.mark.parametrize(
+    ("params", "count"),
+    [
+        (SamplingParams(temperature=0), 1),
+        (SamplingParams(top_k=40), 40),
+        (SamplingParams(top_k=40, top_p=0.5, min_p=0.1, typical_p=0.9), 40),
+        (SamplingParams(temperature=0, repetition_penalty=1.2), 1 + 3 + 2),  # distinct tokens, and two to come
+        (SamplingParams(top_k=4, frequency_penalty=0.2), 4 + 2 + 2),  # of the answer
+        (SamplingParams(temperature=0, min_tokens=9, stop_token_ids=(8, 9)), 1 + 1 + 2),
+        (SamplingParams(), 0),
+        (SamplingParams(top_p=0.9), 0),
+        (SamplingParams(top_k=129), 0),
+        (SamplingParams(temperature=0, logprobs=0), 0),
+        (SamplingParams(temperature=0, logit_bias={1: 1.0}), 0),
+        (SamplingParams(temperature=0, watermark=True), 0),
+        (SamplingParams(temperature=0, repetition_penalty=0.9), 0),
+        (SamplingParams(temperature=0, frequency_penalty=-0.1), 0),
+        (SamplingParams(temperature=0, presence_penalty=-0.1, frequency_penalty=1.0), 0),
+    ],
+)
+def test_only_rules_that_cannot_lift_a_token_go_without_all_logits(params, count):
+    assert num_candidates(history(params, (5, 5, 6, 7), num_prompt=2), len(EOS), num_more=2) == count
+
+
+def test_the_most_likely_are_in_order_and_of_equal_ones_the_first():
+    values, ids = most_likely(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 4)
+    assert (values.tolist(), ids.tolist()) == ([3.0, 3.0, 2.0, 2.0], [1, 3, 2, 4])

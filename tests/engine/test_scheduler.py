@@ -8,7 +8,7 @@ from kvloom.engine.batch import Work
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import Limits
 from kvloom.engine.errors import BadRequest
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 
 BLOCK = 4
 
@@ -23,14 +23,14 @@ def run_step(seqs: list[Seq], pool: BlockPool, limits: Limits) -> Plan:
     """Plan, apply and commit one step; every sampled token is 7."""
     plan = plan_step(seqs, pool, limits)
     apply_step(plan, pool)
-    commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+    commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
     check(seqs, pool, BLOCK)
     return plan
 
 
 def sampling_ids(plan: Plan) -> list[int]:
     """Sequences whose step reaches their last known token."""
-    return [s.seq.id for s in plan.steps if s.start + s.num_tokens == len(s.seq.token_ids)]
+    return [s.seq.id for s in plan.steps if s.start + s.num_tokens - len(s.draft) == len(s.seq.token_ids)]
 
 
 def counts(plan: Plan) -> dict[int, int]:
@@ -109,7 +109,7 @@ def test_a_sequence_without_a_block_preempts_the_youngest_and_the_oldest_is_neve
     assert seqs[2].status is Status.WAITING
     assert seqs[2].num_preemptions == 1
     assert work[0] == Work(0, 4, 1, 1, [3])
-    commit_step(plan, {0: 7, 1: 7}, pool, BLOCK)
+    commit_step(plan, {0: [7], 1: [7]}, pool, BLOCK)
     check(seqs, pool, BLOCK)
 
 
@@ -166,7 +166,7 @@ def test_a_sequence_that_ended_while_its_step_ran_stays_as_it_is():
     plan = plan_step([seq], pool, limits)
     apply_step(plan, pool)
     release_seq(seq, pool, Status.FINISHED)
-    commit_step(plan, {0: 7}, pool, BLOCK)
+    commit_step(plan, {0: [7]}, pool, BLOCK)
     assert seq.token_ids == list(range(6))
     assert pool.num_cached == 0
     pool.check()
@@ -179,15 +179,15 @@ def test_limits_refuse_a_budget_that_cannot_hold_the_batch(max_batch, max_tokens
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Random arrivals, steps and aborts over a pool that is far too small."""
+    """Random arrivals, guesses, steps and aborts over a pool that is far too small."""
 
-    LIMITS = Limits(max_batch=3, max_tokens=7, block_size=BLOCK)
+    LIMITS = Limits(max_batch=3, max_tokens=7, block_size=BLOCK, max_draft_tokens=5)
     NUM_BLOCKS = 8
     MAX_LENGTH = NUM_BLOCKS * BLOCK
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(self.NUM_BLOCKS)
+        self.pool = BlockPool(self.NUM_BLOCKS, num_host_blocks=5)
         self.seqs: list[Seq] = []
         self.next_id = 0
         self.in_flight: Plan | None = None
@@ -202,6 +202,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         plan = plan_step(self.seqs, self.pool, self.LIMITS)
         self.judge(plan)
+        self.judge_guesses(plan)
+        copies = swap_out(plan, self.pool)
+        assert len(copies) == sum(len(seq.block_table) for seq in plan.swapped)
         works = apply_step(plan, self.pool)
         for work, step in zip(works, plan.steps, strict=True):
             assert work.blocks == step.seq.block_table[work.first_block :]
@@ -209,14 +212,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight = plan
 
     @precondition(lambda self: self.in_flight is not None)
-    @rule(token=st.integers(0, 3))
-    def end(self, token: int) -> None:
+    @rule(token=st.integers(0, 3), num_right=st.integers(0, 5))
+    def end(self, token: int, num_right: int) -> None:
         assert self.in_flight is not None
-        commit_step(self.in_flight, dict.fromkeys(sampling_ids(self.in_flight), token), self.pool, BLOCK)
+        drafts = {step.seq.id: step.draft for step in self.in_flight.steps}
+        sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(self.in_flight)}
+        commit_step(self.in_flight, sampled, self.pool, BLOCK)
         self.in_flight = None
         for seq in list(self.seqs):
             if len(seq.token_ids) >= self.MAX_LENGTH:
                 self.finish(seq)
+
+    @precondition(lambda self: self.seqs and self.in_flight is None)
+    @rule(data=st.data(), draft=st.lists(st.integers(0, 3), max_size=6))
+    def guess(self, data: st.DataObject, draft: list[int]) -> None:
+        seq = data.draw(st.sampled_from(self.seqs))
+        seq.draft = draft[: max(0, self.MAX_LENGTH - len(seq.token_ids) - 1)]
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -239,6 +250,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [seq for seq in self.seqs if seq.status is Status.WAITING]
         assert admitted == waiting[: len(admitted)], "a waiting sequence was overtaken"
         assert not self.seqs or plan.steps or plan.preempted, "nobody advances"
+
+    def judge_guesses(self, plan: Plan) -> None:
+        """They are a beginning of what was guessed, and nobody computes or waits otherwise because of them."""
+        assert sum(len(step.draft) for step in plan.steps) <= self.LIMITS.max_draft_tokens
+        assert all(list(step.draft) == step.seq.draft[: len(step.draft)] for step in plan.steps)
+        assert all(step.start + 1 == len(step.seq.token_ids) for step in plan.steps if step.draft), "a prefill guesses"
+        drafts = {seq.id: seq.draft for seq in self.seqs}
+        for seq in self.seqs:
+            seq.draft = []
+        bare = plan_step(self.seqs, self.pool, self.LIMITS)
+        for seq in self.seqs:
+            seq.draft = drafts[seq.id]
+        assert plan.preempted == bare.preempted
+        known = [(s.seq.id, s.start, s.num_tokens - len(s.draft), s.hits) for s in plan.steps]
+        assert known == [(s.seq.id, s.start, s.num_tokens, s.hits) for s in bare.steps]
 
     @invariant()
     def bookkeeping_holds(self) -> None:

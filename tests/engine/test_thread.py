@@ -55,7 +55,7 @@ def endless(name: str, seed: int = 1) -> Request:
 
 def rank_pid(engine: EngineThread) -> int:
     assert isinstance(engine._executor, RankExecutor)
-    return engine._executor.pid
+    return engine._executor.pids[0]
 
 
 def test_concurrent_streams_each_get_their_own_answer():

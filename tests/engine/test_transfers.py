@@ -21,7 +21,7 @@ def begin(seqs: list[Seq], pool: BlockPool, transfers: Transfers, now_s: float =
 
 
 def end(seqs: list[Seq], plan: Plan, pool: BlockPool, transfers: Transfers) -> None:
-    transfers.save(commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK))
+    transfers.save(commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK))
     check(seqs, pool, BLOCK, transfers.held())
 
 
@@ -40,7 +40,7 @@ def test_a_waiting_sequence_asks_once_for_the_full_blocks_before_its_last_token_
     assert begin([seq], pool, transfers) == Plan()
     check([seq], pool, BLOCK, transfers.held())
     transfers.finish([Moved(load.id, 1)], True)
-    assert (seq.status, pool.num_free, transfers.num_loaded_blocks) == (Status.WAITING, 8, 1)
+    assert (seq.status, pool.num_free, transfers.counts()["total_tier_loaded_blocks"]) == (Status.WAITING, 8, 1)
     plan = begin([seq], pool, transfers)
     assert (loads_of(plan), plan.steps[0].start, plan.steps[0].hits) == ({}, 4, (load.blocks[0],))
 
@@ -139,7 +139,7 @@ def test_an_impossible_number_of_blocks_is_none(count):
     transfers = Transfers(pool, 1.0)
     begin([seq], pool, transfers)
     transfers.finish([Moved(77, 1), Moved(1, count), Moved(1, 2)], True)
-    assert (pool.num_cached, pool.num_free, transfers.num_loaded_blocks) == (0, 8, 0)
+    assert (pool.num_cached, pool.num_free, transfers.counts()["total_tier_loaded_blocks"]) == (0, 8, 0)
 
 
 def test_new_blocks_are_saved_once_and_held_until_the_report():
@@ -154,7 +154,7 @@ def test_new_blocks_are_saved_once_and_held_until_the_report():
         release_seq(seq, pool, Status.FINISHED)
     assert (pool.num_free, transfers.is_pending) == (14, True)
     transfers.finish([Moved(save.id, 2)], True)
-    assert (pool.num_free, transfers.num_saved_blocks, transfers.is_pending) == (16, 2, False)
+    assert (pool.num_free, transfers.counts()["total_tier_saved_blocks"], transfers.is_pending) == (16, 2, False)
 
 
 def test_saves_hold_a_quarter_of_the_blocks_and_a_tier_that_is_down_gets_none():
@@ -178,5 +178,5 @@ def test_a_preempted_sequence_may_ask_again():
     seqs = [make_seq(0, 4, is_asked=True), make_seq(1, 4, first=20, is_asked=True)]
     for _ in range(2):
         plan = begin(seqs, pool, transfers)
-        commit_step(plan, dict.fromkeys(sampling_ids(plan), 7), pool, BLOCK)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
     assert [seq.is_asked for seq in seqs] == [True, False]

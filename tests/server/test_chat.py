@@ -1,18 +1,21 @@
 """`kvloom chat`: one conversation, its history, and an answer that is broken off."""
 
 import io
+from collections.abc import Iterator
 
 import httpx
 import pytest
 from rich.console import Console
 
 from kvloom.server.chat import Chat, ChatFailed, first_model, run
-from tests.support.servers import MODEL, FakeServer
+from tests.support.servers import MODEL, FakeServer, fake_server
 
 
 @pytest.fixture
-def chat(server: FakeServer) -> Chat:
-    return Chat(server.client, first_model(server.client))
+def chat() -> Iterator[Chat]:
+    """Of a server whose answers are the same each time."""
+    with fake_server(seed=1) as server:
+        yield Chat(server.client, first_model(server.client))
 
 
 def test_an_answer_comes_in_pieces_and_joins_the_history(chat: Chat):

@@ -114,6 +114,13 @@ def test_a_kv_pool_becomes_the_outer_tier_of_the_engine(tmp_path):
         Settings(load_settings(write(tmp_path, document))).build()
 
 
+def test_the_cache_may_be_bytes_and_tokens_may_be_guessed_ahead(tmp_path):
+    document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig.kvCacheDtype", "int8")
+    document = changed(document, "BackendConfig.ScheduleConfig.numSpeculativeTokens", 4)
+    engine = Settings(load_settings(write(tmp_path, document))).build().models[0].engine
+    assert (engine.kv_dtype, engine.num_speculative_tokens) == ("int8", 4)
+
+
 def test_several_models_share_what_is_said_of_all(tmp_path):
     models = [{"modelName": name, "modelWeightPath": f"/{name}", "npuMemSize": 1} for name in ("a", "b")]
     document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig", models)

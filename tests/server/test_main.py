@@ -66,6 +66,7 @@ def mock_config(folder: Path, **model: object) -> Path:
 def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
     with serve(*MOCK) as server:
         assert "Daemon start success!" in server.lines
+        until(lambda: any("curl " in line for line in server.lines))
         line = next(line.strip() for line in server.lines if line.strip().startswith("curl "))
         answer = subprocess.run(["bash", "-c", line + " -s"], capture_output=True, text=True, check=True, timeout=30)
         assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"

@@ -7,9 +7,11 @@ from kvloom.engine.fake import ByteTokenizer, FakeRunner
 from kvloom.engine.request import Delta, Request
 
 
-def fake_engine(num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, **config: object) -> Engine:
+def fake_engine(
+    num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, num_host_blocks: int = 0, **config: object
+) -> Engine:
     """An engine whose answers `fake_answer` knows."""
-    runner = FakeRunner(num_blocks, block_size, max_seq_len)
+    runner = FakeRunner(num_blocks, block_size, max_seq_len, num_host_blocks=num_host_blocks)
     return Engine(EngineConfig(backend="fake", **config), InProcessExecutor(runner), ByteTokenizer())  # type: ignore[arg-type]
 
 

@@ -6,14 +6,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.support.servers import until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
-READY = re.compile(r"is served on (https?://\S+:\d+)\.")
+READY = re.compile(r"(?:is|are) served on (https?://\S+:\d+)\.")
 
 
 @dataclass(slots=True)
@@ -43,8 +43,15 @@ class ServeProcess:
 @contextmanager
 def serve(*arguments: str, limit_s: float = 60.0) -> Iterator[ServeProcess]:
     """Run `kvloom serve` until it says where it serves; killed at the end."""
-    command = [*CLI, "serve", "--port", "0", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with serving([*CLI, "serve", "--port", "0", *arguments], limit_s) as running:
+        yield running
+
+
+@contextmanager
+def serving(command: Sequence[str], limit_s: float = 60.0, **environment: str) -> Iterator[ServeProcess]:
+    """Any command that ends by serving."""
+    both = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=both)
     running = ServeProcess(process)
     reader = threading.Thread(target=running.read_output, daemon=True)
     reader.start()

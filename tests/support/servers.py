@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.engine import Engine
@@ -18,12 +20,14 @@ from kvloom.engine.fake import ByteTokenizer, FakeRunner
 from kvloom.engine.thread import EngineThread
 from kvloom.server.admission import Admission
 from kvloom.server.app import make_app
+from kvloom.server.auth import ApiKeyMiddleware, KeyRing, hash_key
 from kvloom.server.card import ModelCard
 from kvloom.server.dialects import make_dialects
 from kvloom.server.generation import GenerationService
 from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.options import WireOptions
+from kvloom.server.tls import ServerContext
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -60,12 +64,20 @@ def fake_server(
     step_s: float = 0.0,
     names: Sequence[str] = (MODEL,),
     max_queued_tokens: int | None = None,
+    tls: ServerContext | None = None,
+    has_eos: bool = True,
+    keys: Sequence[str] = (),
     **config: object,
 ) -> Iterator[FakeServer]:
-    """All `names` are served by one engine. `config` goes into EngineConfig."""
+    """All `names` are served by one engine; without `has_eos` answers end by their length only.
+
+    `keys`: API keys, one of which is asked for. `config` goes into EngineConfig.
+    """
     runner = FakeRunner(num_blocks=512, max_seq_len=2048, step_s=step_s)
     executor = InProcessExecutor(runner)
     tokenizer = ByteTokenizer()
+    if not has_eos:
+        tokenizer.eos_ids = frozenset()
     engine_config = EngineConfig(backend="fake", **config)  # type: ignore[arg-type]
     engine = EngineThread(Engine(engine_config, executor, tokenizer), executor)
     app_started = threading.Event()
@@ -81,14 +93,14 @@ def fake_server(
         models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
         health = Health(models)
         made.append(health)
-
-        async def stop(grace_s: float | None) -> None:
-            health.is_draining = True
-            while admission.num_active:
-                await asyncio.sleep(0.01)
-
-        app = make_app(health, make_dialects(models, health, stop, "test"), max_body_bytes, on_start)
-        return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
+        dialects = make_dialects(models, health, partial(_drain, health), "test")
+        app: ASGIApp = make_app(health, dialects, max_body_bytes, on_start)
+        if keys:
+            app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]))
+        factory = None if tls is None else lambda settings, default: tls
+        return uvicorn.Server(
+            uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
+        )
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -96,7 +108,7 @@ def fake_server(
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
         thread.start()
         assert app_started.wait(LIMIT_S)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:
             with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
                 until(lambda: server.started)
@@ -105,6 +117,12 @@ def fake_server(
             server.should_exit = server.force_exit = True
             thread.join(LIMIT_S)
             engine.close()
+
+
+async def _drain(health: Health, grace_s: float | None) -> None:
+    health.is_draining = True
+    while health.models.admission.num_active:
+        await asyncio.sleep(0.01)
 
 
 def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:

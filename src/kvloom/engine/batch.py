@@ -23,7 +23,9 @@ class Work(msgspec.Struct, array_like=True):
     """Compute `num_tokens` tokens of sequence `id` from position `start` on.
 
     `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence).
-    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it.
+    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last
+    tokens of the work may be a `draft`, guesses beyond those known: while the token sampled is the one guessed, the
+    rank samples the one after it too. `loads`, (host block, block), are copied back before anything is computed.
     """
 
     id: int
@@ -31,6 +33,8 @@ class Work(msgspec.Struct, array_like=True):
     num_tokens: int
     first_block: int
     blocks: list[int]
+    draft: list[int] = []
+    loads: list[tuple[int, int]] = []
 
 
 class Transfer(msgspec.Struct, array_like=True):
@@ -45,14 +49,15 @@ class Transfer(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, array_like=True):
-    """One step: forget `drop`, learn `new`, begin the transfers, run `work` as one ragged batch.
+    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch.
 
-    Without any of these it only asks which transfers are finished.
+    `loads` and `saves` begin; without any of all these it only asks which of them are finished.
     """
 
     new: list[NewSeq]
     work: list[Work]
     drop: list[int]
+    swap_out: list[tuple[int, int]] = []
     loads: list[Transfer] = []
     saves: list[Transfer] = []
 
@@ -64,7 +69,7 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class Sample(msgspec.Struct, array_like=True):
-    """The token chosen for sequence `id`; log-probabilities where the request asked for them."""
+    """A token chosen for sequence `id`, in order when there are several; log-probabilities where asked for."""
 
     id: int
     token_id: int
@@ -104,6 +109,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     backend: str  # "cpu", "reference", "fake", ...
     kv_bytes: int = 0
     weight_bytes: int = 0
+    num_host_blocks: int = 0  # of the pool for what is swapped out
+    swap_block_s: float = 0.0  # copying one block to the host or back, measured
 
 
 class Runner(Protocol):

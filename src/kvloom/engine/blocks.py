@@ -6,13 +6,16 @@ Pure bookkeeping; the bytes live in a backend. A block is in one of three states
   cached    refs == 0, but published under a hash: free, and found again by `match` until it is handed out
   empty     refs == 0, no hash
 
-Cached and empty blocks together are the free ones, handed out least recently released first.
+Cached and empty blocks together are the free ones, handed out least recently released first. `host` counts the blocks
+of the second pool, where preempted sequences' blocks may wait.
 """
 
 import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+from kvloom.engine.swap import HostPool
 
 
 def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -35,8 +38,9 @@ def extend_chain(hashes: list[bytes], token_ids: Sequence[int], block_size: int,
 class BlockPool:
     """Reference-counted KV blocks 0 .. num_blocks-1 with a prefix cache. Owned by the engine thread."""
 
-    def __init__(self, num_blocks: int, is_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, is_caching: bool = True, num_host_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self.host = HostPool(num_host_blocks)
         self.is_caching = is_caching
         self.num_evictions = 0
         self._refs = [0] * num_blocks
@@ -120,7 +124,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forget everything, holders included: the memory behind the blocks is gone."""
-        self.__init__(self.num_blocks, self.is_caching)  # type: ignore[misc]
+        self.__init__(self.num_blocks, self.is_caching, self.host.num_blocks)  # type: ignore[misc]
 
     def check(self) -> None:
         """Assert the invariants."""

@@ -10,6 +10,7 @@ BACKENDS = ("auto", "cpu", "reference", "fake")
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
+KV_DTYPES = ("auto", "bf16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Limits:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0  # how long a batch that is not full is held back while others run
+    max_draft_tokens: int = 0  # guessed tokens of a step, shared evenly by the sequences that have guesses
 
     @property
     def prefill_places(self) -> int:
@@ -52,7 +54,13 @@ class Limits:
             raise BadRequest(
                 "max_preempt", f"must be between 0 and max_batch ({self.max_batch}), got {self.max_preempt}"
             )
-        for name in ("max_prefill_tokens", "prealloc_blocks", "prefill_ms_per_seq", "decode_ms_per_seq"):
+        for name in (
+            "max_prefill_tokens",
+            "prealloc_blocks",
+            "prefill_ms_per_seq",
+            "decode_ms_per_seq",
+            "max_draft_tokens",
+        ):
             if getattr(self, name) < 0:
                 raise BadRequest(name, f"must not be negative, got {getattr(self, name)}")
         if not self.max_queue_delay_s >= 0:
@@ -86,9 +94,16 @@ class EngineConfig:
     device: str = "cpu"
     dtype: str = "auto"  # float32 takes the reference backend
     weight_format: str = "auto"  # of the cpu backend; auto = w8a8, or bf16 with that dtype
+    kv_dtype: str = (
+        "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = a scale a token and head
+    )
+    world_size: int = 1  # ranks that share the model, tensor parallel
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
-    kv_cache_bytes: int | None = None  # None = a share of the free memory
+    kv_cache_bytes: int | None = None  # None = a share of the free memory (memory.py)
+    num_host_blocks: int | None = None  # of the pool for what is swapped out; None = as many as host_cache_bytes holds
+    host_cache_bytes: int | None = 0  # 0 = preempted sequences are computed again; None = a share of the free memory
+    block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
     max_batch: int = 64
     max_tokens_per_step: int = 512
     max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
@@ -104,6 +119,10 @@ class EngineConfig:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
+    num_speculative_tokens: int = 0  # most tokens guessed ahead for a sequence by prompt lookup; 0 = off
+    prompt_lookup_min: int = 2  # fewest and most last tokens that are looked for
+    prompt_lookup_max: int = 4
+    max_draft_tokens: int = 16  # as in Limits: with many sequences a guess costs more than it saves
     enable_prefix_cache: bool = True
     kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
     seed: int | None = None  # of requests that bring none; None = drawn from the system
@@ -115,18 +134,28 @@ class EngineConfig:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         if not self.model and self.backend != "fake":
             raise BadRequest("model", "is missing: give a folder, a .gguf file or the name of a fetched model")
         for name, low in (
             ("max_seq_len", 2),
             ("num_blocks", 2),
             ("kv_cache_bytes", 1),
+            ("num_host_blocks", 0),
+            ("host_cache_bytes", 0),
+            ("block_size", 1),
             ("max_batch", 1),
             ("max_iter_times", 1),
+            ("world_size", 1),
+            ("num_speculative_tokens", 0),
+            ("prompt_lookup_min", 1),
+            ("prompt_lookup_max", self.prompt_lookup_min),
         ):
             value = getattr(self, name)
             if value is not None and value < low:
                 raise BadRequest(name, f"must be at least {low}, got {value}")
+        if self.world_size > 1 and self.backend == "cpu":
+            raise BadRequest("world_size", "the cpu backend's threads share one rank already; leave backend at auto")
         if not self.fair_token_s >= 0:
             raise BadRequest("fair_token_s", f"must not be negative, got {self.fair_token_s:g}")
         for name in ("prefill_policy", "decode_policy"):
@@ -134,6 +163,8 @@ class EngineConfig:
                 raise BadRequest(name, f"must be 0 (FCFS), 1 (STATE) or 3 (MLFQ), got {getattr(self, name)}")
         if self.kv_tier is not None and not self.enable_prefix_cache:
             raise BadRequest("kv_tier", "needs enable_prefix_cache")
+        if self.kv_tier is not None and self.world_size > 1:
+            raise BadRequest("kv_tier", f"needs world_size 1, got {self.world_size}")
         self.limits(block_size=1)
 
     def limits(self, block_size: int) -> Limits:
@@ -151,6 +182,7 @@ class EngineConfig:
             prefill_ms_per_seq=self.prefill_ms_per_seq,
             decode_ms_per_seq=self.decode_ms_per_seq,
             max_queue_delay_s=self.max_queue_delay_s,
+            max_draft_tokens=self.max_draft_tokens,
         )
 
 

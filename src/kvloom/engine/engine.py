@@ -9,33 +9,24 @@ A step has two halves, so that work for people overlaps work for the model:
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import dataclass, field, fields, replace
 
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.detok import Detokenizer
+from kvloom.engine.detok import Detokenizer, Vocabulary, text_bytes
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
+from kvloom.engine.lookup import PromptLookup
 from kvloom.engine.policies import Turns, policy_of
-from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, check_request
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
+from kvloom.engine.swap import ComputeTimer, SwapCosts
 from kvloom.engine.transfers import Transfers
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
-
-
-class Vocabulary(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> AbstractSet[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def is_special(self, token_id: int) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +39,9 @@ class _Live:
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
+    lookup: PromptLookup | None  # what guesses its next tokens; None = nobody does
     is_known: bool = False  # the rank has its tokens
+    finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
 
 
@@ -93,6 +86,7 @@ class Engine:
         self._plan = Plan()
         self._counts = dict.fromkeys(_COUNTERS, 0)
         self._compute_s = 0.0
+        self._timer = ComputeTimer()
         self.reset()
 
     def reset(self) -> None:
@@ -101,7 +95,7 @@ class Engine:
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
         self._limits = self.config.limits(info.block_size)
-        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache)
+        self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
         tier = self.config.kv_tier
         self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()
@@ -118,7 +112,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run."""
-        self._check(request)
+        check_request(request, self.max_seq_len, self._executor.info.vocab_size)
+        if request.id in self._by_request:
+            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
         request = self._capped(request)
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
@@ -130,7 +126,7 @@ class Engine:
         seq.may_reuse = params.prompt_logprobs is None
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
-        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s)
+        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s, self._lookup())
         self._next_id += 1
         self._counts["total_requests"] += 1
         self._counts["total_prompt_tokens"] += seq.num_prompt
@@ -173,12 +169,14 @@ class Engine:
         self._transfers.expire(now_s)
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
         if self._plan.steps or self._plan.loads or self._dropped or self._transfers.is_pending:
+            copies = swap_out(self._plan, self._pool)
             work = apply_step(self._plan, self._pool)
             self._transfers.load(self._plan.loads, now_s)
-            self._executor.submit(Batch(self._introduce(), work, self._dropped, *self._transfers.take_new()))
+            self._executor.submit(Batch(self._introduce(), work, self._dropped, copies, *self._transfers.take_new()))
             self._dropped = []
             self._counts["total_steps"] += bool(work)
             self._counts["total_preemptions"] += len(self._plan.preempted)
+            self._counts["total_swapped"] += len(self._plan.swapped)
         return self._drain()
 
     def take_deltas(self) -> list[Delta]:
@@ -191,15 +189,18 @@ class Engine:
             return
         output = self._executor.collect()
         self._compute_s += output.compute_s
+        self._timer.learn(sum(step.num_tokens for step in self._plan.steps), output.compute_s)
         for chunk in output.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
-        samples = {sample.id: sample for sample in output.samples}
         self._transfers.finish(output.moved, output.is_tier_up)
-        tokens = {id: s.token_id for id, s in samples.items()}
-        self._transfers.save(commit_step(self._plan, tokens, self._pool, self._limits.block_size))
-        for step in self._plan.steps:
-            if step.seq.status is Status.RUNNING and step.seq.id in samples:
-                self._take_sample(self._seqs[step.seq.id], samples[step.seq.id])
+        samples: dict[int, list[Sample]] = {}
+        for sample in output.samples:
+            samples.setdefault(sample.id, []).append(sample)
+        steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
+        taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
+        self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
+        for step in steps:
+            self._go_on(self._seqs[step.seq.id], len(step.draft), len(samples[step.seq.id]) - 1)
 
     def stats(self) -> Stats:
         num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
@@ -209,11 +210,13 @@ class Engine:
             num_blocks=self._pool.num_blocks,
             num_free_blocks=self._pool.num_free,
             num_cached_blocks=self._pool.num_cached,
+            num_swapped=sum(bool(live.seq.host_blocks) for live in self._seqs.values()),
+            num_host_blocks=self._pool.host.num_blocks,
+            num_free_host_blocks=self._pool.host.num_free,
             max_batch=self._limits.max_batch,
             total_compute_s=self._compute_s,
-            total_tier_loaded_blocks=self._transfers.num_loaded_blocks,
-            total_tier_saved_blocks=self._transfers.num_saved_blocks,
             **self._counts,
+            **self._transfers.counts(),
         )
 
     def check(self) -> None:
@@ -222,22 +225,6 @@ class Engine:
         check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
     # -- requests
-
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise BadRequest("prompt", "is empty: give at least one token")
-        if length + (request.params.max_tokens != 0) > self.max_seq_len:
-            raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {self.max_seq_len}")
-        vocab_size = self._executor.info.vocab_size
-        bad = next((i for i in request.prompt_ids if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise BadRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab_size}")
-        bad = next((i for i in request.params.logit_bias if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise BadRequest("logit_bias", f"token id {bad} is outside the vocabulary of {vocab_size}")
-        if request.id in self._by_request:
-            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
 
     def _capped(self, request: Request) -> Request:
         """The request with its answer no longer than max_iter_times."""
@@ -252,9 +239,9 @@ class Engine:
         return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
-        is_idle = not any(seq.status is Status.RUNNING for seq in seqs)
-        asks_tier = self._transfers.may_ask(is_idle)
-        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), asks_tier)
+        costs = SwapCosts(self._executor.info.swap_block_s, self._timer.token_s)
+        asks_tier = self._transfers.may_ask(not any(seq.status is Status.RUNNING for seq in seqs))
+        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), costs, asks_tier)
 
     def _oldest_wait_s(self) -> float:
         """How long the oldest waiting request has waited; no matter when batches are not held back."""
@@ -267,7 +254,13 @@ class Engine:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
 
     def _detokenizer(self, request: Request) -> Detokenizer:
-        return Detokenizer(_text_bytes(self._vocabulary, request.params.skip_special_tokens))
+        return Detokenizer(text_bytes(self._vocabulary, request.params.skip_special_tokens))
+
+    def _lookup(self) -> PromptLookup | None:
+        config = self.config
+        if not config.num_speculative_tokens:
+            return None
+        return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
 
     def _introduce(self) -> list[NewSeq]:
         """Sequences of the plan that the rank has not seen."""
@@ -291,21 +284,37 @@ class Engine:
 
     # -- what a step brought
 
-    def _take_sample(self, live: _Live, sample: Sample) -> None:
+    def _take_samples(self, live: _Live, samples: Sequence[Sample]) -> list[int]:
+        """The sampled tokens that the answer has; those beyond its end are dropped."""
         seq, params = live.seq, live.request.params
         if params.max_tokens == 0:  # only the prompt's log-probabilities were wanted
-            finish: FinishReason | None = FinishReason.LENGTH
-            self._fresh.append(_Fresh(live, None, None, finish))
-        else:
-            num_output = len(seq.token_ids) - seq.num_prompt
-            self._counts["total_output_tokens"] += 1
-            eos_ids = self._vocabulary.eos_ids
-            finish = finish_of(sample.token_id, num_output, len(seq.token_ids), params, eos_ids, self.max_seq_len)
-            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, finish))
-        if finish is not None:
+            live.finish = FinishReason.LENGTH
+            self._fresh.append(_Fresh(live, None, None, live.finish))
+            return []
+        taken: list[int] = []
+        for sample in samples:
+            taken.append(sample.token_id)
+            num_total, eos_ids = len(seq.token_ids) + len(taken), self._vocabulary.eos_ids
+            num_output = num_total - seq.num_prompt
+            live.finish = finish_of(sample.token_id, num_output, num_total, params, eos_ids, self.max_seq_len)
+            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, live.finish))
+            if live.finish is not None:
+                break
+        self._counts["total_output_tokens"] += len(taken)
+        return taken
+
+    def _go_on(self, live: _Live, num_drafted: int, num_accepted: int) -> None:
+        """After its samples were taken: end the sequence, or guess what follows."""
+        seq = live.seq
+        self._counts["total_draft_tokens"] += num_drafted
+        self._counts["total_accepted_tokens"] += num_accepted
+        if live.finish is not None:
             del self._seqs[seq.id]
             release_seq(seq, self._pool, Status.FINISHED)
             self._dropped.append(seq.id)
+        elif live.lookup is not None:
+            live.lookup.learn(num_drafted, num_accepted)
+            seq.draft = live.lookup.propose(seq.token_ids, seq.max_len - len(seq.token_ids) - 1)
 
     def _take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
         live = self._seqs.get(chunk.id)
@@ -376,22 +385,9 @@ class Engine:
         )
 
 
-_COUNTERS = (
-    "total_steps",
-    "total_requests",
-    "total_finished",
-    "total_prompt_tokens",
-    "total_cached_tokens",
-    "total_output_tokens",
-    "total_preemptions",
-)
+_COUNTED_ELSEWHERE = ("total_compute_s", "total_restarts", "total_tier_loaded_blocks", "total_tier_saved_blocks")
+_COUNTERS = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _COUNTED_ELSEWHERE]
 
 
 def _logprob(value: Logprob) -> TokenLogprob:
     return TokenLogprob(value.token_id, value.logprob, tuple((token, logprob) for token, logprob in value.top))
-
-
-def _text_bytes(vocabulary: Vocabulary, skips_special: bool) -> Callable[[int], bytes]:
-    if not skips_special:
-        return vocabulary.token_bytes
-    return lambda token_id: b"" if vocabulary.is_special(token_id) else vocabulary.token_bytes(token_id)

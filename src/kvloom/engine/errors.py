@@ -6,7 +6,8 @@ ServingError
  +- Overloaded       all places are taken; try again later
  +- Unavailable      starting, restarting or stopping; try again soon
  +- GenerationFailed the model failed under a request that had been accepted
- +- ModelError       a model cannot be loaded (file, format, architecture, memory)
+ +- ModelError       a model cannot be loaded (file, format, architecture)
+     +- OutOfMemory  ... because weights and KV cache do not fit
 """
 
 
@@ -45,3 +46,7 @@ class GenerationFailed(ServingError):
 
 class ModelError(ServingError):
     kind = "model"
+
+
+class OutOfMemory(ModelError):
+    """The message says which number of the configuration to lower."""

@@ -3,14 +3,14 @@
 submit and collect alternate; between them the engine does other work.
 """
 
-import contextlib
 import select
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +18,8 @@ import msgspec
 from kvloom.engine.batch import Batch, RankInfo, Runner, StepOutput
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
+
+_EXIT_S = 1.0  # what a rank gets to end by itself
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -75,6 +77,8 @@ class RankSetup(msgspec.Struct, array_like=True):
 
     config: EngineConfig
     eos_ids: list[int]
+    rank: int = 0
+    rendezvous: str = ""  # a file where the ranks of one model meet
 
 
 class Loading(msgspec.Struct, array_like=True, tag="loading"):
@@ -109,6 +113,9 @@ class Channel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(receives)
 
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
     def send(self, message: Any) -> None:
         body = self._encoder.encode(message)
         self._sock.sendall(self._LENGTH.pack(len(body)) + body)
@@ -142,41 +149,44 @@ class Channel:
 
 
 class RankExecutor:
-    """One rank process, started here and restarted on demand. It ends when this process does: its socket closes."""
+    """The rank processes of one model, started here and restarted together. They end when this process does.
+
+    All ranks get every batch and choose the same tokens; rank 0's output counts. One that dies takes the others along.
+    """
 
     def __init__(self, config: EngineConfig, eos_ids: list[int], progress: Progress | None = None) -> None:
-        """Starts the rank and waits until its model is loaded. Raises ModelError when it cannot be."""
-        self._setup = RankSetup(config, eos_ids)
+        """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be."""
+        self._config, self._eos_ids = config, eos_ids
         self._progress = progress
         self.is_busy = False
         self._start()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
 
     def submit(self, batch: Batch) -> None:
         try:
-            self._channel.send(batch)
+            for channel in self._channels:
+                channel.send(batch)
         except OSError as error:
             raise RankDied(self._epitaph()) from error
         self.is_busy = True
 
     def collect(self) -> StepOutput:
         self.is_busy = False
-        try:
-            message = self._channel.receive(self._setup.config.step_timeout_s)
-        except TimeoutError as error:
-            raise RankDied(f"the model did not answer within {self._setup.config.step_timeout_s:g} s") from error
-        except EOFError as error:
-            raise RankDied(self._epitaph()) from error
-        if isinstance(message, Failed):
-            raise RankDied(message.error)
-        assert isinstance(message, Done)
-        return message.output
+        messages = self._each_message(self._config.step_timeout_s)
+        outputs = []
+        for message in messages:
+            assert isinstance(message, Done)
+            outputs.append(message.output)
+        chosen = [[(sample.id, sample.token_id) for sample in output.samples] for output in outputs]
+        if any(other != chosen[0] for other in chosen[1:]):
+            raise RankDied("the ranks of the model chose different tokens")
+        return outputs[0]
 
     def is_alive(self) -> bool:
-        return self._process.poll() is None
+        return all(process.poll() is None for process in self._processes)
 
     def restart(self) -> None:
         """Kill what is left and load the model again. Raises ModelError or RankDied."""
@@ -185,44 +195,87 @@ class RankExecutor:
 
     def close(self) -> None:
         self.is_busy = False
-        self._channel.close()
-        try:
-            self._process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        for channel in self._channels:
+            channel.close()
+        deadline = time.monotonic() + _EXIT_S
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._meeting.cleanup()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "kvloom.engine.rank", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-        self._channel = Channel(ours, RankMessage)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
         try:
-            self._channel.send(self._setup)
+            for rank in range(self._config.world_size):
+                self._spawn(rank)
             self.info = self._wait_ready()
-        except (EOFError, OSError) as error:
-            epitaph = self._epitaph()
+        except (RankDied, OSError) as error:
+            epitaph = str(error) if isinstance(error, RankDied) else self._epitaph()
             self.close()
-            raise ModelError(f"loading {self._setup.config.model or 'the model'} failed: {epitaph}") from error
+            raise ModelError(f"loading {self._config.model or 'the model'} failed: {epitaph}") from error
         except BaseException:
             self.close()
             raise
 
+    def _spawn(self, rank: int) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "kvloom.engine.rank", str(theirs.fileno())]
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self._processes.append(process)
+        self._channels.append(Channel(ours, RankMessage))
+        self._channels[-1].send(RankSetup(self._config, self._eos_ids, rank, f"{self._meeting.name}/meeting"))
+
     def _wait_ready(self) -> RankInfo:
-        while True:
-            message = self._channel.receive()
-            if isinstance(message, Ready):
-                return message.info
-            if isinstance(message, Failed):
-                raise ModelError(message.error)
-            if isinstance(message, Loading) and self._progress:
-                self._progress(message.done_bytes, message.total_bytes)
+        """What rank 0 says; its progress counts for all. Raises ModelError, RankDied."""
+        infos: dict[int, RankInfo] = {}
+        while len(infos) < len(self._channels):
+            waiting = [channel for rank, channel in enumerate(self._channels) if rank not in infos]
+            for rank, message in self._readable(waiting, None):
+                if isinstance(message, Ready):
+                    infos[rank] = message.info
+                elif isinstance(message, Failed):
+                    raise ModelError(message.error)
+                elif isinstance(message, Loading) and self._progress and rank == 0:
+                    self._progress(message.done_bytes, message.total_bytes)
+        return infos[0]
+
+    def _each_message(self, timeout_s: float) -> list[Any]:
+        """One message of every rank, in their order. Raises RankDied as soon as one is gone or has failed."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(self._channels):
+            waiting = [channel for rank, channel in enumerate(self._channels) if rank not in found]
+            for rank, message in self._readable(waiting, max(0.0, deadline - time.monotonic())):
+                if isinstance(message, Failed):
+                    raise RankDied(message.error)
+                found[rank] = message
+        return [found[rank] for rank in range(len(self._channels))]
+
+    def _readable(self, waiting: Sequence[Channel], timeout_s: float | None) -> Iterator[tuple[int, Any]]:
+        """(rank, message) of those that have something to say. Raises RankDied."""
+        ready = select.select(waiting, [], [], timeout_s)[0]
+        if not ready:
+            raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s")
+        for channel in ready:
+            try:
+                yield self._channels.index(channel), channel.receive(timeout_s)
+            except TimeoutError as error:
+                raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s") from error
+            except EOFError as error:
+                raise RankDied(self._epitaph()) from error
 
     def _epitaph(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=1.0)
-        code = self._process.returncode
+        """How the first rank that ended came to it."""
+        deadline = time.monotonic() + _EXIT_S
+        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        code = next((process.returncode for process in self._processes if process.returncode is not None), None)
         if code is None:
             return "the model process closed its connection"
         return (

@@ -97,9 +97,11 @@ class FakeRunner:
         step_s: float = 0.0,
         token_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
+        num_host_blocks: int = 0,
     ) -> None:
-        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake")
+        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake", num_host_blocks=num_host_blocks)
         self._slots = array("q", [-1]) * (num_blocks * block_size)
+        self._host = array("q", [-1]) * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
 
@@ -115,6 +117,10 @@ class FakeRunner:
         duration_s = self._token_s * sum(work.num_tokens for work in batch.work) + (self._step_s if batch.work else 0.0)
         if duration_s:
             self._sleep(duration_s)
+        for block, host_block in batch.swap_out:
+            self._host[self._span(host_block)] = self._slots[self._span(block)]
+        for host_block, block in (pair for work in batch.work for pair in work.loads):
+            self._slots[self._span(block)] = self._host[self._span(host_block)]
         for work in batch.work:  # all writes before any read, as in a layer of a real model
             self._write(work)
         output = StepOutput([], [], duration_s)
@@ -129,8 +135,9 @@ class FakeRunner:
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
         state.blocks[work.first_block :] = work.blocks
+        tokens = state.token_ids + work.draft
         for pos in range(work.start, work.start + work.num_tokens):
-            self._slots[self._slot(state, pos)] = state.token_ids[pos]
+            self._slots[self._slot(state, pos)] = tokens[pos]
 
     def _read(self, work: Work, output: StepOutput) -> None:
         state = self._states[work.id]
@@ -140,12 +147,22 @@ class FakeRunner:
             output.prompt_logprobs.append(
                 PromptLogprobs(work.id, work.start, [_fake_logprob(i, state) for i in following])
             )
-        if end == len(state.token_ids):
-            context = [self._slots[self._slot(state, pos)] for pos in range(end)]
+        if end - len(work.draft) == len(state.token_ids):
+            self._sample(work, state, output)
+
+    def _sample(self, work: Work, state: _State, output: StepOutput) -> None:
+        """The next token; and, while the draft foretold it, the one after."""
+        for guess in (*work.draft, None):
+            context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
             token_id = fake_next(context, state.params, state.seed)
             state.token_ids.append(token_id)
             logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None
             output.samples.append(Sample(work.id, token_id, logprob))
+            if token_id != guess:
+                return
+
+    def _span(self, block: int) -> slice:
+        return slice(block * self.info.block_size, (block + 1) * self.info.block_size)
 
     def _slot(self, state: _State, pos: int) -> int:
         size = self.info.block_size
@@ -159,14 +176,18 @@ def _fake_logprob(token_id: int, state: _State) -> Logprob:
     return Logprob(token_id, _FAKE_LOGPROB, top[:count])
 
 
-def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> FakeRunner:
-    """The runner of a rank with backend "fake"."""
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
+) -> FakeRunner:
+    """The runner of a rank with backend "fake"; of several ranks each does the whole work."""
     if config.model:
         raise BadRequest("model", "the fake backend takes none")
     progress(1, 1)
     return FakeRunner(
         config.num_blocks or 4096,
+        config.block_size or 16,
         max_seq_len=config.max_seq_len or 2048,
         step_s=config.fake_step_s,
         token_s=config.fake_token_s,
+        num_host_blocks=config.num_host_blocks or 0,
     )

@@ -14,13 +14,15 @@ from kvloom.engine.errors import ServingError
 from kvloom.engine.executor import Channel, Done, Failed, Loading, Progress, RankSetup, Ready
 from kvloom.engine.kvtier import KvRunner, TieredRunner, open_tier
 
-OpenRunner = Callable[[EngineConfig, list[int], Progress], KvRunner]
+OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
 
 
-def open_runner(config: EngineConfig, eos_ids: list[int], progress: Progress) -> Runner:
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Progress, rank: int = 0, rendezvous: str = ""
+) -> Runner:
     """The runner of `config.backend`. The fake one is opened without importing torch. Raises ServingError."""
     module = importlib.import_module("kvloom.engine.fake" if config.backend == "fake" else "kvloom.engine.runner")
-    runner = cast(OpenRunner, module.open_runner)(config, eos_ids, progress)
+    runner = cast(OpenRunner, module.open_runner)(config, eos_ids, progress, rank, rendezvous)
     return TieredRunner(runner, open_tier(config.kv_tier, runner.kv_memory(config.model))) if config.kv_tier else runner
 
 
@@ -29,7 +31,13 @@ def serve(sock: socket.socket) -> None:
     hello = Channel(sock, RankSetup)
     setup: RankSetup = hello.receive()
     try:
-        runner = open_runner(setup.config, setup.eos_ids, lambda done, total: hello.send(Loading(done, total)))
+        runner = open_runner(
+            setup.config,
+            setup.eos_ids,
+            lambda done, total: hello.send(Loading(done, total)),
+            setup.rank,
+            setup.rendezvous,
+        )
     except ServingError as error:
         hello.send(Failed(str(error)))
         return
@@ -47,6 +55,9 @@ def serve(sock: socket.socket) -> None:
 
 
 def main() -> None:
+    """Also `mindieservice_backend_connector`, the documented name; only a server starts it."""
+    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
+        sys.exit("a rank is started by its server, with the number of an open socket")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
     try:
         serve(socket.socket(fileno=int(sys.argv[1])))

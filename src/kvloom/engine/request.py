@@ -96,6 +96,19 @@ class Request:
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
 
 
+def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
+    """Raises BadRequest when a model of this context (in tokens) and vocabulary can never run the request."""
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise BadRequest("prompt", "is empty: give at least one token")
+    if length + (request.params.max_tokens != 0) > max_seq_len:
+        raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):
+        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise BadRequest(name, f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Log-probability (natural log) of one token and of the most likely tokens at its place, best first."""

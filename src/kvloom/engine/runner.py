@@ -1,30 +1,39 @@
 """ModelRunner: batches to tensors, tensors to logits, logits to tokens. Lives in a rank process."""
 
+import contextlib
 import logging
+import math
 import os
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels.backend import Backend
-from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.errors import ModelError, OutOfMemory
+from kvloom.engine.kernels.backend import Backend, Head
+from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
+from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.sampler import History, describe, sample
+from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
+from kvloom.engine.shard import shard_spec
+from kvloom.engine.swapcache import SwapCache
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from kvloom.engine.weights.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_BF16_BYTES = 2
+_NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+_WEIGHT_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
+_REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
 @dataclass(slots=True)
@@ -38,29 +47,52 @@ class _Rows:
     """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
 
     rows: list[int]
-    samples: list[int]  # sequence ids
+    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
 
 
 class ModelRunner:
     """Implements batch.Runner over a Backend."""
 
-    def __init__(self, backend: Backend, vocab_size: int, max_seq_len: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        vocab_size: int,
+        max_seq_len: int,
+        eos_ids: Sequence[int],
+        num_host_blocks: int = 0,
+        block_size: int | None = None,
+    ) -> None:
+        """`block_size`: tokens, a multiple of the backend's; so many of its blocks are one of the engine's.
+
+        Raises ModelError when there is no memory for the host's blocks.
+        """
+        self._tiles = (block_size or backend.block_size) // backend.block_size
+        self._swap = SwapCache(backend.kv_parts, self._tiles, num_host_blocks)
         self.info = RankInfo(
-            num_blocks=backend.num_blocks,
-            block_size=backend.block_size,
+            num_blocks=backend.num_blocks // self._tiles,
+            block_size=backend.block_size * self._tiles,
             vocab_size=vocab_size,
             max_seq_len=max_seq_len,
             backend=backend.name,
             kv_bytes=backend.kv_bytes,
             weight_bytes=backend.weight_bytes,
+            num_host_blocks=num_host_blocks,
+            swap_block_s=self._swap.measure(),
         )
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
         self._states: dict[int, _State] = {}
 
     def kv_memory(self, model: str) -> KvMemory:
-        return KvMemory(self._backend.kv_layers(), fingerprint(Path(model)), self._backend.kv_layout)
+        """Its blocks as bytes, so that every element type and layout of a backend travels alike."""
+        backend, sizes = self._backend, (self._backend.num_blocks, self._backend.block_size, -1)
+        layers = [
+            [side.view(*sizes).view(torch.uint8) for part in backend.kv_parts for side in part[layer]]
+            for layer in range(len(backend.kv_parts[0]))
+        ]
+        dtypes = "-".join(str(part.dtype) for part in backend.kv_parts)
+        return KvMemory(layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
@@ -70,6 +102,8 @@ class ModelRunner:
         for new in batch.new:
             self._states[new.id] = _State(History(list(new.token_ids), len(new.token_ids), new.params, new.seed))
         output = StepOutput([], [], 0.0)
+        self._swap.save(batch.swap_out)
+        self._swap.load([pair for work in batch.work for pair in work.loads])
         if batch.work:
             self._compute(batch.work, output)
         output.compute_s = time.perf_counter() - started
@@ -79,19 +113,44 @@ class ModelRunner:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         wanted = self._rows(works)
-        logits = self._backend.step(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32))
-        histories = [self._states[id].history for id in wanted.samples]
-        start = len(wanted.samples)
+        tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
+        start = tops.count(0)
+        tops += [0] * (len(wanted.rows) - len(tops))
+        head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
+        row = 0
+        for id, draft in wanted.samples:
+            self._sample(head, row, id, draft, output)
+            row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
-            logprobs = torch.log_softmax(logits[start : start + len(following)], dim=-1)
+            logprobs = torch.log_softmax(head.full[start : start + len(following)], dim=-1)
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
-        chosen = sample(logits[: len(histories)], histories, self._eos_ids) if histories else []
-        for id, history, (token_id, logprob) in zip(wanted.samples, histories, chosen, strict=True):
+
+    def _num_candidates(self, id: int, num_more: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
+        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        history = self._states[id].history
+        for guess in (*draft, None):
+            token_id, logprob = self._choose(head, row, history)
             history.append(token_id)
             output.samples.append(Sample(id, token_id, logprob))
+            if token_id != guess:
+                return
+            row += 1
+
+    def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
+        """The token after row `row`, of its candidates or of all its logits."""
+        top = head.tops[row]
+        if top:
+            return sample_top(
+                head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
+            ), None
+        place = head.tops[:row].count(0)
+        return sample(head.full[place : place + 1], [history], self._eos_ids, self._backend.draw)[0]
 
     def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
@@ -100,14 +159,21 @@ class ModelRunner:
         qstart = [0]
         for work in works:
             end = work.start + work.num_tokens
-            ids += self._states[work.id].history.token_ids[work.start : end]
+            known = self._states[work.id].history.token_ids
+            ids += (known + work.draft if work.draft else known)[work.start : end]
             pos += range(work.start, end)
             qstart.append(len(ids))
-        tables = [self._states[work.id].blocks for work in works]
+        tables = [self._table(self._states[work.id].blocks) for work in works]
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
         ids_, pos_, qstart_, table_ = (torch.tensor(values, dtype=torch.int32) for values in (ids, pos, qstart, padded))
         return ids_, pos_, qstart_, table_
+
+    def _table(self, blocks: list[int]) -> list[int]:
+        """The backend's blocks of the engine's."""
+        if self._tiles == 1:
+            return blocks
+        return [block * self._tiles + i for block in blocks for i in range(self._tiles)]
 
     def _rows(self, works: Sequence[Work]) -> _Rows:
         wanted = _Rows([], [], [])
@@ -116,9 +182,10 @@ class ModelRunner:
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end == len(history.token_ids):
-                wanted.samples.append(work.id)
-                wanted.rows.append(first_row + work.num_tokens - 1)
+            if end - len(work.draft) == len(history.token_ids):
+                wanted.samples.append((work.id, work.draft))
+                end_row = first_row + work.num_tokens
+                wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
             if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
                 following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
                 wanted.chunks.append((work.id, work.start, following))
@@ -128,46 +195,112 @@ class ModelRunner:
         return wanted
 
 
-def open_runner(config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None]) -> ModelRunner:
-    """Load the model of `config` into the backend it names. Raises ServingError when that cannot be done."""
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
+) -> ModelRunner:
+    """Load the model of `config` into the backend it names; of several ranks, this one's part of it.
+
+    Raises ServingError when that cannot be done.
+    """
     checkpoint = open_checkpoint(Path(config.model))
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
-    backend = _open_backend(config, checkpoint, max_seq_len, progress)
-    return ModelRunner(backend, checkpoint.spec.vocab_size, max_seq_len, eos_ids)
+    mesh = join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
+    with _says_what_to_lower():
+        backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress, mesh)
+        return ModelRunner(
+            backend, checkpoint.spec.vocab_size, max_seq_len, eos_ids, pools.num_host_blocks, block_size=size
+        )
+
+
+@contextlib.contextmanager
+def _says_what_to_lower() -> Iterator[None]:
+    """An allocation that failed although the sizes were planned: somebody else took the memory meanwhile."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))
+        if not is_memory:
+            raise
+        raise OutOfMemory(
+            "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
+            f"host_cache_bytes (cpuMemSize) where it is given ({error})"
+        ) from error
 
 
 def _open_backend(
-    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
-) -> Backend:
-    """The named backend; "auto" is the CPU kernels, or the reference where they cannot be had (and a log line)."""
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None], mesh: Mesh
+) -> tuple[Backend, Pools, int]:
+    """The named backend, its pools and the engine's block size, in tokens.
+
+    "auto" is the CPU kernels, or the reference where they cannot be had (and a log line).
+    """
     wants_kernels = config.backend == "cpu" or (config.backend == "auto" and _kernels_fit(config))
     if wants_kernels:
         try:
-            num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, _BF16_BYTES)
-            backend = CpuBackend(
-                checkpoint.spec, checkpoint.weights, num_blocks, weight_format=_weight_format(config), progress=progress
-            )
+            opened = _open_kernels(config, checkpoint, max_seq_len, progress)
             torch.set_num_threads(1)  # sampling only: its pool would spin on the cores of the kernels' own
-            return backend
+            return opened
         except ModelError as error:
-            if config.backend == "cpu":
+            if config.backend == "cpu" or isinstance(error, OutOfMemory):
                 raise
             log.warning("%s; the slower torch backend is used instead", error)
-    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-    num_blocks = config.num_blocks or _num_blocks_for(config, checkpoint.spec, max_seq_len, dtype.itemsize)
-    return ReferenceBackend(
-        checkpoint.spec,
+    return _open_reference(config, checkpoint, max_seq_len, progress, mesh)
+
+
+def _open_kernels(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None]
+) -> tuple[Backend, Pools, int]:
+    spec, size = checkpoint.spec, config.block_size or _BLOCK_SIZE
+    kv_dtype = "bf16" if config.kv_dtype == "auto" else config.kv_dtype
+    if size % _BLOCK_SIZE:
+        raise ModelError(f"block_size: the cpu backend has multiples of {_BLOCK_SIZE}, got {size}")
+    weight_bytes = int(_num_weights(spec) * _WEIGHT_BYTES[_weight_format(config)]) + spec.vocab_size * spec.hidden * 2
+    pools = _pools_for(config, spec, max_seq_len, size, kv_token_bytes(kv_dtype, spec.head_dim), weight_bytes)
+    backend = CpuBackend(
+        spec,
         checkpoint.weights,
-        num_blocks,
-        device=config.device,
-        dtype=dtype,
-        block_size=_BLOCK_SIZE,
+        pools.num_blocks * (size // _BLOCK_SIZE),
+        weight_format=_weight_format(config),
+        kv_dtype=kv_dtype,
         progress=progress,
     )
+    return backend, pools, size
+
+
+def _open_reference(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Callable[[int, int], None], mesh: Mesh
+) -> tuple[Backend, Pools, int]:
+    spec, size = checkpoint.spec, config.block_size or _BLOCK_SIZE
+    shard_spec(spec, mesh.world_size)  # says what is wrong before anything is taken
+    if mesh.world_size > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // mesh.world_size))
+    dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+    kept = _REFERENCE_KV.get(config.kv_dtype, dtype)
+    token_bytes = spec.head_dim * kept.itemsize + (4 if kept == torch.int8 else 0)
+    pools = _pools_for(config, spec, max_seq_len, size, token_bytes, _num_weights(spec) * dtype.itemsize)
+    pools = Pools(*(mesh.least(number, config.device) for number in (pools.num_blocks, pools.num_host_blocks)))
+    backend = ReferenceBackend(
+        spec,
+        checkpoint.weights,
+        pools.num_blocks,
+        device=_device_of(config, mesh),
+        dtype=dtype,
+        block_size=size,
+        progress=progress,
+        kv_dtype=kept,
+        mesh=mesh,
+    )
+    return backend, pools, size
+
+
+def _device_of(config: EngineConfig, mesh: Mesh) -> str:
+    """Each rank has a device of its own, unless there is only one kind, as with the CPU, or it is named."""
+    is_own = mesh.world_size > 1 and config.device in ("cuda", "npu")
+    return f"{config.device}:{mesh.rank}" if is_own else config.device
 
 
 def _kernels_fit(config: EngineConfig) -> bool:
-    return config.device == "cpu" and config.dtype != "float32"
+    return config.device == "cpu" and config.dtype != "float32" and config.world_size == 1
 
 
 def _weight_format(config: EngineConfig) -> str:
@@ -176,26 +309,36 @@ def _weight_format(config: EngineConfig) -> str:
     return "bf16" if config.dtype == "bfloat16" else "w8a8"
 
 
-def _num_blocks_for(config: EngineConfig, spec: DecoderSpec, max_seq_len: int, item_bytes: int) -> int:
-    """Blocks that the KV budget holds, no more than max_batch sequences of full length need, no fewer than one needs.
+def _num_weights(spec: DecoderSpec) -> int:
+    return sum(math.prod(shape) for shape in spec.tensor_shapes().values())
 
-    Without a budget: 2 GiB, or 40 % of the free memory where that is less. Raises ModelError when one sequence of
-    max_seq_len does not fit into a budget that was given.
-    """
-    block_bytes = spec.num_layers * 2 * _BLOCK_SIZE * spec.num_kv_heads * spec.head_dim * item_bytes
-    per_seq = -(-max_seq_len // _BLOCK_SIZE)
-    budget = config.kv_cache_bytes or min(2 * 2**30, int(0.4 * available_bytes()))
-    if config.kv_cache_bytes and budget < per_seq * block_bytes:
-        raise ModelError(
-            f"kv_cache_bytes: {budget} bytes hold {budget // block_bytes * _BLOCK_SIZE} tokens, fewer than max_seq_len "
-            f"{max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
-        )
-    return max(per_seq, min(budget // block_bytes, per_seq * config.max_batch))
+
+def _pools_for(
+    config: EngineConfig, spec: DecoderSpec, max_seq_len: int, block_size: int, head_bytes: int, weight_bytes: int
+) -> Pools:
+    """Sizes of both KV pools on the machine as it is; head_bytes as in CacheShape. Raises OutOfMemory."""
+    wish = Wish(
+        config.num_blocks,
+        config.kv_cache_bytes,
+        config.num_host_blocks,
+        config.host_cache_bytes,
+        max_seq_len,
+        config.max_batch,
+    )
+    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
+    host_bytes = available_bytes() // config.world_size
+    is_shared = torch.device(config.device).type == "cpu"
+    free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]
+    return plan_pools(wish, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping (MemAvailable of /proc/meminfo)."""
+    """Memory that can be taken without swapping: of the machine, or of the control group where that is less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
+    return free

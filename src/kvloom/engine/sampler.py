@@ -5,15 +5,17 @@ typical-p, top-p, min-p. Randomness is a function of (seed, position), so a sequ
 again continues with the same tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from kvloom.engine.batch import Logprob
+from kvloom.engine.kernels.backend import Draw, most_likely
 from kvloom.engine.request import SamplingParams
 
+MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
 _NUM_CANDIDATES = 1024  # most likely tokens looked at first; the whole vocabulary is sorted only when they are too few
 _WATERMARK_GREEN = 0.5  # share of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)
@@ -34,20 +36,70 @@ class History:
         self.counts[token_id] = self.counts.get(token_id, 0) + 1
 
 
-def sample(logits: torch.Tensor, rows: Sequence[History], eos_ids: Sequence[int]) -> list[tuple[int, Logprob | None]]:
+def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
+    """How many of the largest logits surely hold the next token; 0 = all logits are needed.
+
+    A penalty only lowers logits, and at most those of the tokens seen: so what is best after it was before it among the
+    best and as many more as there are such tokens. `num_more` tokens may be added to the history until then.
+    """
+    params = row.params
+    count = 1 if params.is_greedy else params.top_k
+    may_raise = params.repetition_penalty < 1 or params.frequency_penalty < 0 or params.presence_penalty < 0
+    if not 0 < count <= MAX_TOP or params.logprobs is not None or params.logit_bias or params.watermark or may_raise:
+        return 0
+    if params.repetition_penalty != 1.0:
+        count += len(set(row.token_ids)) + num_more
+    elif params.frequency_penalty or params.presence_penalty:
+        count += len(row.counts) + num_more
+    if len(row.token_ids) - row.num_prompt < params.min_tokens:
+        count += num_eos + len(params.stop_token_ids)
+    return count if count <= MAX_TOP else 0
+
+
+def sample(
+    logits: torch.Tensor | Sequence[torch.Tensor],
+    rows: Sequence[History],
+    eos_ids: Sequence[int],
+    draw: Draw | None = None,
+) -> list[tuple[int, Logprob | None]]:
     """The next token of each row, with log-probabilities where asked for.
 
-    logits [len(rows), vocab] float32; changed in place. Log-probabilities are of the logits as they come in.
+    logits: one [vocab] float32 a row; changed in place. Log-probabilities are of the logits as they come in. `draw`
+    replaces draw_plain.
     """
-    logprobs = [_logprobs_of(logits[i], row.params.logprobs) for i, row in enumerate(rows)]
-    for i, row in enumerate(rows):
-        _adjust(logits[i], row, eos_ids)
-    best = logits.argmax(dim=-1).tolist() if any(row.params.is_greedy for row in rows) else []
-    chosen = [best[i] if row.params.is_greedy else _draw(logits[i], row) for i, row in enumerate(rows)]
-    return [
-        (token_id, None if values is None else describe(values, token_id, row.params.logprobs or 0))
-        for token_id, values, row in zip(chosen, logprobs, rows, strict=True)
-    ]
+    return [_sample_row(logits[i], row, eos_ids, draw or draw_plain) for i, row in enumerate(rows)]
+
+
+def sample_top(
+    values: torch.Tensor, ids: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw | None = None
+) -> int:
+    """What `sample` would choose from all logits, chosen from the num_candidates(row) largest.
+
+    values [n] float32, largest first, of equal ones the smaller id first; changed in place. ids [n].
+    """
+    params = row.params
+    if _is_adjusted(row):
+        ids, order = ids.sort()
+        values = values[order]
+        _adjust(values, row, eos_ids, {id: place for place, id in enumerate(ids.tolist())})
+        values, places = most_likely(values, min(1 if params.is_greedy else params.top_k, len(ids)))
+        ids = ids[places]
+    return int(ids[0]) if params.is_greedy else _draw_top(values, ids, row, draw or draw_plain)
+
+
+def _is_adjusted(row: History) -> bool:
+    """Whether a rule of a request with candidates changes logits; see num_candidates."""
+    params = row.params
+    is_penalised = params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
+    return is_penalised or len(row.token_ids) - row.num_prompt < params.min_tokens
+
+
+def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw) -> tuple[int, Logprob | None]:
+    params = row.params
+    logprobs = None if params.logprobs is None else torch.log_softmax(logits, dim=-1)
+    _adjust(logits, row, eos_ids)
+    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
+    return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
 
 
 def describe(logprobs: torch.Tensor, token_id: int, num_top: int) -> Logprob:
@@ -64,41 +116,60 @@ def uniform(seed: int, position: int) -> float:
     return float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=position)).random())
 
 
-def _logprobs_of(logits: torch.Tensor, wanted: int | None) -> torch.Tensor | None:
-    return None if wanted is None else torch.log_softmax(logits, dim=-1)
+def _adjust(
+    logits: torch.Tensor, row: History, eos_ids: Sequence[int], places: Mapping[int, int] | None = None
+) -> None:
+    """Penalties, bias, minimum length and watermark, in place.
 
-
-def _adjust(logits: torch.Tensor, row: History, eos_ids: Sequence[int]) -> None:
-    """Penalties, bias, minimum length and watermark, in place. logits [vocab]."""
+    logits [n]; `places`: where a token's logit is, for tokens that have one; None = every token's at its id.
+    """
     params = row.params
     if params.repetition_penalty != 1.0:  # Keskar et al. 2019: prompt and answer alike
-        seen = torch.tensor(sorted(set(row.token_ids)), device=logits.device)
+        seen = torch.tensor(_places_of(sorted(set(row.token_ids)), places), dtype=torch.int64, device=logits.device)
         values = logits[seen]
         scaled = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         logits[seen] = scaled
     if row.counts and (params.frequency_penalty or params.presence_penalty):
-        ids = torch.tensor(list(row.counts), device=logits.device)
-        counts = torch.tensor(list(row.counts.values()), dtype=logits.dtype, device=logits.device)
+        counted = row.counts.items() if places is None else [(i, n) for i, n in row.counts.items() if i in places]
+        ids = torch.tensor(_places_of([i for i, _ in counted], places), dtype=torch.int64, device=logits.device)
+        counts = torch.tensor([n for _, n in counted], dtype=logits.dtype, device=logits.device)
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
     if len(row.token_ids) - row.num_prompt < params.min_tokens:
-        logits[[*eos_ids, *params.stop_token_ids]] = -torch.inf
+        logits[_places_of([*eos_ids, *params.stop_token_ids], places)] = -torch.inf
     if params.watermark:
         generator = np.random.Generator(np.random.Philox(key=row.token_ids[-1]))
         green = generator.permutation(logits.shape[0])[: int(_WATERMARK_GREEN * logits.shape[0])]
         logits[torch.from_numpy(green).to(logits.device)] += _WATERMARK_BIAS
 
 
-def _draw(logits: torch.Tensor, row: History) -> int:
+def _places_of(token_ids: list[int], places: Mapping[int, int] | None) -> list[int]:
+    return token_ids if places is None else [places[i] for i in token_ids if i in places]
+
+
+def draw_plain(logits: torch.Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+    """A random token by temperature, top-p and min-p; see kernels.backend.Draw. logits [vocab]."""
+    return _draw_cut(logits, SamplingParams(temperature=temperature, top_p=top_p, min_p=min_p), point)
+
+
+def _draw(logits: torch.Tensor, row: History, draw: Draw) -> int:
     """A random token of the distribution that the parameters leave. logits [vocab]."""
     params = row.params
+    if params.top_k:
+        return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row, draw)
     point = uniform(row.seed, len(row.token_ids))
+    if params.typical_p < 1:
+        return _draw_cut(logits, params, point)
+    return draw(logits, params.temperature, params.top_p, params.min_p, point)
+
+
+def _draw_cut(logits: torch.Tensor, params: SamplingParams, point: float) -> int:
+    """Without top-k: looks at the most likely tokens first, and at all of them only when those are too few."""
     probs = torch.softmax(logits / params.temperature, dim=-1)
-    is_whole = params.top_p >= 1 and params.typical_p >= 1 and params.min_p <= 0 and params.top_k == 0
-    if is_whole:
+    vocab = logits.shape[0]
+    if params.top_p >= 1 and params.typical_p >= 1 and params.min_p <= 0:
         return _pick(probs, None, point)
-    vocab = probs.shape[0]
     for count in (min(_NUM_CANDIDATES, vocab), vocab):
         values, ids = probs.topk(count)
         kept = _truncate(values, params, is_all=count == vocab)
@@ -107,14 +178,21 @@ def _draw(logits: torch.Tensor, row: History) -> int:
     raise AssertionError("the whole vocabulary is always enough")
 
 
+def _draw_top(logits: torch.Tensor, ids: torch.Tensor, row: History, draw: Draw) -> int:
+    """A random token of the top-k ones. logits, ids [k], most likely first."""
+    params, point = row.params, uniform(row.seed, len(row.token_ids))
+    if params.typical_p >= 1:
+        return int(ids[draw(logits, params.temperature, params.top_p, params.min_p, point)])
+    kept = _truncate(torch.softmax(logits / params.temperature, dim=-1), params, is_all=True)
+    assert kept is not None, "these are all that can be kept"
+    return _pick(kept, ids, point)
+
+
 def _truncate(probs: torch.Tensor, params: SamplingParams, is_all: bool) -> torch.Tensor | None:
     """Probabilities of the most likely tokens (descending) with those ruled out set to 0.
 
     None when tokens beyond these may have to be kept (`is_all` False).
     """
-    if params.top_k and params.top_k <= probs.shape[0]:
-        probs, is_all = probs[: params.top_k], True
-        probs = probs / probs.sum()
     if params.typical_p < 1:
         if not is_all:
             return None

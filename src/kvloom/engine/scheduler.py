@@ -5,13 +5,14 @@ same thing: a sequence with tokens whose keys and values are not computed yet.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvloom.engine.batch import Work
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import Limits
+from kvloom.engine.swap import SwapCosts, is_swap_cheaper
 
 
 class Status(Enum):
@@ -37,10 +38,13 @@ class Seq:
     num_published: int = 0  # blocks of block_table that the pool knows by hash
     num_cached: int = 0  # prompt tokens found in the cache at first admission
     num_preemptions: int = 0
+    host_blocks: list[int] = field(default_factory=list)  # copies of its blocks, while it waits swapped out
+    num_swapped: int = 0  # tokens whose keys and values are in host_blocks
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
     is_asked: bool = False  # the outer tier was asked for its blocks since it last waited
     loading: tuple[bytes, ...] = ()  # hashes of the blocks on their way from there
+    draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
 
     @property
@@ -53,7 +57,8 @@ class Seq:
 class SeqStep:
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
-    `hits` are cached blocks that a newly admitted sequence starts with.
+    `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied
+    back from the host. The last len(draft) tokens are guesses.
     """
 
     seq: Seq
@@ -61,6 +66,7 @@ class SeqStep:
     num_tokens: int
     num_new_blocks: int
     hits: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ class LoadStep:
 class Plan:
     steps: tuple[SeqStep, ...] = ()
     preempted: tuple[Seq, ...] = ()
+    swapped: tuple[Seq, ...] = ()  # those of the preempted whose blocks are copied to the host
     loads: tuple[LoadStep, ...] = ()
 
 
@@ -91,6 +98,7 @@ class Policy:
 
 
 FCFS = Policy()
+COPIES = SwapCosts()  # nothing measured
 
 
 def plan_step(
@@ -99,13 +107,16 @@ def plan_step(
     limits: Limits,
     policy: Policy = FCFS,
     oldest_wait_s: float = float("inf"),
+    costs: SwapCosts = COPIES,
     asks_tier: bool = False,
 ) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
     Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
     overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
-    finds no block preempts the last; the first never is, so some sequence always advances.
+    finds no block preempts the last; the first never is, so some sequence always advances. A preempted one is swapped
+    out where `costs` say that it is cheaper than computing again, and the host has room. Guesses get what budget and
+    blocks are left over.
 
     With `asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all that it
     lacks; others go on meanwhile, but for those that would ask for the same block.
@@ -118,9 +129,20 @@ def plan_step(
         waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], policy.waiting)
         if may_admit(len(waiting), running, limits, oldest_wait_s):
             loading = [seq for seq in seqs if seq.status is Status.LOADING]
-            admitted, loads = _plan_waiting(waiting, running, loading, steps, free, pool, limits, asks_tier)
+            admitted, loads, free = _plan_waiting(waiting, running, loading, steps, free, pool, limits, asks_tier)
             steps += admitted
-    return Plan(tuple(steps), tuple(preempted), tuple(loads))
+        steps = _with_drafts(steps, free, limits)
+    return Plan(tuple(steps), tuple(preempted), tuple(_choose_swapped(preempted, pool, costs)), tuple(loads))
+
+
+def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts) -> list[Seq]:
+    chosen, free = [], pool.host.num_free
+    for seq in preempted:
+        count = len(seq.block_table)
+        if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
+            chosen.append(seq)
+            free -= count
+    return chosen
 
 
 def may_admit(num_waiting: int, running: Sequence[Seq], limits: Limits, oldest_wait_s: float) -> bool:
@@ -192,8 +214,11 @@ def _plan_waiting(
     pool: BlockPool,
     limits: Limits,
     asks_tier: bool,
-) -> tuple[list[SeqStep], list[LoadStep]]:
-    """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens."""
+) -> tuple[list[SeqStep], list[LoadStep], int]:
+    """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens.
+
+    Returns their steps, the loads of those that ask the outer tier first, and the blocks left free.
+    """
     steps: list[SeqStep] = []
     loads: list[LoadStep] = []
     on_the_way = {key for seq in loading for key in seq.loading}
@@ -216,7 +241,7 @@ def _plan_waiting(
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > spare:
             break
-        missing = reusable[len(hits) :] if asks_tier and not seq.is_asked else []
+        missing = reusable[len(hits) :] if asks_tier and not (seq.is_asked or seq.host_blocks) else []
         if missing:
             if missing[0] not in on_the_way:
                 loads.append(LoadStep(seq, tuple(hits), tuple(missing)))
@@ -224,14 +249,43 @@ def _plan_waiting(
                 free -= taken + len(missing)
                 spare -= promised
             continue
-        start = len(hits) * block_size
+        start = max(len(hits) * block_size, seq.num_swapped)
         count = min(length - start, budget)
         need = _num_blocks(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
         budget -= count
         free -= taken + need
         spare -= promised
-    return steps, loads
+    return steps, loads, free
+
+
+def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
+    """The steps, those of decoding sequences longer by as much of their drafts as budget and `free` blocks allow."""
+    num_guessing = sum(_may_guess(step) for step in steps)
+    budget = limits.max_tokens - sum(step.num_tokens for step in steps)
+    result = []
+    for step in steps:
+        if _may_guess(step):
+            num_blocks = len(step.seq.block_table) + step.num_new_blocks
+            room = (num_blocks + free) * limits.block_size - step.start - step.num_tokens
+            draft = step.seq.draft[: min(limits.max_draft_tokens // num_guessing, budget, room)]
+            extra = _num_blocks(step.start + step.num_tokens + len(draft), limits.block_size) - num_blocks
+            step = replace(
+                step,
+                num_tokens=step.num_tokens + len(draft),
+                num_new_blocks=step.num_new_blocks + extra,
+                draft=tuple(draft),
+            )
+            budget -= len(draft)
+            free -= extra
+        result.append(step)
+    return result
+
+
+def _may_guess(step: SeqStep) -> bool:
+    """A decode with guesses for what follows; a prefill has none of its last token yet."""
+    seq = step.seq
+    return bool(seq.draft) and seq.status is Status.RUNNING and seq.num_pending == step.num_tokens == 1
 
 
 def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
@@ -239,6 +293,17 @@ def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
     reach = max(seq.max_len, len(seq.token_ids)) if limits.max_preempt == 0 else 0
     promised = max(_num_blocks(reach, limits.block_size), min(limits.prealloc_blocks, pool.num_blocks))
     return max(promised, len(seq.block_table))
+
+
+def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
+    """Host blocks for the swapped sequences: (block, host block) to copy before the step. Before apply_step."""
+    copies: list[tuple[int, int]] = []
+    for seq in plan.swapped:
+        blocks = pool.host.allocate(len(seq.block_table))
+        assert blocks is not None, "the plan promised host blocks that are not free"
+        seq.host_blocks, seq.num_swapped = blocks, seq.num_computed
+        copies += zip(seq.block_table, blocks, strict=True)
+    return copies
 
 
 def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
@@ -256,33 +321,46 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     seq = step.seq
     new = pool.allocate(step.num_new_blocks)
     assert new is not None, "the plan promised blocks that are not free"
-    first = 0
+    first, loads = 0, []
     if seq.status is Status.WAITING:
         seq.status = Status.RUNNING
         seq.num_computed, seq.block_table = step.start, list(step.hits)
         seq.num_published = len(step.hits)
         if seq.num_preemptions == 0:
             seq.num_cached = step.start
+        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the hits are there already
+        forget_swapped(seq, pool)
     else:
         first = len(seq.block_table)
     seq.block_table += new
-    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:])
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads)
 
 
-def commit_step(plan: Plan, sampled: dict[int, int], pool: BlockPool, block_size: int) -> list[list[int]]:
-    """After the rank has run: advance the sequences, append sampled tokens (id -> token), publish full blocks.
+def forget_swapped(seq: Seq, pool: BlockPool) -> None:
+    """Give up the host's copies of `seq`: it has its blocks back, or needs none any more."""
+    pool.host.release(seq.host_blocks)
+    seq.host_blocks, seq.num_swapped = [], 0
 
-    A sequence that finished while the step ran (abort, stop string) stays as it is: its blocks are already gone.
-    Returns the blocks that the pool now knows and did not know before, in chain order, a list a sequence.
+
+def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
+    """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
+
+    All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
+    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. Returns the blocks
+    that the pool now knows and did not know before, in chain order, a list a sequence.
     """
     fresh = []
     for step in plan.steps:
         seq = step.seq
         if seq.status is not Status.RUNNING:
             continue
-        seq.num_computed = step.start + step.num_tokens
-        if seq.id in sampled:
-            seq.token_ids.append(sampled[seq.id])
+        tokens = sampled.get(seq.id, ())
+        seq.num_computed = step.start + step.num_tokens - len(step.draft) + max(0, len(tokens) - 1)
+        seq.token_ids += tokens
+        seq.draft = []
+        num_used = _num_blocks(seq.num_computed, block_size)
+        pool.release(seq.block_table[num_used:])
+        del seq.block_table[num_used:]
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
         full = range(seq.num_published, seq.num_computed // block_size)
         fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
@@ -291,7 +369,9 @@ def commit_step(plan: Plan, sampled: dict[int, int], pool: BlockPool, block_size
 
 
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
-    """Give up all blocks of `seq`: finished, or waiting to be computed again."""
+    """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
+    if status is Status.FINISHED:
+        forget_swapped(seq, pool)
     pool.release(seq.block_table)
     seq.block_table = []
     seq.num_computed = seq.num_published = 0
@@ -307,8 +387,11 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
         assert len(seq.block_table) == _num_blocks(seq.num_computed, block_size)
         assert 0 <= seq.num_computed <= len(seq.token_ids)
+        assert len(seq.host_blocks) == _num_blocks(seq.num_swapped, block_size)
+        assert not (seq.host_blocks and seq.block_table), "swapped out and running"
         for block in seq.block_table:
             held[block] = held.get(block, 0) + 1
+    pool.host.check([block for seq in seqs for block in seq.host_blocks])
     for block in range(pool.num_blocks):
         assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"
 

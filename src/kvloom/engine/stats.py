@@ -12,6 +12,9 @@ class Stats:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
+    num_swapped: int = 0  # sequences that wait with their blocks on the host
+    num_host_blocks: int = 0
+    num_free_host_blocks: int = 0
     max_batch: int = 0
     total_steps: int = 0
     total_requests: int = 0
@@ -20,6 +23,9 @@ class Stats:
     total_cached_tokens: int = 0
     total_output_tokens: int = 0
     total_preemptions: int = 0
+    total_swapped: int = 0  # of the preemptions, those by a copy to the host
+    total_draft_tokens: int = 0  # guessed ahead
+    total_accepted_tokens: int = 0  # of these the ones that the model chose too
     total_compute_s: float = 0.0
     total_tier_loaded_blocks: int = 0  # KV blocks from and to the outer tier, since the rank started
     total_tier_saved_blocks: int = 0

@@ -9,8 +9,10 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from kvloom.engine.batch import RankInfo
+from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.engine import Engine, Vocabulary
+from kvloom.engine.detok import Vocabulary
+from kvloom.engine.engine import Engine
 from kvloom.engine.errors import GenerationFailed, ServingError, Unavailable
 from kvloom.engine.executor import Executor, Progress, RankDied, RankExecutor, restart_with_backoff
 from kvloom.engine.request import Delta, FinishReason, Request
@@ -49,6 +51,7 @@ class EngineThread:
         self._ready = threading.Event()
         self._stats = engine.stats()
         self._num_restarts = 0
+        self._completed = CompletedLog(executor.info.block_size)
 
     @property
     def info(self) -> RankInfo:
@@ -146,6 +149,7 @@ class EngineThread:
         if isinstance(message, _Add):
             try:
                 self._engine.add(message.request)
+                self._completed.added(message.request)
             except ServingError as error:
                 self._post([(message.request.id, error)])
         elif isinstance(message, _Drop):
@@ -163,6 +167,7 @@ class EngineThread:
             self._ready.set()
 
     def _deliver(self, deltas: list[Delta]) -> None:
+        self._completed.delivered(deltas, self._stats)
         self._post([(delta.request_id, delta) for delta in deltas])
 
     def _post(self, items: list[tuple[str, Delta | ServingError]]) -> None:

@@ -38,8 +38,8 @@ class Transfers:
         self._new_saves: list[Transfer] = []
         self._num_saving = 0
         self._is_up = timeout_s is not None
-        self.num_loaded_blocks = 0
-        self.num_saved_blocks = 0
+        self._num_loaded = 0
+        self._num_saved = 0
 
     @property
     def is_pending(self) -> bool:
@@ -76,6 +76,10 @@ class Transfers:
                 self._saves[transfer.id] = transfer
                 self._new_saves.append(transfer)
 
+    def counts(self) -> dict[str, int]:
+        """What moved since the rank started, by the names of Stats."""
+        return {"total_tier_loaded_blocks": self._num_loaded, "total_tier_saved_blocks": self._num_saved}
+
     def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
         """Loads and saves that the rank has not been told of."""
         new = self._new_loads, self._new_saves
@@ -94,7 +98,7 @@ class Transfers:
             if load:
                 self._finish_load(load, count)
             else:
-                self.num_saved_blocks += count
+                self._num_saved += count
                 self._num_saving -= len(transfer.blocks)
                 self._pool.release(transfer.blocks)
 
@@ -102,7 +106,7 @@ class Transfers:
         blocks, keys = load.transfer.blocks, load.transfer.keys
         for block, key in zip(blocks[:count], keys[:count], strict=True):
             self._pool.publish(block, key)
-        self.num_loaded_blocks += count
+        self._num_loaded += count
         self._pool.release([*load.hits, *blocks])
         _wake(load)
 

@@ -17,6 +17,7 @@ from starlette.types import Send
 
 from kvloom.engine.errors import ServingError
 from kvloom.server import sse
+from kvloom.server.auth import TENANT
 from kvloom.server.errors import BUG_TEXT, ErrorReply, NoRoute, TooLarge, WrongMethod, reply_for_path
 from kvloom.server.health import Health
 from kvloom.server.logs import current_request_id
@@ -103,7 +104,7 @@ async def _respond(
         health.check_live()
     body = await _read(request, max_body_bytes)
     headers = {**dict(request.headers), "x-request-id": request_id}
-    call = Call(body, request.path_params, request.query_params, headers)
+    call = Call(body, request.path_params, request.query_params, headers, request.scope.get(TENANT, ""))
     reply = await (_unless_gone(request, endpoint.answer(call)) if endpoint.is_generating else endpoint.answer(call))
     if reply.events is not None:
         return EventResponse(

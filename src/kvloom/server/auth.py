@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
 SALT_BYTES = 16
+TENANT = "kvloom.tenant"  # in an ASGI scope
 _SCHEME = "sha256"
 
 
@@ -56,16 +57,23 @@ class KeyRing:
             raise AccessError("API keys are required, but none is configured")
         self._entries = [_parsed(position, text) for position, text in enumerate(hashes)]
 
-    def accepts(self, key: str) -> bool:
-        """Compares with every key, always: the time tells neither which one fits nor how nearly."""
-        found = False
+    def tenant_of(self, key: str) -> str | None:
+        """A name for whoever holds this key, None for a wrong one. The name is the same as long as its hash is kept.
+
+        Compares with every key, always: the time tells neither which one fits nor how nearly.
+        """
+        found = None
         for salt, digest in self._entries:
-            found |= hmac.compare_digest(_digest(salt, key), digest)
+            if hmac.compare_digest(_digest(salt, key), digest):
+                found = digest.hex()[:16]
         return found
 
 
 class ApiKeyMiddleware:
-    """ASGI: 401 without a valid `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except on `open_paths` (exact)."""
+    """ASGI: 401 without a valid `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except on `open_paths` (exact).
+
+    The key's tenant is left in the scope under TENANT.
+    """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str] = ()) -> None:
         self._app = app
@@ -86,7 +94,9 @@ class ApiKeyMiddleware:
         headers = Headers(scope=scope)
         scheme, _, token = headers.get("authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        return 0 < len(key) <= MAX_KEY_CHARS and self._keys.accepts(key)
+        tenant = self._keys.tenant_of(key) if 0 < len(key) <= MAX_KEY_CHARS else None
+        scope[TENANT] = tenant or ""
+        return tenant is not None
 
 
 def check_bind(address: str, is_all_allowed: bool) -> None:

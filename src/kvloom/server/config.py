@@ -275,13 +275,15 @@ class Settings:
             engine["kv_cache_bytes"] = max(1, int(both["npu_mem_gb"] * GB))
         if "max_queue_delay_us" in both:
             engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
+        if "fair_token_us" in both:
+            engine["fair_token_s"] = both["fair_token_us"] / 1e6
         if "max_batch" in engine:
             engine["max_tokens_per_step"] = max(512, engine["max_batch"])
         engine["kv_tier"] = _kv_tier(both)
         path = both.get("model") or ""
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
-        return ModelCard(name, EngineConfig(model=path, **engine), **card)
+        return ModelCard(name, EngineConfig(model=path, **engine), dtype=both.get("torch_dtype", "auto"), **card)
 
 
 def _kv_tier(settings: Mapping[str, Any]) -> TierConfig | None:
@@ -320,6 +322,9 @@ _ENGINE_FIELDS: Sequence[str] = (
     "device",
     "dtype",
     "weight_format",
+    "world_size",
+    "kv_dtype",
+    "num_speculative_tokens",
     "max_seq_len",
     "num_blocks",
     "max_batch",

@@ -90,6 +90,9 @@ _SERVE: dict[str, Key] = {
     "maxQueuedTokens": Key(int, "prompt tokens served and waiting; more are refused", 1, setting="max_queued_tokens"),
     "maxRequestLength": Key(int, "largest body in MB", 1, 1024, setting="max_body_mb"),
     "tokenTimeout": Key(int, "seconds after which a step counts as hung", 1, 3600, setting="step_timeout_s"),
+    "fairTokenMicroseconds": Key(
+        int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
+    ),
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
@@ -109,11 +112,11 @@ _MODEL: dict[str, Key] = {
     ),
     "modelName": _needed(str, "smollm2", "the name that requests use", setting="name"),
     "modelWeightPath": _needed(str, "smollm2", "a folder, a .gguf file or a fetched model's name", setting="model"),
-    "worldSize": _needed(int, 1, "devices that share the model", choices=(1,), setting="world_size"),
+    "worldSize": _needed(int, 1, "processes that share the model, tensor parallel", 1, 64, setting="world_size"),
     "cpuMemSize": _needed(_NUMBER, 0, "GB of main memory for what is swapped out", 0, setting="cpu_mem_gb"),
     "npuMemSize": _needed(_NUMBER, -1, "GB for the KV cache; -1 = a share of what is free", -1, setting="npu_mem_gb"),
     "backendType": _needed(str, "default", "the kernels that are there are taken"),
-    "kvCacheDtype": Key(str, "of the KV cache", choices=("auto",), setting="kv_dtype"),
+    "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
     "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
@@ -133,6 +136,9 @@ _SCHEDULE: dict[str, Key] = {
     "maxIterTimes": _needed(int, 512, "longest answer in tokens, below maxSeqLen", 1, setting="max_iter_times"),
     "maxPreemptCount": _needed(int, 0, "requests a step may preempt; 0 = never", 0, setting="max_preempt"),
     "supportSelectBatch": _needed(bool, False, "weigh prefill against decode", setting="is_selecting"),
+    "numSpeculativeTokens": Key(
+        int, "tokens guessed ahead from the prompt; 0 = off", 0, 64, setting="num_speculative_tokens"
+    ),
     "maxQueueDelayMicroseconds": _needed(
         int, 5000, "how long a batch may wait to fill", 500, 1_000_000, setting="max_queue_delay_us"
     ),

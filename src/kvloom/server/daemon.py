@@ -26,3 +26,7 @@ def main() -> None:
     except (ServingError, AccessError, TlsError, KeyStoreError) as error:
         print(f"mindieservice_daemon: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

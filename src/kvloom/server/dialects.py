@@ -2,7 +2,9 @@
 
 from importlib.metadata import version
 
+from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.generate import Generate
+from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
 from kvloom.server.api.status import Status, Stop
@@ -18,11 +20,14 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     """All of them. `stop` and `address` as Status takes them."""
     number = version("kvloom")
     tgi = TextGeneration(models, number)
-    return [
+    dialects: list[Dialect] = [
         OpenAI(models),
         tgi,
         Generate(tgi, Vllm(models)),
         Triton(models, health, number),
         Native(models),
         Status(models, health, stop, address),
+        Metrics(models),
     ]
+    endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
+    return [*dialects, Documentation(endpoints, number)]

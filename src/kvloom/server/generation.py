@@ -6,8 +6,6 @@ with the index of their choice. Closing the stream cancels all of them.
 
 import asyncio
 import itertools
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +17,8 @@ from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams, 
 from kvloom.engine.stats import Stats
 from kvloom.server.admission import Admission, Ticket
 from kvloom.server.card import ModelCard
+from kvloom.server.meter import Meter
+from kvloom.server.timing import Timing
 
 MAX_CHOICES = 1024  # answers to one HTTP request
 
@@ -65,50 +65,6 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Timing:
-    """Seconds: waited for a place, from there to the first token, from there to the last token so far."""
-
-    queue_s: float = 0.0
-    first_token_s: float | None = None
-    decode_s: float = 0.0
-    num_tokens: int = 0
-    _began: float = field(default_factory=time.perf_counter)
-
-    def place_given(self) -> None:
-        now = time.perf_counter()
-        self.queue_s, self._began = now - self._began, now
-
-    def token(self) -> None:
-        passed = time.perf_counter() - self._began
-        if self.first_token_s is None:
-            self.first_token_s = passed
-        self.decode_s = passed - self.first_token_s
-        self.num_tokens += 1
-
-
-class Latency:
-    """Means over the last generations: seconds to the first token, with the wait, and from token to token."""
-
-    def __init__(self, num_kept: int = 1024) -> None:
-        self._first_s: deque[float] = deque(maxlen=num_kept)
-        self._between_s: deque[float] = deque(maxlen=num_kept)
-
-    def add(self, timing: Timing) -> None:
-        if timing.first_token_s is not None:
-            self._first_s.append(timing.queue_s + timing.first_token_s)
-        if timing.num_tokens > 1:
-            self._between_s.append(timing.decode_s / (timing.num_tokens - 1))
-
-    @property
-    def first_token_s(self) -> float:
-        return sum(self._first_s) / max(1, len(self._first_s))
-
-    @property
-    def between_tokens_s(self) -> float:
-        return sum(self._between_s) / max(1, len(self._between_s))
-
-
-@dataclass(slots=True)
 class Answer:
     """One choice, whole."""
 
@@ -122,11 +78,10 @@ class Answer:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
-    timing: "Timing" = field(default_factory=lambda: Timing())
+    timing: Timing = field(default_factory=Timing)  # of the whole generation
 
     def add(self, delta: Delta) -> None:
         if delta.token_ids:
-            self.timing.token()
             self.token_texts += [delta.text] + [""] * (len(delta.token_ids) - 1)
         self.text += delta.text
         self.token_ids += delta.token_ids
@@ -152,7 +107,7 @@ class GenerationService:
         self.admission = admission
         self._running: dict[str, set[_Running]] = {}
         self._serial = itertools.count()
-        self.latency = Latency()
+        self.meter = Meter()
 
     @property
     def name(self) -> str:
@@ -193,34 +148,48 @@ class GenerationService:
                 self.engine.abort(request.id)
         return bool(running)
 
-    async def stream(self, generation: Generation, timing: Timing | None = None) -> AsyncGenerator[tuple[int, Delta]]:
-        """(choice, delta) of all choices as they come; each choice's last delta has a finish_reason."""
-        timing = timing or Timing()
-        async with (
-            self._place(generation, generation.n, timing) as running,
-            aclosing(self._merge(running)) as deltas,
-        ):
-            async for item in deltas:
-                if item[1].token_ids:
-                    timing.token()
-                yield item
-        self.latency.add(timing)
+    def stream(self, generation: Generation, timing: Timing | None = None) -> AsyncGenerator[tuple[int, Delta]]:
+        """(choice, delta) of all choices as they come; each choice's last delta has a finish_reason.
+
+        `timing` is kept up to date for the caller. Raises ServingError from the first step on.
+        """
+        return self._run(generation, generation.n, timing or Timing())
 
     async def collect(self, generation: Generation) -> list[Answer]:
         """All choices, whole; of best_of answers to a prompt the n of highest mean log-probability, best first."""
-        if generation.best_of > generation.n:
+        count = generation.best_of
+        if count > generation.n:
             scored = replace(generation.params, logprobs=generation.params.logprobs or 0)
             generation = replace(generation, params=scored)
         timing = Timing()
-        async with self._place(generation, generation.best_of, timing) as running:
-            answers = [Answer(request.prompt_ids, timing=replace(timing)) for request in running.requests]
-            async with aclosing(self._merge(running)) as deltas:
-                async for choice, delta in deltas:
-                    answers[choice].add(delta)
-        for answer in answers:
-            self.latency.add(answer.timing)
-        groups = (answers[i : i + generation.best_of] for i in range(0, len(answers), generation.best_of))
+        answers = [Answer(prompt, timing=timing) for prompt in generation.prompts for _ in range(count)]
+        async with aclosing(self._run(generation, count, timing)) as deltas:
+            async for choice, delta in deltas:
+                answers[choice].add(delta)
+        groups = (answers[i : i + count] for i in range(0, len(answers), count))
         return [answer for group in groups for answer in _best(group, generation.n)]
+
+    async def _run(self, generation: Generation, count: int, timing: Timing) -> AsyncGenerator[tuple[int, Delta]]:
+        """`count` choices a prompt, timed and counted."""
+        reasons: list[FinishReason] = []
+        num_choices = len(generation.prompts) * count
+        self.meter.num_received += 1
+        try:
+            async with self._place(generation, count, timing) as running, aclosing(self._merge(running)) as deltas:
+                async for choice, delta in deltas:
+                    if delta.token_ids:
+                        timing.token()
+                    if delta.finish_reason is not None:
+                        reasons.append(delta.finish_reason)
+                        if len(reasons) == num_choices:
+                            self.meter.finished(timing, sum(map(len, generation.prompts)), num_choices, reasons)
+                    yield choice, delta
+        except ServingError:
+            self.meter.num_failed += 1
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self.meter.num_aborted += len(reasons) < num_choices
+            raise
 
     @asynccontextmanager
     async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[_Running]:

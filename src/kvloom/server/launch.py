@@ -1,5 +1,6 @@
 """From a config.json, the environment and flags to a running server: what `kvloom serve` and the daemon share."""
 
+import json
 import logging
 import os
 from collections.abc import Mapping
@@ -46,7 +47,17 @@ def resolve_models(settings: Settings) -> None:
         name = model.get("model") or DEMO_MODEL
         if name in MODELS:
             model.setdefault("name", name)
-        model["model"] = str(find_model(name) if model.get("model") else fetch(name))
+        path = find_model(name) if model.get("model") else fetch(name)
+        model.update(model=str(path), torch_dtype=_dtype_of(path))
+
+
+def _dtype_of(path: Path) -> str:
+    """The type of the weights as the checkpoint names it."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        return path.suffix.lstrip(".") or "auto"
+    return f"torch.{found}" if found else "auto"
 
 
 def fetch(name: str) -> Path:

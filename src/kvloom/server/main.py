@@ -34,7 +34,8 @@ from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
 log = logging.getLogger(__name__)
 
 READY_LINE = "Daemon start success!"
-OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready")  # answered without an API key
+# answered without an API key
+OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs")
 
 
 def serve(config: ServerConfig) -> None:

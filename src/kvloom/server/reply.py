@@ -6,7 +6,7 @@ A dialect is a list of endpoints and the shape of its errors; app.py mounts them
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvloom.engine.errors import ServingError
 from kvloom.server.errors import BUG_TEXT, ErrorReply
@@ -25,6 +25,7 @@ class Call:
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
+    tenant: str = ""  # whose API key it came with
 
 
 class Events:
@@ -94,15 +95,15 @@ class Reply:
 class Endpoint:
     """One route. `is_generating`: refused while the server drains, cancelled with its client.
 
-    `is_management`: moves to the management port when there is one. `summary`, `body` and `answers` document it:
-    the struct that parses the body, and the media types of its answers.
+    `is_management`: moves to the management port when there is one. `summary`, `bodies` (the structs that parse the
+    body; any of them) and `is_streaming` are for the documentation.
     """
 
     method: str
     path: str  # as starlette writes it: "/v1/models/{name}"
     answer: Callable[[Call], Awaitable[Reply]]
     summary: str = ""
-    body: Any = None
+    bodies: tuple[type, ...] = ()
     is_generating: bool = False
     is_management: bool = False
     is_streaming: bool = False

@@ -1,31 +1,14 @@
 // Every vector kernel of this build against its scalar reference, at every number of rows and every remainder.
 // Compiled with -fsanitize=address,undefined and run by test_cpu_native.py; prints what differs, exits 1 if anything does.
-#include <cstdio>
 #include <numeric>
-#include <random>
 
+#include "check.hpp"
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
 #include "scalar.hpp"
 
 using namespace kvl;
-
-static int failures = 0;
-static std::mt19937 generator(7);
-
-static std::vector<float> noise(int64_t count) {
-    std::normal_distribution<float> normal;
-    std::vector<float> values(static_cast<size_t>(count));
-    for (float& value : values) value = normal(generator);
-    return values;
-}
-
-static void near(double got, double want, double tolerance, const char* what, int64_t a, int64_t b) {
-    if (std::fabs(got - want) <= tolerance) return;
-    failures++;
-    std::printf("%s (%ld, %ld): got %g, want %g\n", what, long(a), long(b), got, want);
-}
 
 static void test_numbers() {
     for (int bits = 0; bits < 0x7c00; bits++)  // every finite fp16 survives the way through float
@@ -98,43 +81,84 @@ static void test_tiles(int format, int64_t cols) {
     kvl_free(model);
 }
 
-// Keys and values written through store_key and store_value, each number of query rows, lengths around every limit.
+// Keys and values through the cache's form, each number of query rows, lengths around every limit.
+template <class Cache>
 static void test_attention(int dim, int length, int window) {
-    const int blocks = (length + kBlockTokens - 1) / kBlockTokens;
-    const int64_t stride = int64_t(kBlockTokens) * dim;
-    std::vector<uint16_t> keys(size_t(blocks * stride)), values(keys);
+    const int blocks = (length + kBlockTokens - 1) / kBlockTokens, format = Cache::kFormat;
+    const int64_t stride = kv_tile_bytes(format, dim);
+    std::vector<uint8_t> keys(size_t(blocks * stride)), values(keys);
     std::vector<int32_t> table(static_cast<size_t>(blocks));
     std::iota(table.rbegin(), table.rend(), 0);
+    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim};
     std::vector<float> rope = noise(dim);
     for (int key = 0; key < length; key++) {
-        std::vector<float> head = noise(dim), want = head;
-        rotate(head.data(), rope.data(), dim);
+        std::vector<float> k = noise(dim), want = k, v = noise(dim);
+        rotate(k.data(), rope.data(), dim);
         scalar::rotate(want.data(), rope.data(), dim);
-        for (int d = 0; d < dim; d++) near(head[size_t(d)], want[size_t(d)], 1e-5, "rotate", dim, d);
         const int64_t tile = table[size_t(key / kBlockTokens)] * stride;
-        store_key(keys.data() + tile, head.data(), dim, key % kBlockTokens);
-        store_value(values.data() + tile, noise(dim).data(), dim, key % kBlockTokens);
+        Cache::store_key(keys.data() + tile, k.data(), dim, key % kBlockTokens);
+        Cache::store_value(values.data() + tile, v.data(), dim, key % kBlockTokens);
+        const bool is_int8 = format == KVL_KV_INT8;  // half a step, and the rounding of the scale itself
+        const double key_step = 1.1 * double(scalar::half_step(k.data(), 0, dim));
+        const double value_step = 1.1 * double(scalar::half_step(v.data(), 0, dim));
+        for (int d = 0; d < dim; d++) {
+            const double a = double(k[size_t(d)]), b = double(v[size_t(d)]);
+            near(a, want[size_t(d)], 1e-5, "rotate", dim, d);
+            near(scalar::key_at(head, format, key, d), a, is_int8 ? key_step : std::fabs(a) / 256, "key", key, d);
+            near(scalar::value_at(head, format, key, d), b, is_int8 ? value_step : std::fabs(b) / 256, "value", key, d);
+        }
     }
-    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim};
     for (int rows = 1; rows <= kAttentionRows; rows++) {
         std::vector<uint16_t> q(size_t(rows * dim));
         std::vector<float> sums(q.size());
         std::vector<Query> queries;
         std::vector<Partial> partials(static_cast<size_t>(rows));
         for (int m = 0; m < rows; m++) {
-            store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
+            const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
             const int64_t until = std::max(1, length - rows + 1 + m);
-            queries.push_back({q.data() + m * dim, window ? std::max<int64_t>(0, until - window) : 0, until});
+            queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
             partials[size_t(m)].sums = sums.data() + m * dim;
         }
         for (int64_t chunk = queries[0].from / kChunkKeys; chunk * kChunkKeys < length; chunk++)
-            chunk_kernel(rows)(head, queries.data(), chunk, length, partials.data());
+            chunk_kernel<Cache>(rows)(head, queries.data(), chunk, length, partials.data());
         std::vector<double> want(static_cast<size_t>(dim));
+        const double tolerance = format == KVL_KV_INT8 ? 0.001 : 0.02;  // what bf16 probabilities lose, 15 bits keep
         for (int m = 0; m < rows; m++) {
-            scalar::attend(head, queries[size_t(m)], want.data());
+            scalar::attend(head, format, queries[size_t(m)], want.data());
             for (int d = 0; d < dim; d++)
-                near(sums[size_t(m * dim + d)] / partials[size_t(m)].weight, want[size_t(d)], 0.02, "attend", length, d);
+                near(sums[size_t(m * dim + d)] / partials[size_t(m)].weight, want[size_t(d)], tolerance, "attend", length, d);
         }
+    }
+}
+
+// Heads of zeros, of the smallest and of enormous numbers are cached without anything but a number coming out.
+static void test_extreme_heads() {
+    const int dim = 32;
+    for (float size : {0.0f, 1e-38f, 1e-9f, 1e30f}) {
+        std::vector<uint8_t> tile(size_t(kv_tile_bytes(KVL_KV_INT8, dim)));
+        std::vector<float> head(size_t(dim), size);
+        std::vector<uint16_t> q(static_cast<size_t>(dim));
+        const int32_t table = 0;
+        const PagedHead cached{tile.data(), tile.data(), &table, 0, dim};
+        Int8Cache::store_key(tile.data(), head.data(), dim, 3);
+        near(std::isfinite(Int8Cache::store_query(q.data(), head.data(), dim, 1)), 1, 0, "query scale", 0, 0);
+        const double want = std::min(double(size), double(kLargestFp16) * 127);
+        near(scalar::key_at(cached, KVL_KV_INT8, 3, 5), want, 1e-7 + want * 0.01, "extreme key", int64_t(std::log10(size)), 0);
+    }
+}
+
+// Logits and scratch of exactly their size, every remainder of a block, each rule alone and together.
+static void test_draw() {
+    for (int count = 1; count < 140; count++) {
+        std::vector<float> logits = noise(count, 3), scratch(size_t(round_up(count, 64)));
+        if (count % 3 == 0) logits[size_t(count / 2)] = -std::numeric_limits<float>::infinity();
+        for (float top_p : {1.0f, 0.95f, 0.5f, 0.01f})
+            for (float min_p : {0.0f, 0.02f, 0.4f})
+                for (double point : {0.0, 0.31, 0.72, 0.99}) {
+                    const kvl_draw_rules rules{count % 2 ? 0.7f : 1.3f, top_p, min_p, point};
+                    near(kvl_draw(logits.data(), count, &rules, scratch.data()), scalar::draw(logits, rules), 0, "draw", count,
+                         int64_t(100 * top_p));
+                }
     }
 }
 
@@ -158,8 +182,16 @@ int main() {
     for (int format : {KVL_INT8, KVL_INT4, KVL_BF16})
         for (int64_t cols : {1, 31, 33, 64, 96, 200}) test_tiles(format, cols);
     for (int dim : {32, 64, 96, 128, 256})
-        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_attention(dim, length, 0);
-    for (int window : {1, 16, 37, 128, 500}) test_attention(64, 300, window);
+        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {
+            test_attention<Bf16Cache>(dim, length, 0);
+            test_attention<Int8Cache>(dim, length, 0);
+        }
+    for (int window : {1, 16, 37, 128, 500}) {
+        test_attention<Bf16Cache>(64, 300, window);
+        test_attention<Int8Cache>(64, 300, window);
+    }
+    test_extreme_heads();
+    test_draw();
     test_pool();
     std::printf("%s: %d differences\n", kIsaName, failures);
     return failures != 0;

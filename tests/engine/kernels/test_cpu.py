@@ -7,10 +7,12 @@ from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.sampler import draw_plain
 
 from .models import SPECS, four_bit, ragged, random_weights, tiny_spec
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
+FORMATS = [("bf16", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 130, 300)
 
 
@@ -54,10 +56,25 @@ def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
 
 @pytest.mark.parametrize("isa", AVAILABLE)
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("weight_format", ["bf16", "w8a8", "w4a8"])
-def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format):
+def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
     spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, weight_format, num_threads=2, isa=isa)
+    weights, args = random_weights(spec), ragged(prompts())
+    backend = CpuBackend(spec, weights, 64, "bf16", "int8", num_threads=2, isa=isa)
+    wide = CpuBackend(spec, weights, 64, "bf16", num_threads=2, isa=isa)
+    assert backend.kv_bytes * 2 * spec.head_dim == wide.kv_bytes * (spec.head_dim + 2)  # an fp16 scale a token and head
+    got = backend.step(*args).clone()
+    assert relative_error(got, ReferenceBackend(spec, weights, 64).step(*args)) < 0.03
+    rounded = ReferenceBackend(spec, weights, 64, kv_dtype=torch.int8).step(*args)
+    assert relative_error(got, rounded) < 0.025
+    assert not torch.equal(got, wide.step(*args))
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("weight_format", "kv_dtype"), FORMATS)
+def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format, kv_dtype):
+    spec = SPECS[name]
+    backend = CpuBackend(spec, random_weights(spec), 64, weight_format, kv_dtype, num_threads=2, isa=isa)
     parts = prompts()
     together = backend.step(*ragged(parts)).clone()
     start = 0
@@ -70,9 +87,10 @@ def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_fo
 @pytest.mark.parametrize("isa", AVAILABLE)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("chunk", [1, 3, 16, 50, 128])
-def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk):
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dtype):
     spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, random_weights(spec), 64, kv_dtype=kv_dtype, num_threads=2, isa=isa)
     tokens, blocks = tokens_of(150), list(range(20, 30))
     whole = backend.step(*ragged([(tokens, 0, blocks)])).clone()
     pieces = [
@@ -99,11 +117,86 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
     assert torch.equal(backend.step(ids, pos, qstart, table, some).clone(), every[some.long()])
 
 
+def assert_same_head(got, want, tops):
+    """`got` asked for candidates of some rows of the logits `want`, and has exactly those that a full sort finds."""
+    full = iter(got.full)
+    for row, top in enumerate(tops):
+        if top == 0:
+            assert torch.equal(next(full), want[row])
+        else:
+            order = sorted(range(want.shape[1]), key=lambda token: (-float(want[row, token]), token))[:top]
+            assert got.ids[row, :top].tolist() == order
+            assert torch.equal(got.values[row, :top], want[row, order])
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 60])
+def test_the_largest_logits_are_those_of_the_whole_row(isa, threads, num_rows):
+    spec = SPECS["llama"]  # 101 tokens: the last panel is not full
+    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=threads, isa=isa)
+    ids, pos, qstart, table, _ = ragged(prompts())
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    want = backend.step(ids, pos, qstart, table, rows).clone()
+    for tops in ([1] * num_rows, [(3 * row) % 40 for row in range(num_rows)], [101, *[0] * (num_rows - 1)]):
+        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, tops), want, tops)
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("num_rows", [1, 20])
+def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
+    spec = SPECS["llama"]
+    weights = random_weights(spec)
+    weights.values["embed"][50:90] = weights.values["embed"][7]  # the head is the embedding: 41 equal logits
+    backend = CpuBackend(spec, weights, 64, num_threads=2, isa=isa)
+    ids, pos, qstart, table, _ = ragged(prompts())
+    rows = torch.arange(num_rows, dtype=torch.int32)
+    want = backend.step(ids, pos, qstart, table, rows).clone()
+    for top in (1, 5, 30, 60):
+        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, [top] * num_rows), want, [top] * num_rows)
+
+
+@pytest.fixture(scope="module", params=AVAILABLE)
+def drawing(request) -> CpuBackend:
+    spec = tiny_spec(vocab=1000)
+    return CpuBackend(spec, random_weights(spec), 2, num_threads=1, isa=request.param)
+
+
+@pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # of the logits: flat, as a model's, and sharp
+@pytest.mark.parametrize(("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)])
+def test_a_token_is_drawn_as_in_plain_torch(drawing, size, top_p, min_p):
+    generator = torch.Generator().manual_seed(5)
+    for vocab in (1, 63, 64, 65, 1000):
+        for temperature in (0.5, 1.0, 1.7):
+            logits = size * torch.randn(vocab, generator=generator)
+            logits[::7] -= 0 if vocab == 1 else torch.inf  # ruled out
+            for point in (0.0, 0.2, 0.55, 0.83, 0.999):
+                want = draw_plain(logits, temperature, top_p, min_p, point)
+                assert drawing.draw(logits, temperature, top_p, min_p, point) == want
+
+
+def test_drawn_tokens_follow_the_distribution(drawing):
+    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    drawn = [drawing.draw(logits, 1.0, 1.0, 0.0, (i + 0.5) / 1000) for i in range(1000)]
+    assert [drawn.count(token) for token in range(4)] == [500, 300, 200, 0]
+    likely = [drawing.draw(logits, 1.0, 0.8, 0.0, (i + 0.5) / 1000) for i in range(1000)]
+    assert [likely.count(token) for token in range(4)] == [625, 375, 0, 0]
+    assert likely == sorted(likely)  # the likeliest first
+
+
+def test_logits_that_are_no_numbers_still_end_in_a_token(drawing):
+    for value in (torch.nan, -torch.inf):
+        for top_p in (1.0, 0.9):
+            assert 0 <= drawing.draw(torch.full((100,), value), 1.0, top_p, 0.0, 0.5) < 100
+
+
 def test_what_the_kernels_lack_is_refused_by_name():
     with pytest.raises(ModelError, match="head size 80"):
         CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)
     with pytest.raises(ModelError, match="weight format w2"):
         CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, weight_format="w2")
+    with pytest.raises(ModelError, match="KV cache type fp8"):
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, kv_dtype="fp8")
     with pytest.raises(ModelError, match="instruction set sse9"):
         CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, isa="sse9")
 

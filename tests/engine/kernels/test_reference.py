@@ -59,6 +59,18 @@ def test_only_the_rows_asked_for_are_returned(llama):
     assert torch.equal(llama.step(*step), everything[[39, 3]])
 
 
+@pytest.mark.parametrize("top", [1, 2, 17, VOCAB_SIZE])
+def test_the_largest_logits_are_those_of_the_whole_row(llama, top):
+    everything = run_step(llama, [PROMPT], [[5, 2, 9]])
+    step = [torch.tensor(v, dtype=torch.int32) for v in (PROMPT, list(range(40)), [0, 40], [[5, 2, 9]], [39, 3, 7])]
+    head = llama.step_head(*step, [top, 0, top])
+    assert torch.equal(head.full, everything[[3]])
+    for row, token in ((0, 39), (2, 7)):
+        values, ids = everything[token].sort(descending=True, stable=True)
+        assert torch.equal(head.values[row], values[:top])
+        assert head.ids[row].tolist() == ids[:top].tolist()
+
+
 def test_bfloat16_is_near(tmp_path):
     folder = save(tiny_model("llama", initializer_range=0.05), tmp_path)
     exact = run_step(open_backend(folder), [PROMPT], [[5, 2, 9]])

@@ -1,9 +1,41 @@
 """The one contract between the runner and whatever computes: a backend runs a ragged step over a paged KV cache."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What a step found of the rows asked for; valid until the next step.
+
+    tops [R]: 0 = all logits of the row, in `full` [rows with 0, vocab] float32, in order; k = the k largest, largest
+    first, of equal ones the smaller token first: values [R, >= k] float32 and ids [R, >= k] int32.
+    """
+
+    tops: list[int]
+    full: Tensor
+    values: Tensor
+    ids: Tensor
+
+
+def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest of logits [n] and where they are, in the order of Head. count <= n."""
+    lowest = logits.topk(count).values[-1]
+    above = (logits > lowest).nonzero()[:, 0]
+    equal = (logits == lowest).nonzero()[: count - len(above), 0]
+    places = torch.cat((above, equal)).sort().values
+    values, order = logits[places].sort(descending=True, stable=True)
+    return values, places[order]
+
+
+class Draw(Protocol):
+    """A random token of one row of logits, as sampler.draw_plain: point in [0, 1) picks from the distribution that
+    temperature > 0, then top_p < 1, then min_p > 0 leave."""
+
+    def __call__(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int: ...
 
 
 class Backend(Protocol):
@@ -16,18 +48,16 @@ class Backend(Protocol):
     weight_bytes: int
     kv_layout: str  # how bytes lie in a block of the KV cache, beyond dtype and shape, and how they are computed
 
-    def kv_layers(self) -> Sequence[Sequence[torch.Tensor]]:
-        """The KV cache itself: K and V of each layer, [num_blocks, block_size, ...], contiguous in a block."""
+    @property
+    def draw(self) -> Draw | None:
+        """Its own way to draw a token, where it has a faster one than the sampler's."""
+
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """The tensors of the KV cache, each [layers, 2, num_blocks, ...], contiguous."""
         ...
 
-    def step(
-        self,
-        ids: torch.Tensor,
-        pos: torch.Tensor,
-        qstart: torch.Tensor,
-        block_table: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> torch.Tensor:
+    def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """One step over T tokens of S sequences; writes their keys and values, returns logits of the asked rows.
 
         ids, pos [T] int32: token ids and positions; qstart [S+1] int32: tokens qstart[s] .. qstart[s+1] belong to s, at
@@ -36,4 +66,10 @@ class Backend(Protocol):
         Returns [R, vocab] float32, valid until the next step. The result for a sequence does not depend on the others
         in the step.
         """
+        ...
+
+    def step_head(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+    ) -> Head:
+        """The same step, with only the tops[r] <= vocab largest logits of row r where that is not 0."""
         ...

@@ -1,4 +1,4 @@
-"""The CPU kernels' library: a prebuilt one beside the package, else compiled once into the user's cache."""
+"""The CPU kernels' library: the one that a wheel carries, else compiled once into the user's cache."""
 
 import hashlib
 import logging
@@ -14,6 +14,7 @@ from kvloom.engine.errors import ModelError
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "lib"  # only in an installed wheel
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16c"
 
@@ -43,7 +44,7 @@ def best_isa(flags: frozenset[str]) -> str:
 def library(isa: str | None = None) -> Path:
     """Path of the library for `isa` (None = the best that this machine runs). Raises ModelError when there is none.
 
-    The cache's key is a hash over sources, flags and compiler, so an update never meets a library of before.
+    A library's name has a hash over sources and flags in it, so an update never meets a library of before.
     """
     flags = cpu_flags()
     isa = isa or best_isa(flags)
@@ -51,25 +52,37 @@ def library(isa: str | None = None) -> Path:
         raise ModelError(f"instruction set {isa}: known are {', '.join(ISAS)}")
     if missing := ISAS[isa][1] - flags:
         raise ModelError(f"instruction set {isa}: this machine lacks {', '.join(sorted(missing))}")
-    prebuilt = SOURCES / file_name(isa)
+    prebuilt = PREBUILT / file_name(isa)
     if prebuilt.exists():
         return prebuilt
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
-    if compiler is None:
-        raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
-    cached = _cache_root() / _digest(isa, compiler) / file_name(isa)
+    cached = _cache_root() / file_name(isa)
     if not cached.exists():
-        log.info("compiling the CPU kernels (%s) into %s, once", isa, cached.parent)
-        compile_library(isa, cached, compiler)
+        compile_library(isa, cached)
     return cached
 
 
 def file_name(isa: str) -> str:
-    return f"libkvloom_{isa}_{platform.machine()}.so"
+    hashed = hashlib.sha256(repr((COMMON_FLAGS, ISAS[isa][0])).encode())
+    for path in sorted(SOURCES.glob("*.[hc]*")):
+        hashed.update(path.read_bytes())
+    return f"libkvloom_{isa}_{platform.machine()}-{hashed.hexdigest()[:16]}.so"
 
 
-def compile_library(isa: str, target: Path, compiler: str) -> None:
-    """Compiles into a temporary file and renames: a half-written library is never seen, two builders do not clash."""
+def prebuild(folder: Path) -> None:
+    """Every variant of this kind of machine into `folder`, whichever of them it runs itself: what a wheel carries."""
+    for isa in ISAS if platform.machine() in ("x86_64", "AMD64") else ("portable",):
+        compile_library(isa, folder / file_name(isa))
+
+
+def compile_library(isa: str, target: Path) -> None:
+    """Compiles into a temporary file and renames: a half-written library is never seen, two builders do not clash.
+
+    Raises ModelError when there is no compiler, or with what it said.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
+    if compiler is None:
+        raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
+    log.info("compiling the CPU kernels (%s) into %s, once", isa, target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
@@ -84,10 +97,3 @@ def compile_library(isa: str, target: Path, compiler: str) -> None:
 def _cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "kvloom" / "kernels"
-
-
-def _digest(isa: str, compiler: str) -> str:
-    hashed = hashlib.sha256(repr((compiler, COMMON_FLAGS, ISAS[isa][0])).encode())
-    for path in sorted(SOURCES.glob("*.[hc]*")):
-        hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:16]

@@ -12,23 +12,25 @@ from torch import Tensor
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.kernels import build, cpu_abi
-from kvloom.engine.kernels.cpu_abi import Batch, Instruction, Shape
+from kvloom.engine.kernels.backend import Head
+from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import RawTensor, WeightSource
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16}
+KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 PANEL_HALF = 16  # gate and up rows that share a panel (cpu/layout.hpp)
 BLOCK_SIZE = 16
 
 
 class CpuBackend:
-    """Weights packed for the vector unit, bf16 keys and values; a sequence's logits never depend on the rest of a step.
+    """Weights packed for the vector unit; a sequence's logits never depend on the rest of a step.
 
     `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or
     Q4_1 file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and
-    4 bit formats are quantised a token and group. Bytes inside a block of `kv`
-    [layers][k|v][blocks, kv_heads * 16 * head_dim] are permuted (`kv_layout`). Raises ModelError for shapes the kernels
-    do not have, or without compiler and library.
+    4 bit formats are quantised a token and group. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
+    halves the cache. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * tile bytes] are permuted
+    (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
     """
 
     name = "cpu"
@@ -48,6 +50,7 @@ class CpuBackend:
         """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
         _check(spec, weight_format, kv_dtype)
         self.spec, self.num_blocks = spec, num_blocks
+        self.kv_dtype = kv_dtype
         self._lib = cpu_abi.load(Path(build.library(isa)))
         self.isa = self._lib.kvl_isa().decode()
         self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"
@@ -64,15 +67,30 @@ class CpuBackend:
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
-        self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * BLOCK_SIZE * spec.head_dim))
+        tile_bytes = BLOCK_SIZE * kv_token_bytes(kv_dtype, spec.head_dim)
+        self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
         self.kv_bytes = self.kv.nbytes
         self._logits = torch.empty(0, spec.vocab_size, dtype=torch.float32)
+        self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
-        if len(rows) > len(self._logits):  # kept: fresh pages would cost more than writing them
-            self._logits = torch.empty(len(rows), self.spec.vocab_size, dtype=torch.float32)
-        logits = self._logits[: len(rows)]
+        return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows)).full
+
+    def step_head(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+    ) -> Head:
+        """See kernels/backend.py. As `step`."""
+        num_full = tops.count(0)
+        if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
+            self._logits = torch.empty(num_full, self.spec.vocab_size, dtype=torch.float32)
+        head = Head(
+            tops,
+            self._logits[:num_full],
+            torch.empty(len(tops), max(tops, default=0), dtype=torch.float32),
+            torch.empty(len(tops), max(tops, default=0), dtype=torch.int32),
+        )
+        wanted = torch.tensor(tops, dtype=torch.int32)
         held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
         batch = Batch(
             self.kv.data_ptr(),
@@ -82,16 +100,26 @@ class CpuBackend:
             len(qstart) - 1,
             block_table.shape[1],
             len(rows),
-            logits.data_ptr(),
+            wanted.data_ptr(),
+            head.values.shape[1],
+            head.full.data_ptr(),
+            head.values.data_ptr(),
+            head.ids.data_ptr(),
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
-        return logits
+        return head
 
-    def kv_layers(self) -> list[list[Tensor]]:
-        """See kernels/backend.py. The permuted bytes of a block, as if each token had its own."""
-        blocks = self.kv.view(*self.kv.shape[:3], BLOCK_SIZE, -1)
-        return [list(layer) for layer in blocks]
+    def draw(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
+        """See kernels/backend.py."""
+        rules = DrawRules(temperature, top_p, min_p, point)
+        row = logits.contiguous()
+        return int(self._lib.kvl_draw(row.data_ptr(), len(row), ctypes.byref(rules), self._weights.data_ptr()))
+
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv,)
 
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
         """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
@@ -105,7 +133,7 @@ class CpuBackend:
         s = self.spec
         return Shape(
             s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size, s.sliding_window or 0,
-            self.num_threads, s.norm_eps,
+            self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps,
         )  # fmt: skip
 
 
@@ -219,12 +247,17 @@ class _Packer:
         self._lib.kvl_fill_f32(self._model, linear, values.data_ptr(), values.shape[0], first, interleave)
 
 
+def kv_token_bytes(kv_dtype: str, head_dim: int) -> int:
+    """Bytes of one token's key (or value) of one head; an int8 one has an fp16 scale."""
+    return head_dim + 2 if kv_dtype == "int8" else 2 * head_dim
+
+
 def _check(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
     """Raises ModelError naming what the kernels do not have."""
     if weight_format not in WEIGHT_FORMATS:
         raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
-    if kv_dtype != "bf16":
-        raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has bf16")
+    if kv_dtype not in KV_FORMATS:
+        raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
     if 2 * len(spec.rope.inv_freq) != spec.head_dim:
@@ -238,8 +271,8 @@ def _rope_table(spec: DecoderSpec, positions: int) -> Tensor:
 
 
 def _lazy_zeros(shape: tuple[int, ...]) -> Tensor:
-    """bf16 zeros whose pages become resident when first written, in huge pages where the system has them."""
-    pages = mmap.mmap(-1, int(np.prod(shape)) * 2)
+    """Zero bytes whose pages become resident when first written, in huge pages where the system has them."""
+    pages = mmap.mmap(-1, int(np.prod(shape)))
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.bfloat16).view(shape)
+    return torch.frombuffer(pages, dtype=torch.uint8).view(shape)

@@ -8,6 +8,7 @@ INT8, INT4, BF16 = range(3)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT = range(6)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS = range(5)
 FROM_ATTENTION, FROM_MLP = range(2)
+KV_BF16, KV_INT8 = range(2)
 NONE = -1
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -18,6 +19,7 @@ class Shape(ctypes.Structure):
         *((name, _I32) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
         ("window", _I32),
         ("num_threads", _I32),
+        ("kv_format", _I32),
         ("norm_eps", ctypes.c_float),
     )
 
@@ -32,8 +34,16 @@ class Batch(ctypes.Structure):
         ("num_blocks", _I64),
         *((name, _POINTER) for name in ("ids", "pos", "qstart", "block_table", "rows")),
         *((name, _I32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_rows")),
+        ("tops", _POINTER),
+        ("max_top", _I32),
         ("logits", _POINTER),
+        ("top_values", _POINTER),
+        ("top_ids", _POINTER),
     )
+
+
+class DrawRules(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")), ("point", ctypes.c_double))
 
 
 @cache
@@ -52,6 +62,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
+        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
     }
     for name, (result, arguments) in signatures.items():

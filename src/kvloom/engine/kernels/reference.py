@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvloom.engine.kernels.backend import Draw, Head, most_likely
+from kvloom.engine.mesh import Mesh
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.shard import ShardedWeights, shard_spec
 from kvloom.engine.weights.source import WeightSource
 
 
@@ -19,6 +22,7 @@ class ReferenceBackend:
     """
 
     name = "reference"
+    draw: Draw | None = None
 
     def __init__(
         self,
@@ -29,27 +33,36 @@ class ReferenceBackend:
         dtype: torch.dtype = torch.float32,
         block_size: int = 16,
         progress: Callable[[int, int], None] | None = None,
+        kv_dtype: torch.dtype | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        """Loads tensor by tensor: peak memory is the weights plus one tensor. progress(done_bytes, total_bytes)."""
+        """Loads tensor by tensor: peak memory is the weights plus one tensor. progress(done_bytes, total_bytes).
+
+        `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale a token and head. Of a `mesh` of several
+        ranks each holds its share of heads and MLP channels; steps must be the same on all of them. Raises ModelError
+        when they cannot be shared.
+        """
+        self._mesh = mesh or Mesh()
+        spec = shard_spec(spec, self._mesh.world_size)
+        shards = ShardedWeights(weights, self._mesh.rank, self._mesh.world_size)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
         self.weight_bytes = 0
         self._w: dict[str, Tensor] = {}
-        for name in weights.names():
-            self._w[name] = weights.tensor(name).float32().to(device, dtype)
+        for name in shards.names():
+            self._w[name] = shards.float32(name).to(device, dtype)
             self.weight_bytes += self._w[name].nbytes
             if progress:
                 progress(self.weight_bytes, total)
         self._head = self._w["embed" if spec.tie_embeddings else "head"]
         self._inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.kv_bytes = self.kv.nbytes
-        self.kv_layout = f"reference-{self.kv.device.type}"
-
-    def kv_layers(self) -> list[list[Tensor]]:
-        """See kernels/backend.py."""
-        return [list(layer) for layer in self.kv]
+        self.kv = torch.zeros(shape, dtype=kv_dtype or dtype, device=device)
+        is_scaled = self.kv.dtype == torch.int8
+        self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
+        self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
+        self._dtype = dtype
+        self.kv_layout = f"reference-{device}-{dtype}"
 
     @torch.inference_mode()
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
@@ -67,12 +80,29 @@ class ReferenceBackend:
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
         return logits
 
+    @property
+    def kv_parts(self) -> tuple[Tensor, ...]:
+        """See kernels/backend.py."""
+        return (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
+
+    def step_head(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+    ) -> Head:
+        """See kernels/backend.py."""
+        logits = self.step(ids, pos, qstart, block_table, rows)
+        values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
+        top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
+        for row, top in enumerate(tops):
+            if top:
+                values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
+        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids)
+
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
         spec = self.spec
         angles = torch.outer(pos.float(), self._inv_freq).repeat(1, 2)[:, None, :]
         factor = spec.rope.attention_factor
-        cos, sin = ((f(angles) * factor).to(self.kv.dtype) for f in (torch.cos, torch.sin))
+        cos, sin = ((f(angles) * factor).to(self._dtype) for f in (torch.cos, torch.sin))
         x = self._w["embed"][ids]
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
         mask = keys[None, :] <= pos[:, None]
@@ -93,12 +123,24 @@ class ReferenceBackend:
         q, k, v = (self._heads(x, at + part) for part in "qkv")
         if self.spec.qk_norm:
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        cache = self.kv[layer].flatten(1, 2)  # [2, slots, kv_heads, head_dim]
-        cache[0, own], cache[1, own] = _rotate(k, cos, sin), v
-        key, value = (side[slots].transpose(0, 1)[None] for side in cache)
+        key, value = (
+            self._cached(layer, side, new, own, slots).transpose(0, 1)[None]
+            for side, new in enumerate((_rotate(k, cos, sin), v))
+        )
         query = _rotate(q, cos, sin).transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        return F.linear(out[0].transpose(0, 1).flatten(1), self._w[at + "o"])
+        return self._mesh.sum(F.linear(out[0].transpose(0, 1).flatten(1), self._w[at + "o"]))
+
+    def _cached(self, layer: int, side: int, new: Tensor, own: Tensor, slots: Tensor) -> Tensor:
+        """Puts `new` [T, kv_heads, head_dim] into slots `own` [T]; what slots `slots` [K] hold, as computed with."""
+        cache = self.kv[layer, side].flatten(0, 1)
+        if self.kv.dtype != torch.int8:
+            cache[own] = new.to(cache.dtype)
+            return cache[slots].to(new.dtype)
+        scales = self._kv_scale[layer, side].flatten(0, 1)
+        scale = (new.float().abs().amax(-1) / 127).clamp_min(1e-30)
+        scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
+        return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)
 
     def _heads(self, x: Tensor, name: str) -> Tensor:
         """A projection as [T, heads, head_dim]."""
@@ -107,7 +149,8 @@ class ReferenceBackend:
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
         gate = F.linear(x, self._w[f"layers.{layer}.gate"])
         act = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return F.linear(act * F.linear(x, self._w[f"layers.{layer}.up"]), self._w[f"layers.{layer}.down"])
+        wide = act * F.linear(x, self._w[f"layers.{layer}.up"])
+        return self._mesh.sum(F.linear(wide, self._w[f"layers.{layer}.down"]))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""

@@ -32,8 +32,8 @@ class Generate:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         summary = "TGI with `inputs`, vLLM with `prompt`"
-        body = GenerateBody | PromptBody
-        return (Endpoint("POST", "/generate", self.generate, summary, body, True, is_streaming=True),)
+        bodies = (GenerateBody, PromptBody)
+        return (Endpoint("POST", "/generate", self.generate, summary, bodies, True, is_streaming=True),)
 
     def error_reply(self, error: ServingError) -> ErrorReply:
         return tgi_reply(error)

@@ -17,20 +17,20 @@ from kvloom.server.reply import Call, Endpoint, Events, Reply
 from kvloom.server.sse import MEDIA_TYPE, event
 
 
-class InferBody(msgspec.Struct, kw_only=True):
+class TextInferBody(msgspec.Struct, kw_only=True):
     inputs: str
     stream: bool | None = False
     parameters: Parameters | None = None
 
 
-class InferTokenBody(msgspec.Struct, kw_only=True):
+class TokenInferBody(msgspec.Struct, kw_only=True):
     input_id: list[int]
     stream: bool | None = False
     parameters: Parameters | None = None
 
 
-_infer_decoder = msgspec.json.Decoder(InferBody)
-_token_decoder = msgspec.json.Decoder(InferTokenBody)
+_infer_decoder = msgspec.json.Decoder(TextInferBody)
+_token_decoder = msgspec.json.Decoder(TokenInferBody)
 
 
 class Native:
@@ -40,9 +40,9 @@ class Native:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/infer", self.infer, "Text to text", InferBody, True, is_streaming=True),
+            Endpoint("POST", "/infer", self.infer, "Text to text", (TextInferBody,), True, is_streaming=True),
             Endpoint(
-                "POST", "/infer_token", self.infer_token, "Tokens to text", InferTokenBody, True, is_streaming=True
+                "POST", "/infer_token", self.infer_token, "Tokens to text", (TokenInferBody,), True, is_streaming=True
             ),
         )
 
@@ -62,11 +62,11 @@ class Native:
             raise invalid("`input_id` cannot be empty")
         return await self._reply(tuple(body.input_id), body, call)
 
-    async def _reply(self, ids: tuple[int, ...], body: InferBody | InferTokenBody, call: Call) -> Reply:
+    async def _reply(self, ids: tuple[int, ...], body: TextInferBody | TokenInferBody, call: Call) -> Reply:
         service, params = self._models.default, body.parameters or Parameters()
         if (params.best_of or 1) > 1:
             raise invalid("`best_of` != 1 is not allowed for this endpoint")
-        generation = generation_of(service, call.headers["x-request-id"], ids, params, NATIVE)
+        generation = generation_of(service, call.headers["x-request-id"], ids, params, NATIVE, tenant=call.tenant)
         if body.stream:
             events = await Events.begin(_events(service, generation, bool(params.details)), error_event)
             return Reply(media_type=MEDIA_TYPE, events=events)

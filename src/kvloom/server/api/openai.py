@@ -53,8 +53,8 @@ class OpenAI:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/v1/chat/completions", self.chat, "Chat", ChatBody, True, is_streaming=True),
-            Endpoint("POST", "/v1/completions", self.completion, "Text", CompletionBody, True, is_streaming=True),
+            Endpoint("POST", "/v1/chat/completions", self.chat, "Chat", (ChatBody,), True, is_streaming=True),
+            Endpoint("POST", "/v1/completions", self.completion, "Text", (CompletionBody,), True, is_streaming=True),
             Endpoint("GET", "/v1/models", self.models, "The served models"),
             Endpoint("GET", "/v1/models/{name:path}", self.model, "One model"),
         )
@@ -96,7 +96,7 @@ class OpenAI:
         )
         ids = tuple(service.tokenizer.encode(text, add_special_tokens=False))
         n = body.n or 1
-        generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n, body.priority or 0)
+        generation = Generation(f"chatcmpl-{self._new_id()}", (ids,), params, n, n, body.priority or 0, call.tenant)
         service.check(generation, "messages")
         if body.stream:
             return Reply(
@@ -137,7 +137,9 @@ class OpenAI:
         params = body.params()
         prompts = tuple(_prompt_ids(service.tokenizer, item) for item in body.texts_or_ids())
         n = body.n or 1
-        generation = Generation(f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n, body.priority or 0)
+        generation = Generation(
+            f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n, body.priority or 0, call.tenant
+        )
         service.check(generation, "prompt")
         if body.stream:
             return Reply(

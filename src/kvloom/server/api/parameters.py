@@ -105,6 +105,7 @@ def generation_of(
     rules: Rules,
     *,
     name: str = "inputs",
+    tenant: str = "",
     has_logprobs: bool = False,
 ) -> Generation:
     """The generation that a body asks for. Raises BadRequest in TGI's words."""
@@ -112,7 +113,7 @@ def generation_of(
     max_tokens = _new_tokens(service, params, len(ids), name)
     sampling = _sampling(params, rules, max_tokens, has_logprobs)
     best_of = params.best_of or 1
-    return Generation(id, (ids,), sampling, best_of, best_of, params.priority or 0)
+    return Generation(id, (ids,), sampling, best_of, best_of, params.priority or 0, tenant)
 
 
 def _sampling(params: Parameters, rules: Rules, max_tokens: int, has_logprobs: bool) -> SamplingParams:

@@ -60,7 +60,7 @@ class Status:
             get("/v2/status", self.status, "The same"),
             get("/metrics-json", self.metrics, "Latency and load as a vector"),
             get("/stopService", self.stop_service, "Stop when running requests have ended; ?mode=Force within 5 s"),
-            Endpoint("POST", "/v1/tokenizer", self.tokenizer, "Tokens of a text", TokenizerBody),
+            Endpoint("POST", "/v1/tokenizer", self.tokenizer, "Tokens of a text", (TokenizerBody,)),
         )
 
     def error_reply(self, error: ServingError) -> ErrorReply:
@@ -135,12 +135,12 @@ class Status:
         )
 
     async def metrics(self, call: Call) -> Reply:
-        """Times in ms, means over the last generations."""
+        """Times in ms, means since the start."""
         service = self._models.default
         stats = service.engine.stats()
         values = {
-            "TTFT": service.latency.first_token_s * 1e3,
-            "TBT": service.latency.between_tokens_s * 1e3,
+            "TTFT": service.meter.first_token.mean * 1e3,
+            "TBT": service.meter.between_tokens.mean * 1e3,
             "waitingInferRequestNum": stats.num_waiting + service.admission.num_waiting,
             "processingInferRequestNum": stats.num_running,
             "remainBlocks": stats.num_free_blocks,

@@ -37,16 +37,16 @@ class TextGeneration:
     @property
     def endpoints(self) -> tuple[Endpoint, ...]:
         return (
-            Endpoint("POST", "/", self.root, "TGI: generate, whole or streamed", RootBody, True, is_streaming=True),
+            Endpoint("POST", "/", self.root, "TGI: generate, whole or streamed", (RootBody,), True, is_streaming=True),
             Endpoint(
-                "POST", "/invocations", self.root, "TGI: the same for SageMaker", RootBody, True, is_streaming=True
+                "POST", "/invocations", self.root, "TGI: the same for SageMaker", (RootBody,), True, is_streaming=True
             ),
             Endpoint(
                 "POST",
                 "/generate_stream",
                 self.stream,
                 "TGI: generate, streamed",
-                GenerateBody,
+                (GenerateBody,),
                 True,
                 is_streaming=True,
             ),
@@ -87,7 +87,8 @@ class TextGeneration:
         """Raises BadRequest in TGI's words."""
         ids = prompt_of(service, inputs, self._models.options.max_input_chars)
         has_logprobs = bool(params.details or params.decoder_input_details or params.top_n_tokens) or is_stream
-        return generation_of(service, call.headers["x-request-id"], ids, params, TGI, has_logprobs=has_logprobs)
+        id = call.headers["x-request-id"]
+        return generation_of(service, id, ids, params, TGI, tenant=call.tenant, has_logprobs=has_logprobs)
 
     async def _answer(self, inputs: str, params: Parameters, call: Call) -> tuple[dict[str, Any], dict[str, str]]:
         service = self._models.default

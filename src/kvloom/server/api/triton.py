@@ -14,20 +14,21 @@ from kvloom.server.api import triton_models
 from kvloom.server.api.parameters import TRITON, Parameters, finish_name, generation_of, invalid, prompt_of
 from kvloom.server.api.triton_bodies import (
     JSON_LENGTH_HEADER,
-    GenerateBody,
     Infer,
     InferBody,
     StopBody,
+    TextInputBody,
     generate_decoder,
     infer_answer,
     stop_decoder,
 )
 from kvloom.server.body import decode_body
 from kvloom.server.errors import ErrorReply, tgi_error, tgi_reply
-from kvloom.server.generation import Generation, GenerationService, Timing
+from kvloom.server.generation import Generation, GenerationService
 from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.reply import Call, Endpoint, Events, Reply
+from kvloom.server.timing import Timing
 
 MEDIA_TYPE = "text/event-stream; charset=utf-8"
 BINARY = "application/octet-stream"
@@ -57,7 +58,7 @@ class Triton:
         def post(path: str, answer: Callable[[Call], Awaitable[Reply]], summary: str, body: type) -> list[Endpoint]:
             streams = path.endswith("stream")
             return [
-                Endpoint("POST", base + path, answer, summary, body, path != "/stopInfer", is_streaming=streams)
+                Endpoint("POST", base + path, answer, summary, (body,), path != "/stopInfer", is_streaming=streams)
                 for base in (versioned, model)
             ]
 
@@ -70,8 +71,8 @@ class Triton:
             *get("/getSlotCount", self.slots, "Places of the running batch"),
             *get("", self.model, "The model's metadata"),
             *post("/infer", self.infer, "Tokens to tokens, JSON or binary tensors", InferBody),
-            *post("/generate", self.generate, "Text to text", GenerateBody),
-            *post("/generate_stream", self.generate_stream, "Text to text, streamed", GenerateBody),
+            *post("/generate", self.generate, "Text to text", TextInputBody),
+            *post("/generate_stream", self.generate_stream, "Text to text, streamed", TextInputBody),
             *post("/stopInfer", self.stop, "End a request with what it has", StopBody),
         )
 
@@ -136,7 +137,7 @@ class Triton:
         if not request.ids:
             raise invalid("`inputs` cannot be empty")
         id = request.id or call.headers["x-request-id"]
-        generation = _generation(service, id, request.ids, request.parameters)
+        generation = _generation(service, id, request.ids, request.parameters, call.tenant)
         [answer] = await service.collect(generation)
         head: dict[str, Any] = {"id": request.id, "model_name": service.name, "model_version": call.path.get("version")}
         ids = [*answer.prompt_ids, *answer.token_ids] if self._models.options.is_input_echoed else answer.token_ids
@@ -147,7 +148,7 @@ class Triton:
         """Raises ServingError."""
         service = self._service(call)
         body = decode_body(generate_decoder, call.body)
-        generation = self._text_generation(service, body)
+        generation = self._text_generation(service, body, call)
         [answer] = await service.collect(generation)
         head = _head(generation, service, call)
         reply: dict[str, Any] = {**head, "text_output": answer.text}
@@ -160,7 +161,7 @@ class Triton:
         """Raises ServingError before anything is answered."""
         service = self._service(call)
         body = decode_body(generate_decoder, call.body)
-        generation = self._text_generation(service, body)
+        generation = self._text_generation(service, body, call)
         has_details = bool(body.parameters and body.parameters.details)
         events = self._events(service, generation, _head(generation, service, call), has_details)
         return Reply(media_type=MEDIA_TYPE, events=await Events.begin(events, _error_event))
@@ -177,11 +178,12 @@ class Triton:
                     item["details"] = _details(service, timing, num_tokens, delta.finish_reason)
                 yield _event(item)
 
-    def _text_generation(self, service: GenerationService, body: GenerateBody) -> Generation:
+    def _text_generation(self, service: GenerationService, body: TextInputBody, call: Call) -> Generation:
         if body.id is not None and not body.id:
             raise invalid("`id` cannot be empty")
         ids = prompt_of(service, body.text_input, self._models.options.max_input_chars, "text_input")
-        return _generation(service, body.id or self._new_id(), ids, body.parameters or Parameters(), "text_input")
+        id, params = body.id or self._new_id(), body.parameters or Parameters()
+        return _generation(service, id, ids, params, call.tenant, "text_input")
 
     async def stop(self, call: Call) -> Reply:
         """Ends every running request of this id. Raises NotFound, BadRequest."""
@@ -195,11 +197,11 @@ class Triton:
 
 
 def _generation(
-    service: GenerationService, id: str, ids: tuple[int, ...], params: Parameters, name: str = "inputs"
+    service: GenerationService, id: str, ids: tuple[int, ...], params: Parameters, tenant: str, name: str = "inputs"
 ) -> Generation:
     if (params.best_of or 1) > 1:
         raise invalid("`best_of` != 1 is not allowed for this endpoint")
-    return generation_of(service, id, ids, params, TRITON, name=name)
+    return generation_of(service, id, ids, params, TRITON, name=name, tenant=tenant)
 
 
 def _head(generation: Generation, service: GenerationService, call: Call) -> dict[str, Any]:

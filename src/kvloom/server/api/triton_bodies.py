@@ -41,7 +41,7 @@ class InferBody(msgspec.Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
 
 
-class GenerateBody(msgspec.Struct, kw_only=True):
+class TextInputBody(msgspec.Struct, kw_only=True):
     id: str | None = None
     text_input: str
     parameters: Parameters | None = None
@@ -52,7 +52,7 @@ class StopBody(msgspec.Struct):
 
 
 infer_decoder = msgspec.json.Decoder(InferBody)
-generate_decoder = msgspec.json.Decoder(GenerateBody)
+generate_decoder = msgspec.json.Decoder(TextInputBody)
 stop_decoder = msgspec.json.Decoder(StopBody)
 
 

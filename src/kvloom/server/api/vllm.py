@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
@@ -54,7 +55,7 @@ class PromptBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logits_processors: list[object] | None = None
+    logits_processors: list[Any] | None = None
     model: str | None = None
 
     def sampling(self, max_tokens: int) -> SamplingParams:
@@ -107,7 +108,9 @@ class Vllm:
         best_of = n if body.best_of is None else body.best_of
         if n < 1 or best_of < n:
             raise BadRequest("best_of" if n >= 1 else "n", f"must be at least {max(1, n)}")
-        generation = Generation(call.headers["x-request-id"], (ids,), body.sampling(wanted), n, best_of)
+        generation = Generation(
+            call.headers["x-request-id"], (ids,), body.sampling(wanted), n, best_of, tenant=call.tenant
+        )
         service.check(generation, "prompt")
         if body.stream:
             if best_of > n:

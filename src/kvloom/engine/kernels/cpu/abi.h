@@ -17,12 +17,15 @@ typedef struct kvl_model kvl_model;
 
 /* Shapes of the decoder. `window` is the number of keys a query sees, itself included; 0 = all. */
 typedef struct {
-    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads;
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads, kv_format;
     float norm_eps;
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
 enum { KVL_INT8 = 0, KVL_INT4 = 1, KVL_BF16 = 2 };
+
+/* How keys and values are held; see layout.hpp. */
+enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
 
 /* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
 enum {
@@ -40,13 +43,18 @@ typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source;
 } kvl_instruction;
 
-/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads][16 * head_dim] bf16. */
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
+ * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
+ * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top]. */
 typedef struct {
-    uint16_t *kv;
+    uint8_t *kv;
     int64_t num_blocks;
     const int32_t *ids, *pos, *qstart, *block_table, *rows;
     int32_t num_tokens, num_seqs, max_blocks, num_rows;
-    float *logits;
+    const int32_t *tops;
+    int32_t max_top;
+    float *logits, *top_values;
+    int32_t *top_ids;
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -66,6 +74,15 @@ void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_
 void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
 void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
 void kvl_step(kvl_model *model, const kvl_batch *batch);
+
+/* How a token is drawn: temperature > 0; top_p in (0, 1], 1 = off; min_p in [0, 1], 0 = off; point in [0, 1). */
+typedef struct {
+    float temperature, top_p, min_p;
+    double point;
+} kvl_draw_rules;
+
+/* The token that `point` falls on. scratch: `count` floats rounded up to a multiple of 64. Runs on the caller's thread. */
+int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules, float *scratch);
 
 /* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
 double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);

@@ -4,23 +4,25 @@
 // position: a query's result is the same bits however its prompt was cut and whoever shares its tile or its thread.
 #pragma once
 
-#include "simd.hpp"
+#include "kvcache.hpp"
 
 namespace kvl {
 
 // Where the tiles of one kv head of one sequence are: block b's K tile is at keys + table[b] * stride.
 struct PagedHead {
-    const uint16_t *keys, *values;
+    const uint8_t *keys, *values;
     const int32_t* table;
-    int64_t stride;
+    int64_t stride;  // bytes
     int head_dim;
-    const uint16_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
-    const uint16_t* value_tile(int64_t block) const { return values + table[block] * stride; }
+    const uint8_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
+    const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
 };
 
-// A query row: bf16 [head_dim], scaled by log2(e) / sqrt(head_dim), sees keys in [from, until).
+// A query row: 16-bit elements [head_dim] as the cache's form wants them; times `scale`, the query times
+// log2(e) / sqrt(head_dim). Sees keys in [from, until).
 struct Query {
     const uint16_t* q;
+    float scale;
     int64_t from, until;
 };
 
@@ -31,24 +33,24 @@ struct Partial {
 };
 
 // Scores of ROWS queries against one block, masked, into scores[m * kChunkKeys + ...].
-template <int ROWS>
-void score_block(const Query* queries, const uint16_t* tile, int64_t first_key, int head_dim, float* scores) {
-    F32 acc[ROWS];
+template <class Cache, int ROWS>
+void score_block(const Query* queries, const uint8_t* tile, int64_t first_key, int head_dim, float* scores) {
+    typename Cache::Sum acc[ROWS];
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) acc[m] = splat(0);
+    for (int m = 0; m < ROWS; m++) acc[m] = Cache::zero();
 #pragma GCC unroll 2
     for (int pair = 0; pair < head_dim / 2; pair++) {
-        const Pairs keys = load_pairs(tile + pair * kBlockTokens * 2);
+        const auto keys = Cache::load_tile(tile, pair * kBlockTokens * 2);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
             int32_t q;
             std::memcpy(&q, queries[m].q + 2 * pair, 4);
-            acc[m] = dot_pairs(acc[m], keys, q);
+            acc[m] = Cache::dot(acc[m], keys, q);
         }
     }
     for (int m = 0; m < ROWS; m++) {
         const int64_t seen = queries[m].until - first_key, hidden = queries[m].from - first_key;
-        F32 value = acc[m];
+        F32 value = Cache::scores(acc[m], tile, queries[m].scale);
         if (seen < kBlockTokens) value = first_lanes(value, int(max_of(seen, 0)), kMasked);
         if (hidden > 0) {  // keys that have left the sliding window: what is not among the first `hidden`
             const F32 late = first_lanes(splat(kMasked), int(min_of(hidden, kBlockTokens)), 0.0f);
@@ -58,13 +60,13 @@ void score_block(const Query* queries, const uint16_t* tile, int64_t first_key, 
     }
 }
 
-// Turns `count` scores into bf16 probabilities relative to the chunk's own peak; returns peak and total weight.
-inline Partial softmax_chunk(const float* scores, int count, uint16_t* probabilities) {
+// Turns `count` scores into probabilities relative to the chunk's own peak, in place; returns peak and total weight.
+inline Partial softmax_chunk(float* scores, int count) {
     F32 peak = splat(kMasked);
     for (int k = 0; k < count; k += kLanes) peak = max(peak, load(scores + k));
     Partial result{largest(peak), 0, nullptr};
     if (result.peak <= kMasked / 2) {  // nothing visible in this chunk
-        for (int k = 0; k < count; k += kLanes) store_bf16(probabilities + k, splat(0));
+        for (int k = 0; k < count; k += kLanes) store(scores + k, splat(0));
         result.peak = kMasked;
         return result;
     }
@@ -74,81 +76,86 @@ inline Partial softmax_chunk(const float* scores, int count, uint16_t* probabili
         F32 value = exp2(sub(score, splat(result.peak)));
         value = zero_where_masked(value, score);
         weight = add(weight, value);
-        store_bf16(probabilities + k, value);
+        store(scores + k, value);
     }
     result.weight = sum(weight);
     return result;
 }
 
-// Adds VECS * 16 dims of the values of `blocks` blocks, weighted, into out[m][dim..]; old sums are scaled by keep[m],
+// Adds VECS * 16 dims of the values of `blocks` tiles, weighted, into out[m][dim..]; old sums are scaled by keep[m],
 // the new ones by gain[m].
-template <int ROWS, int VECS>
-void weigh_values(const PagedHead& head, int64_t first_block, int blocks, int dim, const uint16_t* probabilities,
+template <class Cache, int ROWS, int VECS>
+void weigh_values(const uint8_t* const* tiles, int blocks, int head_dim, int dim, const uint16_t* probabilities,
                   const float* keep, const float* gain, Partial* out) {
-    F32 acc[ROWS][VECS];
+    typename Cache::Sum acc[ROWS][VECS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) acc[m][v] = splat(0);
+        for (int v = 0; v < VECS; v++) acc[m][v] = Cache::zero();
     for (int b = 0; b < blocks; b++) {
-        const uint16_t* tile = head.value_tile(first_block + b) + dim * 2;
 #pragma GCC unroll 2
         for (int pair = 0; pair < kBlockTokens / 2; pair++) {
-            Pairs values[VECS];
+            decltype(Cache::load_tile(nullptr, 0)) values[VECS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) values[v] = load_pairs(tile + pair * head.head_dim * 2 + v * kLanes * 2);
+            for (int v = 0; v < VECS; v++) values[v] = Cache::load_tile(tiles[b], (pair * head_dim + dim + v * kLanes) * 2);
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++) {
                 int32_t p;
                 std::memcpy(&p, probabilities + m * kChunkKeys + b * kBlockTokens + pair * 2, 4);
 #pragma GCC unroll 4
-                for (int v = 0; v < VECS; v++) acc[m][v] = dot_pairs(acc[m][v], values[v], p);
+                for (int v = 0; v < VECS; v++) acc[m][v] = Cache::dot(acc[m][v], values[v], p);
             }
         }
     }
     for (int m = 0; m < ROWS; m++)
         for (int v = 0; v < VECS; v++) {
             float* at = out[m].sums + dim + v * kLanes;
-            store(at, fma(load(at), splat(keep[m]), mul(acc[m][v], splat(gain[m]))));
+            store(at, fma(load(at), splat(keep[m]), mul(Cache::sums(acc[m][v]), splat(gain[m]))));
         }
 }
 
 // One chunk (which one: keys [chunk * kChunkKeys, ...) up to `until`) of ROWS queries, merged into out.
-template <int ROWS>
+template <class Cache, int ROWS>
 void attend_chunk(const PagedHead& head, const Query* queries, int64_t chunk, int64_t until, Partial* out) {
     constexpr int kBlocks = kChunkKeys / kBlockTokens;
     alignas(64) float scores[ROWS * kChunkKeys];
     alignas(64) uint16_t probabilities[ROWS * kChunkKeys];
     const int64_t first_block = chunk * kBlocks, last_block = (until + kBlockTokens - 1) / kBlockTokens;
     const int blocks = int(min_of(last_block - first_block, kBlocks));
-    for (int b = 0; b < blocks; b++)
-        score_block<ROWS>(queries, head.key_tile(first_block + b), (first_block + b) * kBlockTokens, head.head_dim,
-                          scores + b * kBlockTokens);
+    const uint8_t* tiles[kBlocks];
+    for (int b = 0; b < blocks; b++) {
+        tiles[b] = head.value_tile(first_block + b);
+        score_block<Cache, ROWS>(queries, head.key_tile(first_block + b), (first_block + b) * kBlockTokens, head.head_dim,
+                                 scores + b * kBlockTokens);
+    }
     float keep[ROWS], gain[ROWS];
     for (int m = 0; m < ROWS; m++) {
-        const Partial own = softmax_chunk(scores + m * kChunkKeys, blocks * kBlockTokens, probabilities + m * kChunkKeys);
+        float* const p = scores + m * kChunkKeys;
+        const Partial own = softmax_chunk(p, blocks * kBlockTokens);
+        const float scale = Cache::store_probabilities(probabilities + m * kChunkKeys, p, blocks * kBlockTokens, tiles);
         const float peak = own.peak > out[m].peak ? own.peak : out[m].peak;
         keep[m] = exp2_scalar(max_of(out[m].peak - peak, -126.0f));
         gain[m] = exp2_scalar(max_of(own.peak - peak, -126.0f));
         out[m].weight = out[m].weight * keep[m] + own.weight * gain[m];
         out[m].peak = peak;
+        gain[m] *= scale;
     }
     constexpr int kWide = kAttentionRows >= 4 ? 4 : 2;  // value registers that ROWS queries share
     int dim = 0;
     for (; dim + kWide * kLanes <= head.head_dim; dim += kWide * kLanes)
-        weigh_values<ROWS, kWide>(head, first_block, blocks, dim, probabilities, keep, gain, out);
+        weigh_values<Cache, ROWS, kWide>(tiles, blocks, head.head_dim, dim, probabilities, keep, gain, out);
     for (; dim < head.head_dim; dim += kLanes)
-        weigh_values<ROWS, 1>(head, first_block, blocks, dim, probabilities, keep, gain, out);
+        weigh_values<Cache, ROWS, 1>(tiles, blocks, head.head_dim, dim, probabilities, keep, gain, out);
 }
 
 using ChunkKernel = void (*)(const PagedHead&, const Query*, int64_t, int64_t, Partial*);
 
 // The kernel for 1 <= rows <= kAttentionRows.
-template <int ROWS = kAttentionRows>
+template <class Cache, int ROWS = kAttentionRows>
 ChunkKernel chunk_kernel(int rows) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return chunk_kernel<ROWS - 1>(rows);
-    return &attend_chunk<ROWS>;
+        if (rows < ROWS) return chunk_kernel<Cache, ROWS - 1>(rows);
+    return &attend_chunk<Cache, ROWS>;
 }
 
 }  // namespace kvl

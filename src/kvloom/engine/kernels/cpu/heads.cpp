@@ -7,25 +7,27 @@
 
 namespace kvl {
 
-// Side 0 holds K tiles, side 1 V tiles: [layers][side][blocks][kv_heads][kBlockTokens * head_dim].
-uint16_t* Step::cache(int layer, int side) const {
-    return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * kBlockTokens * model_.kv_width();
+// Side 0 holds K tiles, side 1 V tiles: [layers][side][blocks][kv_heads] tiles.
+uint8_t* Step::cache(int layer, int side) const {
+    return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * shape_.num_kv_heads * tile_bytes_;
 }
 
-// Tokens are dealt out, except that a pair of keys shares a 32-bit word of a V tile, so two threads may write to one
-// word: to its own half each, which is a 16-bit store and safe.
+// Tokens are dealt out, except that a pair of keys shares a word of a V tile, so two threads may write to one word: to
+// its own half each, which is a store of that size and safe.
 void Step::place_heads(const kvl_instruction& instruction, int thread) {
+    const bool is_int8 = shape_.kv_format == KVL_KV_INT8;
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++)
-        place_token(instruction, t);
+        is_int8 ? place_token<Int8Cache>(instruction, t) : place_token<Bf16Cache>(instruction, t);
     sync();
 }
 
 // Norms and rotates in place: the qkv buffer is not needed afterwards.
+template <class Cache>
 void Step::place_token(const kvl_instruction& instruction, int64_t token) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
     const float scale = kLog2E / std::sqrt(float(dim));
     const int32_t* table = batch_.block_table + int64_t(scratch_.sequence[size_t(token)]) * batch_.max_blocks;
-    const int64_t block = int64_t(table[position / kBlockTokens]) * kBlockTokens * model_.kv_width();
+    const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
     const int slot = position % kBlockTokens;
     const float* rope = model_.rope + int64_t(position) * dim;
     float* row = scratch_.qkv.row(token);
@@ -35,14 +37,14 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
             rms_norm(row, weight, dim, dim, shape_.norm_eps, row);
         rotate(row, rope, dim);
         if (is_query) {
-            store_query(scratch_.queries + token * model_.query_width() + h * dim, row, dim, scale);
+            const int64_t at = token * shape_.num_heads + h;
+            scratch_.query_scale[at] = Cache::store_query(scratch_.queries + at * dim, row, dim, scale);
         } else {
-            const int64_t tile = int64_t(h - shape_.num_heads) * kBlockTokens * dim;
-            store_key(cache(instruction.layer, 0) + block + tile, row, dim, slot);
+            Cache::store_key(cache(instruction.layer, 0) + block + (h - shape_.num_heads) * tile_bytes_, row, dim, slot);
         }
     }
     for (int h = 0; h < shape_.num_kv_heads; h++, row += dim)
-        store_value(cache(instruction.layer, 1) + block + int64_t(h) * kBlockTokens * dim, row, dim, slot);
+        Cache::store_value(cache(instruction.layer, 1) + block + h * tile_bytes_, row, dim, slot);
 }
 
 // Tasks are handed out one by one: their costs differ by the lengths of the sequences.
@@ -54,10 +56,10 @@ void Step::attend(const kvl_instruction& instruction) {
 
 void Step::attend_task(const AttentionTask& task, int layer) {
     const int dim = shape_.head_dim, rows = task.num_rows;
-    const int64_t tile = int64_t(task.kv_head) * kBlockTokens * dim;
+    const int64_t tile = task.kv_head * tile_bytes_;
     const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
-                         kBlockTokens * model_.kv_width(), dim};
+                         shape_.num_kv_heads * tile_bytes_, dim};
     Query queries[kAttentionRows];
     Partial partials[kAttentionRows];
     float* outputs[kAttentionRows];
@@ -65,17 +67,18 @@ void Step::attend_task(const AttentionTask& task, int layer) {
     for (int m = 0; m < rows; m++) {
         const int row = task.first_row + m;
         const int64_t token = batch_.qstart[task.sequence] + row / heads_per_kv_;
-        const int64_t at = (int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_) * dim;
-        const int64_t end = batch_.pos[token] + 1;
-        queries[m] = {scratch_.queries + token * model_.query_width() + at,
+        const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_;
+        const int64_t at = token * shape_.num_heads + own, end = batch_.pos[token] + 1;
+        queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
                       shape_.window > 0 ? std::max<int64_t>(0, end - shape_.window) : 0, end};
-        outputs[m] = scratch_.attended.row(token) + at;
+        outputs[m] = scratch_.attended.row(token) + own * dim;
         std::fill(outputs[m], outputs[m] + dim, 0.0f);
         partials[m].sums = outputs[m];
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
-    const ChunkKernel kernel = chunk_kernel(rows);
+    const ChunkKernel kernel =
+        shape_.kv_format == KVL_KV_INT8 ? chunk_kernel<Int8Cache>(rows) : chunk_kernel<Bf16Cache>(rows);
     for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++) kernel(head, queries, chunk, until, partials);
     for (int m = 0; m < rows; m++) {
         const F32 inverse = splat(1.0f / partials[m].weight);

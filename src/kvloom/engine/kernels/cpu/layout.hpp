@@ -9,7 +9,9 @@
 // K is padded with zero weights to a multiple of kPad, so no kernel has a tail along K.
 //
 // KV cache: a block of 16 tokens of one kv head is a K tile [head_dim / 2][16 keys][2] and, elsewhere, a V tile
-// [8 pairs of keys][head_dim][2], so that both products are bf16 pair products with a key or a dim in each lane.
+// [8 pairs of keys][head_dim][2], so that both products are pair products with a key or a dim in each lane.
+//   bf16: as it is
+//   int8: 16 fp16 scales, one a token, then the tile's bytes; value = byte * scale, bytes in -127 .. 127
 #pragma once
 
 #include <cstddef>
@@ -44,6 +46,11 @@ constexpr int int8_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + 
 constexpr int int4_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
 // Element (not byte) of a bf16 group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
+
+// Bytes of a block of one kv head, keys or values.
+constexpr int64_t kv_tile_bytes(int kv_format, int head_dim) {
+    return kv_format == KVL_KV_INT8 ? kBlockTokens * (2 + int64_t(head_dim)) : kBlockTokens * 2 * int64_t(head_dim);
+}
 
 inline float bits_to_float(uint32_t bits) {
     float value;

@@ -67,7 +67,8 @@ struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;
-    uint16_t* queries;                  // bf16 [tokens][num_heads][head_dim]
+    uint16_t* queries;                  // [tokens][num_heads][head_dim], as kvcache.hpp stores them
+    float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
     std::vector<float*> row;            // a float row a thread

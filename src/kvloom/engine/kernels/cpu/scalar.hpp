@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "attention.hpp"
@@ -60,21 +61,34 @@ inline void rotate(float* head, const float* table, int dim) {
     }
 }
 
-inline float key_at(const PagedHead& head, int64_t key, int d) {
-    return bf16_to_float(head.key_tile(key / kBlockTokens)[(d / 2 * kBlockTokens + key % kBlockTokens) * 2 + d % 2]);
+// Element `index` of a tile that holds token `slot` there, as a float.
+inline float tile_at(const uint8_t* tile, int kv_format, int64_t index, int64_t slot) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+    if (kv_format == KVL_KV_BF16) return bf16_to_float(halves[index]);
+    return float(reinterpret_cast<const int8_t*>(tile)[kBlockTokens * 2 + index]) * fp16_to_float(halves[slot]);
 }
 
-inline float value_at(const PagedHead& head, int64_t key, int d) {
+inline float key_at(const PagedHead& head, int kv_format, int64_t key, int d) {
     const int64_t slot = key % kBlockTokens;
-    return bf16_to_float(head.value_tile(key / kBlockTokens)[(slot / 2 * head.head_dim + d) * 2 + slot % 2]);
+    return tile_at(head.key_tile(key / kBlockTokens), kv_format, (d / 2 * kBlockTokens + slot) * 2 + d % 2, slot);
+}
+
+inline float value_at(const PagedHead& head, int kv_format, int64_t key, int d) {
+    const int64_t slot = key % kBlockTokens;
+    return tile_at(head.value_tile(key / kBlockTokens), kv_format, (slot / 2 * head.head_dim + d) * 2 + slot % 2, slot);
+}
+
+inline float query_at(const Query& query, int kv_format, int d) {
+    return (kv_format == KVL_KV_BF16 ? bf16_to_float(query.q[d]) : float(int16_t(query.q[d]))) * query.scale;
 }
 
 // Softmax attention of one query over the keys it sees; out[head_dim].
-inline void attend(const PagedHead& head, const Query& query, double* out) {
+inline void attend(const PagedHead& head, int kv_format, const Query& query, double* out) {
     std::vector<double> scores;
     for (int64_t key = query.from; key < query.until; key++) {
         double score = 0;
-        for (int d = 0; d < head.head_dim; d++) score += double(bf16_to_float(query.q[d])) * double(key_at(head, key, d));
+        for (int d = 0; d < head.head_dim; d++)
+            score += double(query_at(query, kv_format, d)) * double(key_at(head, kv_format, key, d));
         scores.push_back(score);
     }
     const double peak = *std::max_element(scores.begin(), scores.end());
@@ -83,9 +97,35 @@ inline void attend(const PagedHead& head, const Query& query, double* out) {
     for (size_t i = 0; i < scores.size(); i++) {
         const double p = std::exp2(scores[i] - peak);
         weight += p;
-        for (int d = 0; d < head.head_dim; d++) out[d] += p * double(value_at(head, query.from + int64_t(i), d));
+        for (int d = 0; d < head.head_dim; d++)
+            out[d] += p * double(value_at(head, kv_format, query.from + int64_t(i), d));
     }
     for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+}
+
+// The token that `point` falls on, by its definition: everything sorted, everything summed.
+inline int32_t draw(const std::vector<float>& logits, const kvl_draw_rules& rules) {
+    std::vector<int32_t> ids(logits.size());
+    std::iota(ids.begin(), ids.end(), 0);
+    const double peak = double(*std::max_element(logits.begin(), logits.end()));
+    std::vector<double> weights;
+    for (float logit : logits) weights.push_back(std::exp((double(logit) - peak) / double(rules.temperature)));
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    const auto weight = [&](int32_t id) { return weights[size_t(id)]; };
+    if (rules.top_p < 1 || rules.min_p > 0)
+        std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return weight(a) > weight(b); });
+    double before = 0, kept = 0;
+    for (int32_t id : ids) {
+        if ((rules.top_p < 1 && before >= double(rules.top_p) * total) || weight(id) < double(rules.min_p)) weights[size_t(id)] = 0;
+        before += std::exp((double(logits[size_t(id)]) - peak) / double(rules.temperature));
+        kept += weight(id);
+    }
+    double left = rules.point * kept;
+    for (int32_t id : ids) {
+        if (left < weight(id)) return id;
+        left -= weight(id);
+    }
+    return ids.front();
 }
 
 }  // namespace kvl::scalar

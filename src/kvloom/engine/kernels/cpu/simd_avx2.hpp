@@ -21,6 +21,9 @@ struct I32 {
 };
 using Bytes = I32;
 using Pairs = I32;
+struct Words {
+    __m256i lo, hi;
+};
 
 inline __m256 widen_bf16(__m128i half) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)); }
 inline __m128i half_at(const uint16_t* from) { return _mm_loadu_si128((const __m128i*)from); }
@@ -144,6 +147,18 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     const __m256 even = _mm256_set1_ps(bits_to_float(uint32_t(pair) << 16));
     const __m256 odd = _mm256_set1_ps(bits_to_float(uint32_t(pair) & 0xffff0000u));
     return {dot_pairs_half(acc.lo, a.lo, even, odd), dot_pairs_half(acc.hi, a.hi, even, odd)};
+}
+
+inline Words load_words(const int8_t* from) {
+    return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)),
+            _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(from + 16)))};
+}
+inline I32 dot_words(I32 acc, Words a, int32_t pair) {
+    const __m256i x = _mm256_set1_epi32(pair);
+    return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(a.lo, x)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(a.hi, x))};
+}
+inline void store_words(uint16_t* to, I32 a) {
+    _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0b11011000));
 }
 
 }  // namespace kvl

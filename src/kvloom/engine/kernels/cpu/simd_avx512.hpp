@@ -25,6 +25,9 @@ struct Bytes {
 struct Pairs {
     __m512bh v;
 };
+struct Words {
+    __m512i v;
+};
 
 inline F32 splat(float value) { return {_mm512_set1_ps(value)}; }
 inline F32 load(const float* from) { return {_mm512_loadu_ps(from)}; }
@@ -75,5 +78,9 @@ inline Pairs load_pairs(const uint16_t* from) { return {(__m512bh)_mm512_loadu_s
 inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return {_mm512_dpbf16_ps(acc.v, a.v, (__m512bh)_mm512_set1_epi32(pair))};
 }
+
+inline Words load_words(const int8_t* from) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from))}; }
+inline I32 dot_words(I32 acc, Words a, int32_t pair) { return {_mm512_dpwssd_epi32(acc.v, a.v, _mm512_set1_epi32(pair))}; }
+inline void store_words(uint16_t* to, I32 a) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(a.v)); }
 
 }  // namespace kvl

@@ -147,4 +147,18 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return each([&](int i) { return acc.lane[i] + bf16_to_float(a.at[2 * i]) * even + bf16_to_float(a.at[2 * i + 1]) * odd; });
 }
 
+// Adds, in each lane, the product of two pairs of words: the lane's own (bytes in memory) and the broadcast one.
+struct Words {
+    const int8_t* at;
+};
+inline Words load_words(const int8_t* from) { return {from}; }
+inline I32 dot_words(I32 acc, Words a, int32_t pair) {
+    const int32_t even = int16_t(uint32_t(pair) & 0xffff), odd = int16_t(uint32_t(pair) >> 16);
+    for (int i = 0; i < kLanes; i++) acc.lane[i] += a.at[2 * i] * even + a.at[2 * i + 1] * odd;
+    return acc;
+}
+inline void store_words(uint16_t* to, I32 a) {
+    for (int i = 0; i < kLanes; i++) to[i] = uint16_t(int16_t(a.lane[i]));
+}
+
 }  // namespace kvl

@@ -6,8 +6,11 @@ namespace kvl {
 
 Step::Step(kvl_model& model, const kvl_batch& batch)
     : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
-      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads) {
+      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
+      tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)),
+      candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
+    for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
     scratch_.sequence.resize(size_t(batch.num_tokens));
     for (int s = 0; s < batch.num_seqs; s++)
         std::fill(scratch_.sequence.begin() + batch.qstart[s], scratch_.sequence.begin() + batch.qstart[s + 1], s);
@@ -40,6 +43,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.attended = {take<float>(at, tokens * queries), queries};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
     s.queries = take<uint16_t>(at, tokens * model.query_width());
+    s.query_scale = take<float>(at, tokens * model.shape.num_heads);
     s.shared = take_activations(at, tokens, widest);
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
@@ -131,27 +135,30 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
     const Activations& x = is_small(rows) ? scratch_.own[size_t(thread)] : scratch_.shared;
     if (rows < kHandOutTokens) {
-        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, linear, p, x, rows);
-        return sync();
+        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, rows, thread);
+    } else {
+        for (int64_t p; (p = next(instruction)) < linear.panels;) panel(instruction, p, x, rows, thread);
     }
-    for (int64_t p; (p = next(instruction)) < linear.panels;) panel(instruction, linear, p, x, rows);
     sync();
+    if (instruction.epilogue == KVL_LOGITS) merge_candidates(thread);
 }
 
 // One panel times all rows, and what is to be done with the sums while they are in the first-level cache.
-void Step::panel(const kvl_instruction& instruction, const Linear& linear, int64_t index, const Activations& x, int64_t rows) {
+void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kRowsOnce * kPanel];
     const Passes passes(rows);
     for (int64_t i = 0; i < passes.count; i++) {
         const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
         tile_for(linear.format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
-        for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel);
+        for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
     }
 }
 
 // Epilogues. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
-void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums) {
+void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread) {
     const int64_t channel = panel * kPanel;
+    if (instruction.epilogue == KVL_LOGITS) return keep_logits(row, channel, sums, thread);
     F32 lo = load(sums), hi = load(sums + kLanes);
     if (const float* bias = vector(instruction.vector)) {
         lo = add(lo, load(bias + channel));
@@ -161,13 +168,6 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
         const F32 gate = instruction.epilogue == KVL_SWIGLU ? silu(lo) : gelu_tanh(lo);
         return store(scratch_.mlp.row(row) + channel / 2, mul(gate, hi));
     }
-    if (instruction.epilogue == KVL_LOGITS) {
-        float* to = batch_.logits + row * shape_.vocab_size + channel;
-        const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
-        if (count < kPanel) return void(std::copy(sums, sums + count, to));
-        store(to, lo);
-        return store(to + kLanes, hi);
-    }
     float* to = (instruction.epilogue == KVL_RESIDUAL ? scratch_.residual : scratch_.qkv).row(row) + channel;
     if (instruction.epilogue == KVL_RESIDUAL) {
         lo = add(lo, load(to));
@@ -175,6 +175,18 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
     }
     store(to, lo);
     store(to + kLanes, hi);
+}
+
+// A panel of logits of one row: all of them to memory, or the largest among the row's candidates.
+void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int thread) {
+    const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
+    if (batch_.tops[row] > 0) return candidates_.offer(thread, row, int32_t(channel), logits, int(count));
+    std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
+}
+
+void Step::merge_candidates(int thread) {
+    for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++)
+        candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
 }
 
 }  // namespace kvl

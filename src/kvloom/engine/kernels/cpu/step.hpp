@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.hpp"
+#include "candidates.hpp"
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
@@ -30,9 +31,12 @@ class Step {
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
-    void panel(const kvl_instruction& instruction, const Linear& linear, int64_t index, const Activations& x, int64_t rows);
-    void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums);
+    void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread);
+    void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread);
+    void keep_logits(int64_t row, int64_t channel, const float* logits, int thread);
+    void merge_candidates(int thread);
     void place_heads(const kvl_instruction& instruction, int thread);
+    template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
     void attend(const kvl_instruction& instruction);
     void attend_task(const AttentionTask& task, int layer);
@@ -46,14 +50,17 @@ class Step {
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
-    uint16_t* cache(int layer, int side) const;
+    uint8_t* cache(int layer, int side) const;
 
     kvl_model& model_;
     const kvl_batch& batch_;
     const kvl_shape& shape_;
     Scratch& scratch_;
     const int heads_per_kv_;
+    const int64_t tile_bytes_;  // of a block of one kv head, keys or values
     std::vector<AttentionTask> tasks_;
+    std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
+    Candidates candidates_;       // of the other rows
 };
 
 }  // namespace kvl

@@ -1,0 +1,170 @@
+"""`kvloom tune`: measure, sweep maxBatchSize, propose, write. What has been measured is kept for a later run."""
+
+import hashlib
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import BadRequest
+from kvloom.server.config import load_settings
+from kvloom.server.config_cli import starting_point
+from kvloom.tuning.drive import drive
+from kvloom.tuning.report import config_text, plot_html, table_text
+from kvloom.tuning.steptime import StepTimes, measure
+from kvloom.tuning.tune import Point, Proposal, Workload, choose, largest_batch, next_batch, propose
+
+_ROUNDS = 3  # requests of a run: so many times maxBatchSize
+_MIN_REQUESTS = 8
+STATE, CONFIG, TABLE, PLOT = "state.json", "config.json", "table.md", "plot.html"
+
+Progress = Callable[[str, int, int], object]  # what is done, how far, of how much
+
+
+class State(msgspec.Struct):
+    """What has been measured, and for what: `key` names model, configuration and data."""
+
+    key: str
+    times: StepTimes
+    points: list[Point]
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """What to tune for. `prompts` are repeated when a run needs more; empty = random ones of average_input tokens."""
+
+    workload: Workload
+    limit_ms: float | None
+    most: int | None  # never try a larger maxBatchSize
+    point_s: float  # seconds that one run may take
+    prompts: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    chosen: Point
+    points: list[Point]
+    proposals: list[Proposal]
+    is_within_limit: bool
+
+
+def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lambda what, done, total: None) -> Tuned:
+    """Everything, resuming from `folder`/state.json when it is of the same model, configuration and data.
+
+    Raises ModelError when the engine cannot start, BadRequest when the folder belongs to another aim.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    key = _key(config, aim)
+    state = _load(folder / STATE, key)
+    if state is None:
+        progress("measuring step times", 0, 1)
+        times = measure(config, lambda done, total: progress("measuring step times", done, total))
+        state = State(key, times, [])
+        _save(state, folder / STATE)
+    _check(aim.workload, state.times)
+    most, _ = largest_batch(state.times, aim.workload)
+    most = min(most, aim.most or most)
+    while (batch := next_batch(state.points, most, aim.limit_ms)) is not None:
+        state.points.append(_run(config, aim, state.times, batch, progress))
+        _save(state, folder / STATE)
+    tuned = _conclude(state, aim)
+    write(tuned, aim, config, folder)
+    return tuned
+
+
+def _check(workload: Workload, times: StepTimes) -> None:
+    """Raises BadRequest when the workload does not fit in the model's context."""
+    if workload.max_output >= times.max_seq_len:
+        raise BadRequest("max_output", f"must be below max_seq_len ({times.max_seq_len}), got {workload.max_output}")
+    if workload.average_input + workload.average_output > times.max_seq_len:
+        raise BadRequest("input_len", f"and output_len must fit in max_seq_len ({times.max_seq_len}) together")
+
+
+def _conclude(state: State, aim: Aim) -> Tuned:
+    chosen = choose(state.points, aim.limit_ms)
+    is_within = aim.limit_ms is None or chosen.lpot_ms <= aim.limit_ms
+    if aim.limit_ms is None:
+        reason = "the smallest with nearly the best throughput"
+    elif is_within:
+        reason = f"the most throughput with lpot {chosen.lpot_ms:.1f} ms, within {aim.limit_ms:g} ms"
+    else:
+        reason = f"no batch keeps {aim.limit_ms:g} ms; this one has the least lpot, {chosen.lpot_ms:.1f} ms"
+    proposals = propose(state.times, aim.workload, chosen.max_batch, reason, chosen.lpot_ms)
+    return Tuned(chosen, state.points, proposals, is_within)
+
+
+def _run(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point:
+    """One point of the sweep, with what depends on maxBatchSize set for it."""
+    num_requests = max(_MIN_REQUESTS, _ROUNDS * batch)
+    what = f"maxBatchSize {batch}"
+    proposals = {p.key: p.value for p in propose(times, aim.workload, batch, "", 1.0)}
+    tried = replace(
+        config,
+        max_batch=batch,
+        max_tokens_per_step=max(config.max_tokens_per_step, batch),
+        max_prefill_batch=proposals["maxPrefillBatchSize"],
+        max_prefill_tokens=proposals["maxPrefillTokens"],
+        max_preempt=proposals["maxPreemptCount"],
+        max_iter_times=aim.workload.max_output,
+    )
+    found = drive(
+        tried,
+        _prompts(aim, times, num_requests),
+        max_output=max(1, round(aim.workload.average_output)),
+        progress=lambda done, tokens: progress(what, done, num_requests),
+        max_s=aim.point_s,
+    ).figures
+    return Point(batch, found.lpot_ms.mean, found.generate_speed, found.first_token_ms.mean, found.num_requests)
+
+
+def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
+    if aim.prompts:
+        return [aim.prompts[i % len(aim.prompts)] for i in range(count)]
+    draw, length = random.Random(count), max(1, round(aim.workload.average_input))
+    return [[draw.randrange(times.vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
+    """config.json, the table and the plot; the configuration is read back before it counts as written."""
+    name = Path(config.model).stem if config.model else "mock"
+    model = [
+        Proposal("modelName", name, "the model's file"),
+        Proposal("modelInstanceType", "Standard" if config.model else "StandardMock", "as measured"),
+        Proposal("modelWeightPath", str(Path(config.model).resolve()) if config.model else "", "as measured"),
+    ]
+    path = folder / CONFIG
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640), "w", encoding="utf-8") as out:
+        out.write(config_text(starting_point(), [*tuned.proposals, *model]))
+    load_settings(path)
+    (folder / TABLE).write_text(table_text(tuned.points, tuned.chosen, tuned.proposals))
+    title = f"{name}: throughput against latency"
+    (folder / PLOT).write_text(plot_html(tuned.points, tuned.chosen, aim.limit_ms, title))
+
+
+def _key(config: EngineConfig, aim: Aim) -> str:
+    """Changes with all that a measured point depends on; not with the limit, so that another one can be tried."""
+    parts = (config, aim.workload, aim.point_s, [list(prompt) for prompt in aim.prompts])
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def _load(path: Path, key: str) -> State | None:
+    if not path.exists():
+        return None
+    try:
+        state = msgspec.json.decode(path.read_bytes(), type=State)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(str(path), f"cannot be read: {error}; remove it to begin again") from None
+    if state.key != key:
+        raise BadRequest(str(path), "is of another model, configuration or data; give another --output or remove it")
+    return state
+
+
+def _save(state: State, path: Path) -> None:
+    part = path.with_suffix(".part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(state)))
+    part.replace(path)

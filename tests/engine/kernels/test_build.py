@@ -1,0 +1,80 @@
+"""Where the kernels' library comes from: a wheel, the user's cache, the compiler; and what happens without any."""
+
+import logging
+
+import pytest
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import ModelError
+from kvloom.engine.kernels import build
+from kvloom.engine.runner import open_runner
+from tests.support.checkpoints import save, tiny_model
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty user cache, and a compiler that is not there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path / "cache"
+
+
+def test_a_prebuilt_library_of_these_sources_is_taken(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
+    path = tmp_path / "lib" / build.file_name("portable")
+    path.parent.mkdir()
+    path.touch()
+    assert build.library("portable") == path
+
+
+def test_a_prebuilt_library_of_other_sources_is_not(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "lib")
+    path = tmp_path / "lib" / build.file_name("portable")
+    path.parent.mkdir()
+    path.touch()
+    sources = tmp_path / "cpu"
+    sources.mkdir()
+    (sources / "step.cpp").write_text("int changed;")
+    monkeypatch.setattr(build, "SOURCES", sources)
+    with pytest.raises(ModelError, match="need a C\\+\\+ compiler"):
+        build.library("portable")
+
+
+def test_the_compiler_runs_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs = []
+
+    def compile_library(isa, path):
+        runs.append(isa)
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    monkeypatch.setattr(build, "compile_library", compile_library)
+    assert build.library("portable") == build.library("portable")
+    assert runs == ["portable"]
+
+
+def test_what_the_compiler_says_is_said(tmp_path, monkeypatch):
+    (tmp_path / "step.cpp").write_text("int broken(")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    with pytest.raises(ModelError, match=r"do not compile with .*: .*step.cpp"):
+        build.compile_library("portable", tmp_path / "out" / "x.so")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_library_and_compiler_the_reference_backend_runs_and_one_line_says_so(cache, tmp_path, caplog):
+    model = str(save(tiny_model("qwen3"), tmp_path / "model"))
+    with caplog.at_level(logging.INFO, "kvloom"):
+        runner = open_runner(EngineConfig(model=model, num_blocks=16), [], lambda done, total: None)
+    assert runner.info.backend == "reference"
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("kvloom")]
+    assert lines == [
+        "the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found; "
+        "the slower torch backend is used instead"
+    ]
+
+
+def test_the_cpu_backend_asked_for_by_name_is_not_replaced(cache, tmp_path):
+    model = str(save(tiny_model("qwen3"), tmp_path / "model"))
+    with pytest.raises(ModelError, match="need a C\\+\\+ compiler"):
+        open_runner(EngineConfig(model=model, backend="cpu", num_blocks=16), [], lambda done, total: None)

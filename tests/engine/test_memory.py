@@ -1,0 +1,118 @@
+"""KV blocks in memory and sequences in blocks: the worked example of the tuning guide (seed 001, 2.3.2), refusals."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.memory import (
+    AUTO_MAX_CPU_BYTES,
+    GIB,
+    SHARE,
+    CacheShape,
+    Machine,
+    Pools,
+    Wish,
+    blocks_per_seq,
+    bytes_of_gb,
+    cache_bytes,
+    max_batch,
+    plan_pools,
+    total_blocks,
+)
+
+SMALL = CacheShape(num_layers=2, num_kv_heads=4, head_bytes=64, block_size=16)  # 16 KiB a block
+
+
+def wish(
+    num_blocks: int | None = None,
+    kv_cache_bytes: int | None = None,
+    num_host_blocks: int | None = None,
+    host_cache_bytes: int | None = 0,
+    max_seq_len: int = 160,
+    max_batch: int = 8,
+) -> Wish:
+    return Wish(num_blocks, kv_cache_bytes, num_host_blocks, host_cache_bytes, max_seq_len, max_batch)
+
+
+def test_the_worked_example_of_a_65b_model_on_eight_devices():
+    shape = CacheShape(num_layers=80, num_kv_heads=64, head_bytes=2 * 128, block_size=128, world_size=8)
+    assert total_blocks(34 * GIB, shape) == 870
+    assert blocks_per_seq(100, 512, 128) == 5
+    assert max_batch(870, 5) == 174
+
+
+def test_automatic_takes_four_fifths_of_what_weights_and_working_memory_leave():
+    assert cache_bytes(61 * GIB, 130 * GIB, world_size=8, working_bytes=2 * GIB) == int((61 - 130 / 8 - 2) * GIB * 0.8)
+    assert cache_bytes(GIB, 2 * GIB) == 0
+
+
+@pytest.mark.parametrize(("size_gb", "num_bytes"), [(-1, None), (0, 0), (2.5, 5 * GIB // 2)])
+def test_sizes_are_in_gb_and_minus_one_is_measured(size_gb, num_bytes):
+    assert bytes_of_gb(size_gb) == num_bytes
+
+
+@pytest.mark.parametrize("size_gb", [-2, -0.5, float("nan")])
+def test_other_negative_sizes_are_refused(size_gb):
+    with pytest.raises(BadRequest, match="must be -1"):
+        bytes_of_gb(size_gb)
+
+
+def test_heads_must_be_divisible_between_ranks():
+    with pytest.raises(BadRequest, match="world_size: must divide the 3 KV heads, got 2"):
+        CacheShape(num_layers=1, num_kv_heads=3, head_bytes=8, block_size=16, world_size=2)
+
+
+@given(
+    free=st.integers(0, 100 * GIB),
+    host=st.integers(0, 100 * GIB),
+    weights=st.integers(0, 50 * GIB),
+    is_shared=st.booleans(),
+    max_seq_len=st.integers(2, 10**6),
+    max_batch=st.integers(1, 1000),
+)
+def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
+    free, host, weights, is_shared, max_seq_len, max_batch
+):
+    machine = Machine(free, free if is_shared else host, is_shared)
+    asked = wish(host_cache_bytes=None, max_seq_len=max_seq_len, max_batch=max_batch)
+    if -(-max_seq_len // 16) * SMALL.block_bytes > free - weights:
+        with pytest.raises(ModelError, match=r"max_seq_len|smaller model"):
+            plan_pools(asked, SMALL, machine, weights)
+        return
+    pools = plan_pools(asked, SMALL, machine, weights)
+    per_seq = -(-max_seq_len // 16)
+    assert per_seq <= pools.num_blocks <= per_seq * max_batch
+    device, second = pools.num_blocks * SMALL.block_bytes, pools.num_host_blocks * SMALL.block_bytes
+    assert device + weights + (second if is_shared else 0) <= free
+    assert is_shared or second <= host * SHARE
+    assert device <= max(per_seq * SMALL.block_bytes, int((free - weights) * SHARE))
+    assert not is_shared or device <= max(per_seq * SMALL.block_bytes, AUTO_MAX_CPU_BYTES)
+
+
+def test_sizes_that_are_given_are_taken():
+    machine = Machine(4 * GIB, 4 * GIB, is_shared=True)
+    found = plan_pools(
+        wish(kv_cache_bytes=50 * SMALL.block_bytes, host_cache_bytes=7 * SMALL.block_bytes), SMALL, machine, 0
+    )
+    assert found == Pools(50, 7)
+    assert plan_pools(wish(num_blocks=3, num_host_blocks=9), SMALL, machine, 0) == Pools(3, 9)
+    assert plan_pools(wish(kv_cache_bytes=2 * GIB), SMALL, machine, 0) == Pools(80, 0)  # more are of no use
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kv_cache_bytes": 5 * GIB}, r"lower kv_cache_bytes \(npuMemSize\) to at most 2.40 GB"),
+        ({"kv_cache_bytes": 9 * 2**14}, "hold 144 tokens, fewer than max_seq_len 160; lower max_seq_len"),
+        ({"num_blocks": 10**6}, "lower num_blocks to at most 196608"),
+        ({"max_seq_len": 10**7}, "lower max_seq_len to at most 3145728 tokens"),
+        ({"host_cache_bytes": 4 * GIB}, r"lower host_cache_bytes \(cpuMemSize\) to at most 2.40 GB"),
+        ({"num_host_blocks": 10**6}, "lower num_host_blocks to at most"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_number_to_lower(fields, says):
+    with pytest.raises(ModelError, match=says):
+        plan_pools(wish(**fields), SMALL, Machine(4 * GIB, 4 * GIB, is_shared=True), GIB)
+    with pytest.raises(ModelError, match="smaller model"):
+        plan_pools(wish(**fields), SMALL, Machine(4 * GIB, 4 * GIB, is_shared=True), 5 * GIB)

@@ -1,0 +1,83 @@
+"""How a configuration becomes a backend: which one, and how many blocks its memory holds."""
+
+import pytest
+import torch
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.fake import ByteTokenizer
+from kvloom.engine.request import Delta, Request, SamplingParams
+from kvloom.engine.runner import ModelRunner, open_runner
+from kvloom.engine.sampler import History, num_candidates
+from tests.support.checkpoints import save, tiny_model
+from tests.support.engines import run_all
+
+KV_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(save(tiny_model("qwen3"), tmp_path_factory.mktemp("model")))  # heads of 32, which the kernels have
+
+
+def opened(model: str, **fields: object) -> ModelRunner:
+    torch.set_num_threads(1)
+    config = EngineConfig(model=model, kv_cache_bytes=KV_BYTES, **fields)  # type: ignore[arg-type]
+    return open_runner(config, [], lambda done, total: None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "token_bytes"),
+    [
+        ({"backend": "cpu"}, 2 * 32),
+        ({"backend": "cpu", "kv_dtype": "bf16"}, 2 * 32),
+        ({"backend": "cpu", "kv_dtype": "int8"}, 32 + 2),
+        ({"backend": "reference"}, 4 * 32),
+        ({"backend": "reference", "kv_dtype": "bf16"}, 2 * 32),
+        ({"backend": "reference", "kv_dtype": "int8"}, 32 + 4),
+        ({"backend": "reference", "dtype": "bfloat16"}, 2 * 32),
+    ],
+)
+def test_the_memory_for_keys_and_values_holds_more_blocks_the_smaller_they_are(model, fields, token_bytes):
+    info = opened(model, **fields).info
+    block_bytes = 2 * 2 * 2 * 16 * token_bytes  # layers, keys and values, heads, tokens
+    assert (info.backend, info.num_blocks) == (fields["backend"], KV_BYTES // block_bytes)
+    assert info.kv_bytes == info.num_blocks * block_bytes
+
+
+def test_an_unknown_type_of_keys_and_values_is_refused_by_name():
+    with pytest.raises(BadRequest, match="kv_dtype: must be one of auto, bf16, int8, got 'int4'"):
+        EngineConfig(model="m", kv_dtype="int4")
+
+
+MIXED = (
+    SamplingParams(temperature=0, max_tokens=12),
+    SamplingParams(temperature=0.9, top_k=5, seed=3, max_tokens=12),
+    SamplingParams(temperature=0, logprobs=2, max_tokens=12),
+    SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=12),
+    SamplingParams(temperature=1.2, top_k=3, top_p=0.8, repetition_penalty=1.3, seed=5, max_tokens=12),
+    SamplingParams(temperature=0, frequency_penalty=0.9, presence_penalty=0.1, max_tokens=12),
+    SamplingParams(temperature=1.0, seed=9, max_tokens=12),
+    SamplingParams(temperature=0, min_tokens=12, max_tokens=12),
+    SamplingParams(temperature=0, logit_bias={3: 5.0}, max_tokens=12),
+)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkeypatch):
+    requests = [Request(f"r{i}", tuple(range(1, 9 + i)), params) for i, params in enumerate(MIXED)]
+
+    def answers() -> dict[str, list[Delta]]:
+        config = EngineConfig(model=model, backend=backend, kv_cache_bytes=KV_BYTES, max_tokens_per_step=80)
+        engine = Engine(
+            config, InProcessExecutor(open_runner(config, [100], lambda done, total: None)), ByteTokenizer()
+        )
+        return run_all(engine, *requests)
+
+    lean = answers()
+    counts = [num_candidates(History(list(r.prompt_ids), len(r.prompt_ids), r.params, 0), 1) for r in requests]
+    assert [count > 0 for count in counts] == [True, True, False, True, True, True, False, True, False]
+    monkeypatch.setattr("kvloom.engine.runner.num_candidates", lambda *args: 0)
+    assert lean == answers()

@@ -1,0 +1,107 @@
+"""ModelRunner over tiny random models: blocks of several tiles, the host's pool, and running out of memory."""
+
+import pytest
+import torch
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.errors import ModelError
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.fake import ByteTokenizer
+from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.runner import ModelRunner, open_runner
+from kvloom.engine.swapcache import SwapCache
+from tests.support.checkpoints import save, tiny_model
+from tests.support.engines import run_all, tokens_of
+
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+REQUESTS = [Request(f"r{i}", tuple(range(i, i + 30)), PARAMS) for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tiny_model("llama", head_dim=32), tmp_path_factory.mktemp("llama"))
+
+
+def open_small(folder, backend: str, **fields) -> ModelRunner:
+    config = EngineConfig(model=str(folder), backend=backend, max_seq_len=100, **fields)
+    return open_runner(config, [], lambda done, total: None)
+
+
+def answers(runner: ModelRunner, **fields) -> tuple[dict[str, list[int]], Engine]:
+    """With a step budget that keeps chunks of a prompt whole, so that the reference computes the same sums."""
+    config = EngineConfig(backend="fake", max_batch=8, **fields)
+    engine = Engine(config, InProcessExecutor(runner), ByteTokenizer())
+    return {id: tokens_of(deltas) for id, deltas in run_all(engine, *REQUESTS).items()}, engine
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_swapped_out_and_back_gives_the_same_tokens(folder, backend):
+    wanted, roomy = answers(open_small(folder, backend))
+    found, tight = answers(open_small(folder, backend, num_blocks=12, num_host_blocks=40))
+    assert found == wanted
+    assert roomy.stats().total_preemptions == 0
+    assert tight.stats().total_swapped > 0
+    assert tight.stats().num_free_host_blocks == 40
+
+
+@pytest.mark.parametrize(("backend", "block_size"), [("reference", 24), ("cpu", 64)])
+def test_the_block_size_changes_no_token(folder, backend, block_size):
+    wanted, _ = answers(open_small(folder, backend))
+    runner = open_small(folder, backend, block_size=block_size, num_blocks=7, num_host_blocks=6)
+    assert (runner.info.block_size, runner.info.num_blocks) == (block_size, 7)
+    found, tight = answers(runner)
+    assert found == wanted
+    assert tight.stats().total_swapped > 0
+
+
+def test_a_block_size_that_the_kernels_do_not_have_is_refused(folder):
+    with pytest.raises(ModelError, match="block_size: the cpu backend has multiples of 16, got 24"):
+        open_small(folder, "cpu", block_size=24)
+
+
+def test_what_does_not_fit_in_this_machine_is_refused_before_it_is_taken(folder):
+    with pytest.raises(ModelError, match=r"lower kv_cache_bytes \(npuMemSize\) to at most"):
+        open_small(folder, "cpu", kv_cache_bytes=2**50)
+    with pytest.raises(ModelError, match=r"lower host_cache_bytes \(cpuMemSize\) to at most"):
+        open_small(folder, "reference", host_cache_bytes=2**50)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError(12, "Cannot allocate memory"), RuntimeError("DefaultCPUAllocator: not enough memory")],
+)
+def test_memory_that_goes_away_meanwhile_is_one_sentence_too(folder, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", fail)
+    with pytest.raises(ModelError, match=r"out of memory: .* lower kv_cache_bytes \(npuMemSize\)"):
+        open_small(folder, "reference")
+
+
+def test_another_error_of_a_backend_stays_what_it_is(folder, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(ReferenceBackend, "__init__", fail)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        open_small(folder, "reference")
+
+
+def test_copies_keep_every_byte_and_measuring_changes_none():
+    parts = [torch.randint(0, 256, (2, 2, 7, 3), dtype=torch.uint8), torch.randn(2, 2, 7)]
+    wanted = [part.clone() for part in parts]
+    cache = SwapCache(parts, tiles=2, num_blocks=4)
+    assert cache.measure() > 0
+    assert all(torch.equal(part, want) for part, want in zip(parts, wanted, strict=True))
+    cache.save([(2, 0), (0, 3)])
+    for part in parts:
+        part.zero_()
+    cache.load([(0, 1), (3, 2)])
+    for part, want in zip(parts, wanted, strict=True):
+        assert torch.equal(part[:, :, 2:4], want[:, :, 4:6])
+        assert torch.equal(part[:, :, 4:6], want[:, :, 0:2])
+        assert not part[:, :, :2].any()
+    assert SwapCache(parts, tiles=2, num_blocks=0).measure() == 0

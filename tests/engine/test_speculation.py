@@ -1,0 +1,261 @@
+"""Prompt lookup: which tokens are guessed, what a step does with guesses, and that no guess changes an answer."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.engine.batch import Work
+from kvloom.engine.blocks import BlockPool
+from kvloom.engine.config import EngineConfig, Limits
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.fake import fake_next
+from kvloom.engine.lookup import PromptLookup
+from kvloom.engine.request import FinishReason, Request, SamplingParams
+from kvloom.engine.scheduler import Seq, apply_step, check, commit_step, plan_step
+from tests.support.engines import fake_engine, run_all, tokens_of
+
+from .test_engine import EngineMachine, prompt, truth
+from .test_scheduler import BLOCK, counts, make_seq, run_step
+
+LIMITS = Limits(4, 16, BLOCK, max_draft_tokens=8)
+
+
+# -- which tokens are guessed
+
+
+def test_what_followed_the_last_time_is_guessed():
+    assert PromptLookup(2, 3, 4).propose([5, 6, 7, 8, 9, 1, 5, 6], 10) == [7, 8, 9, 1]
+
+
+def test_the_longest_match_wins_and_of_equal_ones_the_latest():
+    assert PromptLookup(1, 3, 2).propose([1, 2, 3, 4, 9, 3, 5, 9, 1, 2, 3], 10) == [4, 9]
+    assert PromptLookup(1, 1, 2).propose([3, 4, 3, 5, 3], 10) == [5, 3]
+
+
+def test_nothing_is_guessed_when_the_end_is_new_or_nothing_is_wanted():
+    assert PromptLookup(2, 3, 4).propose([1, 2, 3, 4, 5], 10) == []
+    assert PromptLookup(2, 3, 4).propose([1, 2, 1, 2], 0) == []
+    assert PromptLookup(2, 3, 4).propose([1, 1], 10) == []
+    assert PromptLookup(1, 3, 4).propose([1], 10) == []
+
+
+def test_drafts_shrink_when_they_are_wrong_and_grow_when_they_are_right():
+    lookup, tokens = PromptLookup(1, 1, 8), [*range(20), 0]
+    lengths = []
+    for num_accepted in (0, 1, 3, 0):
+        lengths.append(len(lookup.propose(tokens, 100)))
+        lookup.learn(lengths[-1], num_accepted)
+    lookup.learn(0, 0)  # no draft, nothing learned
+    assert [*lengths, len(lookup.propose(tokens, 100))] == [8, 1, 3, 7, 1]
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=60),
+    st.lists(st.integers(1, 9), max_size=9),
+    st.integers(1, 3),
+    st.integers(0, 2),
+)
+def test_a_guess_is_what_a_plain_search_finds_however_the_tokens_came(tokens, cuts, low, more):
+    def search() -> list[int]:
+        for size in range(low + more, low - 1, -1):
+            for end in range(len(tokens) - 1, size - 1, -1):
+                if len(tokens) > size and tokens[end - size : end] == tokens[-size:]:
+                    return tokens[end : end + 5]
+        return []
+
+    lookup, length = PromptLookup(low, low + more, 5), 0
+    for cut in cuts:
+        length = min(len(tokens), length + cut)
+        lookup.propose(tokens[:length], 5)
+    assert lookup.propose(tokens, 5) == search()
+
+
+# -- what a step does with guesses
+
+
+def decoding(pool: BlockPool, drafts: list[list[int]], length: int = 4) -> list[Seq]:
+    """Sequences with one token to compute, and guesses. The first has `length` tokens computed, the others 4."""
+    seqs = [make_seq(i, 4 if i else length, first=20 * i) for i in range(len(drafts))]
+    run_step(seqs, pool, LIMITS)
+    for seq, draft in zip(seqs, drafts, strict=True):
+        seq.draft = draft
+    return seqs
+
+
+def test_a_decode_takes_its_guesses_along():
+    pool = BlockPool(8)
+    (seq,) = decoding(pool, [[1, 2, 3, 4, 5]])
+    plan = plan_step([seq], pool, LIMITS)
+    assert apply_step(plan, pool) == [Work(0, 4, 6, 1, [1, 2], [1, 2, 3, 4, 5])]
+
+
+@pytest.mark.parametrize(("num_right", "num_blocks"), [(0, 2), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_right_guesses_count_and_the_blocks_of_wrong_ones_are_given_back(num_right, num_blocks):
+    pool = BlockPool(8)
+    (seq,) = decoding(pool, [[1, 2, 3, 4, 5]])
+    plan = plan_step([seq], pool, LIMITS)
+    apply_step(plan, pool)
+    commit_step(plan, {0: [*[1, 2, 3, 4, 5][:num_right], 9]}, pool, BLOCK)
+    check([seq], pool, BLOCK)
+    assert seq.token_ids == [0, 1, 2, 3, 7, *[1, 2, 3, 4, 5][:num_right], 9]
+    assert (seq.num_computed, len(seq.block_table), seq.draft) == (5 + num_right, num_blocks, [])
+
+
+def test_only_blocks_without_a_wrong_guess_are_found_by_others():
+    pool = BlockPool(8)
+    (seq,) = decoding(pool, [[1, 2, 3]])
+    plan = plan_step([seq], pool, LIMITS)
+    apply_step(plan, pool)
+    commit_step(
+        plan, {0: [1, 2, 9]}, pool, BLOCK
+    )  # the second block is written to its end, but the last token is wrong
+    assert pool.num_cached == 1
+    run_step([seq], pool, LIMITS)
+    assert pool.num_cached == 2
+    assert pool.match(seq.hashes) == seq.block_table[:2]
+
+
+def test_guesses_share_what_is_allowed_and_get_what_the_others_leave():
+    pool = BlockPool(32)
+    seqs = decoding(pool, [list(range(9))] * 2)
+    assert counts(plan_step(seqs, pool, LIMITS)) == {0: 1 + 4, 1: 1 + 4}
+    prefill = make_seq(2, 11, first=90)
+    assert counts(plan_step([*seqs, prefill], pool, LIMITS)) == {0: 1 + 3, 1: 1, 2: 11}
+    assert counts(plan_step(seqs, pool, Limits(4, 16, BLOCK))) == {0: 1, 1: 1}
+
+
+def test_guesses_take_no_block_that_somebody_needs():
+    pool = BlockPool(4)
+    seqs = decoding(pool, [[1] * 4, [1] * 8], length=3)
+    plan = plan_step(seqs, pool, LIMITS)  # two blocks are free, the second sequence needs one for its own token
+    assert counts(plan) == {0: 1 + 4, 1: 1 + 3}
+    assert plan.preempted == ()
+
+
+def test_a_resumed_sequence_computes_what_it_knows_before_it_guesses():
+    pool = BlockPool(8)
+    seq = make_seq(0, 6)
+    seq.draft = [1, 2]
+    assert counts(plan_step([seq], pool, LIMITS)) == {0: 6}
+
+
+def test_a_prefill_in_chunks_does_not_guess():
+    pool, limits = BlockPool(8), Limits(4, 16, BLOCK, max_prefill_tokens=4, max_draft_tokens=8)
+    seq = make_seq(0, 12)
+    run_step([seq], pool, limits)
+    seq.draft = [1, 2]
+    assert counts(plan_step([seq], pool, limits)) == {0: 4}
+
+
+# -- that no guess changes an answer
+
+
+class HalfRightLookup(PromptLookup):
+    """Guesses what the fake model will say, wrong at every place where a checksum of the text so far says so."""
+
+    every = 5  # about one guess in so many is wrong
+
+    def propose(self, token_ids, max_draft):
+        context, draft = list(token_ids), []
+        for _ in range(min(4, max_draft)):
+            token = fake_next(context, SamplingParams(temperature=0), 0)
+            context.append(token if sum(context) % self.every else (token + 1) % 256)
+            draft.append(context[-1])
+        return draft
+
+
+@pytest.fixture
+def guessing(monkeypatch):
+    monkeypatch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
+    return {"num_speculative_tokens": 4, "max_draft_tokens": 9}
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+
+
+def test_answers_come_in_fewer_steps_and_guesses_are_counted(guessing):
+    plain, engine = fake_engine(), fake_engine(**guessing)
+    requests = [Request(f"r{i}", prompt(9, 30 * i), GREEDY) for i in range(3)]
+    want, got = run_all(plain, *requests), run_all(engine, *requests)
+    assert {id: tokens_of(d) for id, d in got.items()} == {id: tokens_of(d) for id, d in want.items()}
+    stats = engine.stats()
+    assert 0 < stats.total_accepted_tokens < stats.total_draft_tokens
+    assert stats.total_steps < plain.stats().total_steps
+    assert stats.total_output_tokens == 75
+    assert plain.stats().total_draft_tokens == 0
+
+
+def test_an_answer_ends_in_the_middle_of_right_guesses(guessing):
+    answer = truth(Request("a", prompt(5), GREEDY), 25)
+    stop = bytes(answer[5:7]).decode()
+    for params, reason in (
+        (SamplingParams(temperature=0, max_tokens=7, ignore_eos=True), FinishReason.LENGTH),
+        (SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, stop=(stop,)), FinishReason.STOP),
+        (SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, stop_token_ids=(answer[6],)), FinishReason.STOP),
+    ):
+        engine, request = fake_engine(**guessing), Request("a", prompt(5), params)
+        want, got = run_all(fake_engine(), request)["a"], run_all(engine, request)["a"]
+        assert got == want
+        assert got[-1].finish_reason is reason
+        assert engine.stats().num_free_blocks == 64
+
+
+@settings(max_examples=60)
+@given(
+    num_blocks=st.integers(9, 20),
+    max_tokens=st.integers(4, 40),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    every=st.integers(1, 9),
+    max_preempt=st.sampled_from([None, 0]),
+    num_host_blocks=st.sampled_from([0, 6]),
+)
+def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
+    num_blocks, max_tokens, lengths, every, max_preempt, num_host_blocks
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HalfRightLookup, "every", every)
+        patch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
+        engine = fake_engine(
+            num_blocks, max_seq_len=36, max_batch=4, max_tokens_per_step=max_tokens, max_preempt=max_preempt,
+            num_speculative_tokens=4, num_host_blocks=num_host_blocks,
+        )  # fmt: skip
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=16) for i in range(len(lengths))]
+        requests = [Request(f"r{i}", prompt(n, i % 2), params[i]) for i, n in enumerate(lengths)]
+        found = run_all(engine, *requests)
+    for request in requests:
+        tokens = tokens_of(found[request.id])
+        assert tokens == truth(request, len(tokens))
+        assert found[request.id][-1].finish_reason is not None
+    assert engine.stats().num_free_blocks == num_blocks
+
+
+class GuessingMachine(EngineMachine):
+    """The same arrivals, steps and aborts, with guesses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = {"max_batch": 3, "max_tokens_per_step": 9, "num_speculative_tokens": 4}
+        self.engine = fake_engine(num_blocks=9, max_seq_len=36, **config)
+        self.engine._lookup = lambda: HalfRightLookup(1, 1, 4)
+
+
+TestGuessingMachine = GuessingMachine.TestCase
+
+
+def test_log_probabilities_are_those_of_the_answer(guessing):
+    request = Request("a", prompt(5), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2))
+    assert run_all(fake_engine(**guessing), request) == run_all(fake_engine(), request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens: must be at least 0, got -1"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be at least 1, got 0"),
+        ({"prompt_lookup_min": 5}, "prompt_lookup_max: must be at least 5, got 4"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens: must not be negative, got -1"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields, message):
+    with pytest.raises(BadRequest, match=message):
+        EngineConfig(backend="fake", **fields)

@@ -1,0 +1,163 @@
+"""Preempted sequences go to host memory and come back, or are computed again; the answer is the same."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvloom.engine.blocks import BlockPool
+from kvloom.engine.config import Limits
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.scheduler import Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
+from kvloom.engine.swap import ComputeTimer, HostPool, SwapCosts, is_swap_cheaper
+from tests.engine.test_engine import truth
+from tests.engine.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
+from tests.support.engines import drain, fake_engine, run_all, tokens_of
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_tokens", "block_s", "token_s", "is_cheaper"),
+    [(2, 8, 1.0, 0.6, True), (2, 8, 1.0, 0.5, False), (2, 8, 1.0, 0.4, False), (2, 8, 1.0, None, True)],
+)
+def test_two_copies_of_each_block_are_weighed_against_computing_each_token(
+    num_blocks, num_tokens, block_s, token_s, is_cheaper
+):
+    assert is_swap_cheaper(num_blocks, num_tokens, SwapCosts(block_s, token_s)) is is_cheaper
+
+
+@given(st.lists(st.integers(0, 5), max_size=20))
+def test_the_host_pool_gives_each_block_to_one_holder(counts):
+    pool, held = HostPool(9), []
+    for count in counts:
+        free = pool.num_free
+        blocks = pool.allocate(count)
+        assert (blocks is None) == (count > free)
+        if blocks is None:
+            pool.release(held)
+            held = []
+        else:
+            held += blocks
+        pool.check(held)
+
+
+def test_the_timer_learns_from_large_steps_only():
+    timer = ComputeTimer()
+    timer.learn(ComputeTimer.MIN_TOKENS - 1, 1.0)
+    assert timer.token_s is None
+    timer.learn(100, 1.0)
+    assert timer.token_s == pytest.approx(0.01)
+    timer.learn(100, 2.0)
+    assert timer.token_s == pytest.approx(0.012)
+
+
+def crowded() -> tuple[list[Seq], BlockPool, Limits]:
+    """Three sequences of which the last must give way in the next step."""
+    pool, limits = BlockPool(4, num_host_blocks=4), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 4), make_seq(1, 4, first=20), make_seq(2, 4, first=40)]
+    run_step(seqs, pool, limits)
+    return seqs, pool, limits
+
+
+def test_a_swapped_sequence_comes_back_where_it_was():
+    seqs, pool, limits = crowded()
+    plan = plan_step(seqs, pool, limits)
+    assert [seq.id for seq in plan.swapped] == [seq.id for seq in plan.preempted] == [2]
+    block = seqs[2].block_table[0]
+    copies = swap_out(plan, pool)
+    assert [source for source, _ in copies] == [block]
+    apply_step(plan, pool)
+    commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
+    check(seqs, pool, BLOCK)
+    for seq in seqs[:2]:
+        release_seq(seq, pool, Status.FINISHED)
+    pool.allocate(2)  # evicts what the prefix cache knew of it
+    plan = plan_step(seqs[2:], pool, limits)
+    assert [(step.start, step.num_tokens) for step in plan.steps] == [(4, 1)]
+    (work,) = apply_step(plan, pool)
+    assert work.loads == [(copies[0][1], seqs[2].block_table[0])]
+    assert pool.host.num_free == 4
+
+
+def test_what_the_prefix_cache_still_has_is_not_copied_back():
+    pool, limits = BlockPool(5, num_host_blocks=4), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 4), make_seq(1, 4, first=20), make_seq(2, 8, first=40)]
+    run_step(seqs, pool, limits)
+    plan = plan_step(seqs, pool, limits)
+    copies = swap_out(plan, pool)
+    apply_step(plan, pool)  # takes the second block of the preempted one, its first stays cached
+    for seq in seqs[:2]:
+        release_seq(seq, pool, Status.FINISHED)
+    (work,) = apply_step(plan_step(seqs[2:], pool, limits), pool)
+    assert (work.start, work.num_tokens) == (8, 1)
+    assert work.blocks[0] == copies[0][0]
+    assert work.loads == [(copies[1][1], work.blocks[1])]
+
+
+def test_a_sequence_that_ends_on_the_host_leaves_nothing_there():
+    seqs, pool, limits = crowded()
+    plan = plan_step(seqs, pool, limits)
+    swap_out(plan, pool)
+    apply_step(plan, pool)
+    assert pool.host.num_free == 3
+    release_seq(seqs[2], pool, Status.FINISHED)
+    assert pool.host.num_free == 4
+
+
+def test_nobody_is_swapped_where_computing_again_is_cheaper_or_the_host_is_full():
+    seqs, pool, limits = crowded()
+    plan = plan_step(seqs, pool, limits, costs=SwapCosts(block_s=1.0, token_s=0.1))
+    assert [seq.id for seq in plan.preempted] == [2]
+    assert plan.swapped == ()
+    pool.host.allocate(4)
+    assert plan_step(seqs, pool, limits).swapped == ()
+
+
+@settings(max_examples=60)
+@given(
+    num_blocks=st.integers(9, 20),
+    num_host_blocks=st.sampled_from([1, 4, 9, 100]),
+    max_tokens=st.integers(4, 40),
+    lengths=st.lists(st.integers(1, 20), min_size=2, max_size=8),
+    is_caching=st.booleans(),
+    aborted=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_swapping_changes_no_answer(num_blocks, num_host_blocks, max_tokens, lengths, is_caching, aborted):
+    engine = fake_engine(
+        num_blocks, max_seq_len=36, num_host_blocks=num_host_blocks,
+        max_batch=4, max_tokens_per_step=max_tokens, enable_prefix_cache=is_caching,
+    )  # fmt: skip
+    requests = [
+        Request(f"r{i}", tuple(range(i % 2, i % 2 + n)), SamplingParams(seed=i, max_tokens=16))
+        for i, n in enumerate(lengths)
+    ]
+    for request in requests:
+        engine.add(request)
+    for _ in range(12):
+        for delta in engine.step():
+            assert delta.request_id.startswith("r")
+        engine.check()
+    for i in aborted:
+        engine.abort(f"r{i}")
+    drain(engine)
+    stats = engine.stats()
+    assert (stats.num_free_blocks, stats.num_free_host_blocks) == (num_blocks, num_host_blocks)
+    found = run_all(engine, *requests)
+    for request in requests:
+        tokens = tokens_of(found[request.id])
+        assert tokens == truth(request, len(tokens))
+
+
+def test_blocks_ten_times_too_few_give_the_answers_of_enough_and_were_swapped():
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    requests = [Request(f"r{i}", tuple(range(i, i + 20)), params) for i in range(40)]
+    enough = 40 * 15
+    roomy, tight, copied = (
+        fake_engine(num_blocks=n, num_host_blocks=h, max_batch=40)
+        for n, h in ((enough, 0), (enough // 10, 0), (enough // 10, enough))
+    )
+    answers = [{id: tokens_of(deltas) for id, deltas in run_all(e, *requests).items()} for e in (roomy, tight, copied)]
+    assert answers[0] == answers[1] == answers[2]
+    assert all(len(tokens) == 40 for tokens in answers[0].values())
+    assert roomy.stats().total_preemptions == 0
+    assert tight.stats().total_preemptions > 20
+    assert tight.stats().total_swapped == 0
+    assert copied.stats().total_swapped == copied.stats().total_preemptions > 20

@@ -1,0 +1,178 @@
+"""`mindieservice_daemon` and `kvloom config` as processes: what a deployment waits for, reads and stops."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvloom.server.auth import hash_key, new_key
+from kvloom.server.config_cli import starting_point
+from kvloom.server.config_keys import LAYOUT_1
+from tests.support.processes import CLI, serving
+from tests.support.servers import until
+
+DAEMON = (sys.executable, "-m", "kvloom.server.daemon")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def install(folder: Path, names: tuple[str, ...] = ("llama_65b",), **serve: Any) -> Path:
+    """An install folder whose conf/config.json serves mock models. Returns the file."""
+    text = "\n".join(line for line in starting_point().splitlines() if "//" not in line)
+    document = json.loads(text)
+    document["OtherParam"]["ServeParam"] |= {"port": free_port(), **serve}
+    model = document["ModelDeployParam"]["ModelParam"][0] | {"modelInstanceType": "StandardMock"}
+    document["ModelDeployParam"]["ModelParam"] = [{**model, "modelName": name} for name in names]
+    path = folder / "conf" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(document))
+    path.chmod(0o640)
+    return path
+
+
+def generate(url: str, model: str, **parameters: Any) -> dict[str, Any]:
+    body = {"id": "r1", "text_input": "hi", "parameters": parameters}
+    answer: dict[str, Any] = httpx.post(f"{url}/v2/models/{model}/generate", json=body).raise_for_status().json()
+    return answer
+
+
+def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path):
+    config, pid_file = install(tmp_path, ("llama_65b", "baichuan")), tmp_path / "daemon.pid"
+    with serving([*DAEMON, "--config", str(config), "--pid-file", str(pid_file)]) as daemon:
+        assert daemon.lines[0] == "Daemon start success!"
+        assert pid_file.read_text() == f"{daemon.process.pid}\n"
+        names = [card["id"] for card in httpx.get(daemon.url + "/v1/models").json()["data"]]
+        assert names == ["llama_65b", "baichuan"]
+        for name in names:
+            assert generate(daemon.url, name)["model_name"] == name
+        httpx.post(daemon.url + "/generate", json={}, headers={"X-Request-Id": "mine-7"})
+        log = tmp_path / "logs" / "mindservice.log"
+        until(lambda: log.read_text().count("COMPLETED REQ ID: r1-") == 2)
+        assert "[mine-7] kvloom.server.app: POST /generate: `inputs` or `prompt` must be necessary" in log.read_text()
+        assert log.stat().st_mode & 0o777 == 0o640
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(timeout=10) == 0
+    assert not pid_file.exists()
+    assert not any("COMPLETED" in line for line in daemon.lines)
+
+
+def test_the_install_folder_is_where_the_environment_says(tmp_path):
+    install(tmp_path)
+    with serving(DAEMON, MIES_INSTALL_PATH=str(tmp_path), MIES_PYTHON_LOG_TO_STDOUT="1") as daemon:
+        generate(daemon.url, "llama_65b")
+        until(lambda: any("COMPLETED REQ ID: r1-" in line for line in daemon.lines))
+
+
+def test_status_routes_move_to_the_management_port(tmp_path):
+    management = free_port()
+    with serving([*DAEMON, "--config", str(install(tmp_path, managementPort=management))]) as daemon:
+        other = f"http://127.0.0.1:{management}"
+        assert httpx.get(other + "/health").status_code == 200
+        assert httpx.get(other + "/v2/models/llama_65b/getSlotCount").json()["total_slots"] == 200
+        assert httpx.get(daemon.url + "/health").status_code == 404
+        assert generate(daemon.url, "llama_65b")["id"] == "r1"
+        refused = httpx.post(f"{other}/generate", json={"inputs": "hi"})
+        assert (refused.status_code, refused.json()["error"]) == (404, "there is no route /generate on this port")
+
+
+def test_stop_service_answers_when_running_requests_have_ended_and_the_daemon_exits(tmp_path):
+    with serving([*DAEMON, "--config", str(install(tmp_path))]) as daemon:
+        body = {"text_input": "hi", "parameters": {"max_new_tokens": 500}}
+        with httpx.stream("POST", f"{daemon.url}/v2/models/llama_65b/generate_stream", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            stopped: list[httpx.Response] = []
+            stop = threading.Thread(target=lambda: stopped.append(httpx.get(daemon.url + "/stopService", timeout=30)))
+            stop.start()
+            last = [line for line in lines if line][-1]
+        assert "error" not in json.loads(last.removeprefix("data:"))
+        stop.join()
+        assert stopped[0].status_code == 200
+        assert daemon.process.wait(timeout=10) == 0
+
+
+def test_prompts_and_keys_are_in_no_log_line(tmp_path):
+    key, secret = new_key(), "the-secret-of-the-prompt"
+    config = install(tmp_path, apiKeyFile="keys", maxInputChars=2000)
+    (tmp_path / "keys").write_text(hash_key(key))
+    with serving([*DAEMON, "--config", str(config)], MIES_PYTHON_LOG_TO_STDOUT="1") as daemon:
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=daemon.url, headers=headers) as client:
+            chat = {"model": "llama_65b", "messages": [{"role": "user", "content": secret}]}
+            assert client.post("/v1/chat/completions", json=chat).status_code == 200
+            assert client.post("/generate", json={"inputs": secret}).status_code == 200
+            assert client.post("/generate", json={"inputs": secret, "parameters": {"top_k": 0}}).status_code == 422
+            assert client.post("/generate", json={"inputs": secret * 100}).status_code == 422
+            assert client.post("/generate", content=secret).status_code == 422
+            assert client.post("/v1/chat/completions", json={**chat, "top_p": secret}).status_code == 400
+        assert httpx.post(daemon.url + "/generate", json={"inputs": secret}, headers={"X-Api-Key": key + "x"}).is_error
+        log = tmp_path / "logs" / "mindservice.log"
+        until(lambda: log.read_text().count("COMPLETED") == 2 and log.read_text().count("POST") == 4)
+        written = log.read_text() + "\n".join(daemon.lines)
+    assert secret not in written
+    assert key not in written
+
+
+def test_pages_of_other_origins_may_call_only_when_they_are_named(tmp_path):
+    with serving([*DAEMON, "--config", str(install(tmp_path, corsOrigins=["https://a.example"]))]) as daemon:
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        for origin, is_named in (("https://a.example", True), ("https://b.example", False)):
+            preflight = httpx.options(daemon.url + "/v1/chat/completions", headers={"Origin": origin, **asked})
+            assert (preflight.status_code == 200) is is_named
+            answer = httpx.get(daemon.url + "/v1/models", headers={"Origin": origin})
+            assert (answer.headers.get("access-control-allow-origin") == origin) is is_named
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"MIES_PYTHON_LOG_LEVEL": "LOUD"}, "MIES_PYTHON_LOG_LEVEL: must be one of Verbose, Info"),
+        ({"MIES_CONTINUOUS_BATCHING": "yes"}, "MIES_CONTINUOUS_BATCHING: must be 0 or 1, got 'yes'"),
+        ({"AIE_LLM_CONTINUOUS_BATCHING": "2"}, "AIE_LLM_CONTINUOUS_BATCHING: must be 0 or 1, got '2'"),
+    ],
+)
+def test_a_wrong_variable_is_one_line_and_nothing_starts(tmp_path, environment, words):
+    command = [*DAEMON, "--config", str(install(tmp_path))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"mindieservice_daemon: {words}")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_config_check_and_init(tmp_path):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*CLI, "config", *arguments], capture_output=True, text=True, check=False, timeout=60)
+
+    path = tmp_path / "mine.json"
+    assert run("init", str(path)).returncode == 0
+    assert path.stat().st_mode & 0o777 == 0o640
+    again = run("init", str(path))
+    assert (again.returncode, again.stderr) == (
+        1,
+        f"kvloom: {path}: is there already; give another name, or --force\n",
+    )
+    right = run("check", str(path))
+    assert (right.returncode, "smollm2 on http://127.0.0.1:1025" in right.stdout) == (0, True)
+    path.write_text(path.read_text().replace('"maxLinkNum": 300', '"maxLinkNum": 0'))
+    wrong = run("check", str(path))
+    message = "kvloom: OtherParam.ServeParam.maxLinkNum: must be between 1 and 1000, got 0\n"
+    assert (wrong.returncode, wrong.stderr) == (1, message)
+
+
+def test_every_key_says_what_it_means():
+    def keys(layout: Any) -> list[Any]:
+        below = layout.values() if isinstance(layout, dict) else layout if isinstance(layout, list) else []
+        return [layout] if not below else [key for item in below for key in keys(item)]
+
+    assert all(key.meaning for key in keys(LAYOUT_1))

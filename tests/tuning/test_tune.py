@@ -1,0 +1,188 @@
+"""The tuner's decisions over curves that are known, its files, and that it goes on where it was stopped."""
+
+import json
+import re
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from kvloom.cli import app
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.errors import BadRequest
+from kvloom.server.config_cli import starting_point
+from kvloom.server.engine_settings import read_engine_config
+from kvloom.tuning import sweep
+from kvloom.tuning.report import config_text, plot_html, table_text
+from kvloom.tuning.steptime import StepTimes
+from kvloom.tuning.sweep import CONFIG, PLOT, STATE, TABLE, Aim, State, tune
+from kvloom.tuning.tune import Point, Proposal, Workload, choose, largest_batch, next_batch, prefill_tokens, propose
+
+TABLE_2_10 = {200: (160, 1145), 100: (88, 1074), 90: (81, 1058), 89: (80.4, 1058), 88: (80.4, 1060), 87: (79.7, 1032)}
+WORKLOAD = Workload(average_input=100, average_output=60, max_output=512)
+TIMES = StepTimes(
+    base_s=0.002, few_token_s=0.0005, token_s=0.0004, sample_s=0.0001, kilopair_s=0.0, model="m", num_blocks=870,
+    block_size=128, max_seq_len=2048, kv_bytes=34 << 30, vocab_size=100,
+)  # fmt: skip
+
+
+def point(batch: int, lpot_ms: float, speed: float) -> Point:
+    return Point(batch, lpot_ms, speed, 0.0, 8)
+
+
+def swept(curve, most: int, limit_ms: float | None) -> list[Point]:
+    """The points of a sweep over curve(batch) -> (lpot, speed)."""
+    points: list[Point] = []
+    while (batch := next_batch(points, most, limit_ms)) is not None:
+        assert 1 <= batch <= most
+        assert batch not in {p.max_batch for p in points}, "measured twice"
+        points.append(point(batch, *curve(batch)))
+    return points
+
+
+def test_the_choice_of_the_guides_own_table():
+    points = [point(batch, *values) for batch, values in TABLE_2_10.items()]
+    assert choose(points, 80).max_batch == 87
+    assert choose(points, 100).max_batch == 100
+    assert choose(points, 10).max_batch == 87  # nothing keeps it: the least lpot
+    assert choose(points, None).max_batch == 200  # every other one has less than 95 % of its throughput
+    assert choose([*points, point(120, 95, 1100)], None).max_batch == 120
+
+
+@given(st.floats(0.5, 50), st.floats(0.01, 5), st.integers(1, 2000), st.one_of(st.none(), st.floats(1, 500)))
+def test_the_choice_is_within_a_tenth_of_a_full_sweep(base_ms, each_ms, most, limit_ms):
+    def curve(batch: int) -> tuple[float, float]:
+        lpot_ms = base_ms + each_ms * batch
+        return lpot_ms, 1000 * batch / lpot_ms
+
+    points = swept(curve, most, limit_ms)
+    assert len(points) <= 20
+    full = [point(batch, *curve(batch)) for batch in range(1, most + 1)]
+    feasible = [p for p in full if limit_ms is None or p.lpot_ms <= limit_ms]
+    chosen = choose(points, limit_ms)
+    if feasible:
+        assert limit_ms is None or chosen.lpot_ms <= limit_ms
+        assert chosen.generate_speed >= 0.9 * max(p.generate_speed for p in feasible)
+    else:
+        assert chosen.max_batch == 1
+
+
+def test_a_peak_between_two_powers_of_two_is_found():
+    points = swept(lambda n: (1.0, 1000 - abs(n - 48) * 10), 128, None)
+    assert choose(points, None).generate_speed >= 950
+
+
+def test_the_largest_batch_is_that_of_the_formulas():
+    assert largest_batch(TIMES, WORKLOAD) == (174, 5)
+    assert largest_batch(msgspec.structs.replace(TIMES, num_blocks=3), WORKLOAD) == (1, 5)
+
+
+def test_prefill_is_best_where_its_rate_no_longer_grows():
+    flat = msgspec.structs.replace(TIMES, base_s=0.0, few_token_s=TIMES.token_s, sample_s=0.0)
+    assert prefill_tokens(flat) == 256
+    assert prefill_tokens(msgspec.structs.replace(flat, base_s=0.1)) == 4096
+
+
+def test_every_key_of_the_guide_is_proposed_with_a_reason():
+    found = {p.key: p for p in propose(TIMES, WORKLOAD, 87, "why", 79.7)}
+    values = {key: p.value for key, p in found.items()}
+    assert values == {
+        "npuMemSize": 34.0, "maxSeqLen": 2048, "cacheBlockSize": 128, "maxIterTimes": 512, "maxBatchSize": 87,
+        "maxPrefillTokens": 4096, "maxPrefillBatchSize": 40, "maxPreemptCount": 10, "supportSelectBatch": True,
+        "prefillTimeMsPerReq": 43, "decodeTimeMsPerReq": 1, "preAllocBlocks": 1, "worldSize": 1, "npuDeviceIds": [[0]],
+    }  # fmt: skip
+    assert all(p.reason for p in found.values())
+    assert "870 blocks / 5 a request allow 174" in found["maxBatchSize"].reason
+    small = {p.key: p.value for p in propose(TIMES, WORKLOAD, 3, "", 1e9)}
+    assert (small["maxPreemptCount"], small["maxPrefillBatchSize"], small["decodeTimeMsPerReq"]) == (3, 3, 1000)
+
+
+def test_a_configuration_keeps_its_comments_and_says_why():
+    text = config_text(
+        starting_point(), [Proposal("maxBatchSize", 87, "most throughput"), Proposal("worldSize", 1, "x")]
+    )
+    assert re.search(r"// tuned: most throughput\n\s*\"maxBatchSize\": 87,\n", text)
+    assert len(text.splitlines()) == len(starting_point().splitlines()) + 2
+    with pytest.raises(BadRequest, match="maxBatchsize"):
+        config_text(starting_point(), [Proposal("maxBatchsize", 1, "")])
+
+
+def test_the_table_and_the_plot_mark_the_choice():
+    points = [point(batch, *values) for batch, values in TABLE_2_10.items()]
+    chosen = choose(points, 80)
+    table = table_text(points, chosen, [Proposal("maxBatchSize", 87, "why")])
+    assert "| 87 | 79.7 | 1032 | 0 | chosen |" in table
+    assert table.count("chosen") == 1
+    assert "| maxBatchSize | 87 | why |" in table
+    page = plot_html(points, chosen, 80, "a <b>")
+    assert page.count("<circle") == len(points)
+    assert "87 (chosen)" in page
+    assert "limit 80 ms" in page
+    assert "a &lt;b&gt;" in page
+    assert "limit" not in plot_html(points, chosen, None, "t").split("<svg")[1]
+    assert "http" not in page
+
+
+AIM = Aim(Workload(20, 10, 64), None, 4, 20.0)
+FAKE = EngineConfig(backend="fake", max_batch=4, max_seq_len=200, num_blocks=100)
+
+
+def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path, monkeypatch):
+    shown: list[str] = []
+    real_drive = sweep.drive
+
+    def failing(config, *args, **kwargs):
+        if config.max_batch == 2:
+            raise KeyboardInterrupt
+        return real_drive(config, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "drive", failing)
+    with pytest.raises(KeyboardInterrupt):
+        tune(FAKE, AIM, tmp_path)
+    kept = msgspec.json.decode((tmp_path / STATE).read_bytes(), type=State)
+    assert [p.max_batch for p in kept.points] == [1]
+    monkeypatch.setattr(sweep, "drive", real_drive)
+    found = tune(FAKE, AIM, tmp_path, lambda what, done, total: shown.append(what))
+    assert found.points[0] == kept.points[0]
+    assert {p.max_batch for p in found.points} >= {1, 2, 4}
+    assert "measuring step times" not in shown
+    assert "maxBatchSize 1" not in shown
+    assert "maxBatchSize 4" in shown
+
+
+def test_a_folder_of_another_aim_or_a_broken_one_is_refused(tmp_path):
+    tune(FAKE, AIM, tmp_path)
+    with pytest.raises(BadRequest, match="is of another model, configuration or data"):
+        tune(FAKE, Aim(Workload(21, 10, 64), None, 4, 20.0), tmp_path)
+    (tmp_path / STATE).write_text("{")
+    with pytest.raises(BadRequest, match="remove it to begin again"):
+        tune(FAKE, AIM, tmp_path)
+
+
+def test_a_workload_that_does_not_fit_the_model_is_refused(tmp_path):
+    with pytest.raises(BadRequest, match="max_output: must be below max_seq_len"):
+        tune(FAKE, Aim(Workload(20, 10, 200), None, 4, 20.0), tmp_path / "a")
+    with pytest.raises(BadRequest, match="input_len"):
+        tune(FAKE, Aim(Workload(195, 10, 64), None, 4, 20.0), tmp_path / "b")
+
+
+def test_the_command_writes_a_configuration_that_is_right(tmp_path):
+    data = tmp_path / "data.csv"
+    data.write_text("1,2,3\n" * 5 + "1,2,3,4,5\n" * 5)
+    output = tmp_path / "out"
+    command = ["tune", "--backend", "fake", "--output", str(output), "--data", str(data), "--output-len", "8"]
+    result = CliRunner().invoke(app, [*command, "--most", "4", "--lpot", "0.001"])
+    assert result.exit_code == 0, result.output
+    assert "no maxBatchSize keeps the limit" in result.output
+    engine = read_engine_config(output / CONFIG)
+    assert (engine.backend, engine.max_batch, engine.max_iter_times) == ("fake", 1, 512)
+    assert "no batch keeps 0.001 ms" in (output / CONFIG).read_text()
+    assert (output / CONFIG).stat().st_mode & 0o007 == 0
+    assert "| chosen |" in (output / TABLE).read_text()
+    assert "limit 0.001 ms" in (output / PLOT).read_text()
+    again = CliRunner().invoke(app, [*command, "--most", "4", "--lpot", "10000"])  # another limit, the same points
+    assert again.exit_code == 0, again.output
+    points = json.loads((output / STATE).read_text())["points"]
+    assert [p["max_batch"] for p in points][:3] == [1, 2, 4]
