@@ -31,11 +31,12 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by their tests.
-PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/lookup.py,src/kvloom/engine/swap.py,src/kvloom/engine/memory.py
+PURE := src/kvloom/engine/blocks.py,src/kvloom/engine/scheduler.py,src/kvloom/engine/stop.py,src/kvloom/engine/detok.py,src/kvloom/engine/policies.py,src/kvloom/engine/lookup.py,src/kvloom/engine/swap.py,src/kvloom/engine/memory.py,src/kvloom/engine/transfers.py
 coverage: setup
 	$(BIN)/coverage run --branch --include=$(PURE) -m pytest -q \
 	  tests/engine/test_blocks.py tests/engine/test_scheduler.py tests/engine/test_stop.py tests/engine/test_detok.py \
-	  tests/engine/test_policies.py tests/engine/test_speculation.py tests/engine/test_swap.py tests/engine/test_memory.py
+	  tests/engine/test_policies.py tests/engine/test_speculation.py tests/engine/test_swap.py tests/engine/test_memory.py \
+	  tests/engine/test_transfers.py
 	$(BIN)/coverage report --show-missing --fail-under=100
 
 # Write the files again that tests/wire/test_golden.py compares with.

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENGINE = "src/kvloom/engine"
 TESTS = (
     "test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine", "test_speculation",
-    "test_swap", "test_memory",
+    "test_swap", "test_memory", "test_transfers", "test_kvtier",
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ BUGS = (
     ),
     Bug("the beginning of a prefix is evicted first", "blocks.py", "in reversed(blocks)", "in blocks"),
     Bug("match skips over a gap", "blocks.py", "                break\n", "                continue\n"),
-    Bug("a second block takes over a hash", "blocks.py", " and key not in self._block_of", ""),
+    Bug("a second block takes over a hash", "blocks.py", " or key in self._block_of", ""),
     Bug(
         "cached blocks are handed out before empty ones",
         "blocks.py",
@@ -111,14 +111,43 @@ BUGS = (
     Bug(
         "hits are retained after allocations",
         "scheduler.py",
-        "    for step in plan.steps:  # all hits before any allocation, which could evict them\n        pool.retain(step.hits)\n    return [_admit(step, pool) for step in plan.steps]",
-        "    works = [_admit(step, pool) for step in plan.steps]\n    for step in plan.steps:\n        pool.retain(step.hits)\n    return works",
+        "    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):\n        pool.retain(hits)  # all of them before any allocation, which could evict one\n    return [_admit(step, pool) for step in plan.steps]",
+        "    works = [_admit(step, pool) for step in plan.steps]\n    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):\n        pool.retain(hits)\n    return works",
     ),
     Bug(
         "a block is published before it is full",
         "scheduler.py",
-        "seq.num_computed // block_size):",
-        "len(seq.token_ids) // block_size):",
+        "range(seq.num_published, seq.num_computed // block_size)",
+        "range(seq.num_published, len(seq.token_ids) // block_size)",
+    ),
+    Bug(
+        "an aborted load gives its blocks back at once",
+        "transfers.py",
+        "            if now_s >= load.until_s:\n                _wake(load)\n",
+        "            if now_s >= load.until_s:\n                _wake(load)\n                self._pool.release(load.transfer.blocks)\n",
+    ),
+    Bug("blocks of a save are not held", "transfers.py", "                self._pool.retain(blocks)\n", ""),
+    Bug(
+        "a block that was not loaded is published",
+        "transfers.py",
+        "zip(blocks[:count], keys[:count], strict=True)",
+        "zip(blocks, keys, strict=True)",
+    ),
+    Bug(
+        "a late load wakes who no longer waits for it",
+        "transfers.py",
+        "seq, load.seq = load.seq, None",
+        "seq = load.seq",
+    ),
+    Bug("an impossible count is believed", "transfers.py", "0 <= report.num_blocks <= len(transfer.blocks)", "True"),
+    Bug("the tier is asked again and again", "scheduler.py", " and not seq.is_asked else []", " else []"),
+    Bug("one prefix is loaded many times", "scheduler.py", "if missing[0] not in on_the_way:", "if missing:"),
+    Bug("blocks of loads are promised twice", "scheduler.py", "                free -= taken + len(missing)\n", ""),
+    Bug(
+        "loading sequences take no place",
+        "scheduler.py",
+        "limits.max_batch - len(running) - len(loading)",
+        "limits.max_batch - len(running)",
     ),
     Bug(
         "a resumed sequence keeps its old progress",

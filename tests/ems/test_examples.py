@@ -1,5 +1,6 @@
 """The examples run as they are."""
 
+import json
 import os
 import subprocess
 import sys
@@ -26,4 +27,18 @@ def test_example(name, expected):
 
 
 def test_every_example_is_run():
-    assert sorted(path.name for path in FOLDER.glob("*.py")) == ["asynchronous.py", "quickstart.py"]
+    assert sorted(path.name for path in FOLDER.glob("*.py")) == ["asynchronous.py", "quickstart.py", "ttft.py"]
+
+
+@pytest.mark.real
+@pytest.mark.timeout(600)
+def test_the_first_token_comes_from_the_pool_after_a_restart(smollm2_path, tmp_path):
+    command = [sys.executable, FOLDER / "ttft.py", str(smollm2_path), "--tokens=100", "--rounds=1"]
+    done = subprocess.run([*command, f"--plot={tmp_path / 'ttft.png'}"], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    *rows, last = done.stdout.splitlines()
+    found = {row["phase"]: row["num_cached_tokens"] for row in map(json.loads, rows)}
+    assert found == {"cold": 0, "warm in the engine": 96, "warm from EMS": 96}
+    has_plot = last.startswith("plot: ")
+    assert has_plot == (tmp_path / "ttft.png").exists()
+    assert has_plot or last == "no plot: matplotlib is not installed (pip install 'kvloom[plot]')"

@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kvloom.engine.config import EngineConfig
+import ems
+from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.engine import Engine
 from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.kvtier import TieredRunner, open_tier
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.runner import ModelRunner, open_runner
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
@@ -76,6 +78,25 @@ def test_a_cached_prefix_equals_a_computed_one(runner, tokenizer, requests, alon
     again = run_all(engine, *requests)
     assert {name: tokens_of(deltas) for name, deltas in again.items()} == alone
     assert any(deltas[0].num_cached_tokens for deltas in again.values())
+
+
+def test_loaded_from_ems_equals_computed(smollm2_path, config, runner, tokenizer, requests, alone):
+    """A second runner, with an empty KV cache, takes over what the first one computed, bit for bit."""
+    loaded = open_runner(config, [2], lambda done, total: None)
+    tier = TierConfig("kvloom.server.ems_tier:open_tier", timeout_s=10.0)
+    with ems.embedded(pool="64M"):
+        for each, num_cached in ((runner, 0), (loaded, 16)):
+            opened = open_tier(tier, each.kv_memory(str(smollm2_path)))
+            engine = Engine(
+                EngineConfig(model="m", backend="reference", kv_tier=tier),
+                InProcessExecutor(TieredRunner(each, opened)),
+                tokenizer,
+            )
+            found = run_all(engine, *requests, max_steps=10**7)
+            assert {name: tokens_of(deltas) for name, deltas in found.items()} == alone
+            assert max(deltas[-1].num_cached_tokens for deltas in found.values()) >= num_cached
+            assert engine.stats().total_tier_loaded_blocks == (0 if num_cached == 0 else 1)
+            opened.close()
 
 
 def test_preempted_and_resumed_equals_undisturbed(config, tokenizer, requests, alone):

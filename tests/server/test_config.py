@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvloom.engine.config import TierConfig
 from kvloom.engine.errors import BadRequest
 from kvloom.server.config import Settings, load_settings
 from kvloom.server.config_cli import starting_point
@@ -95,6 +96,22 @@ def test_the_later_layout_is_read_too(tmp_path):
     config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build()
     assert (config.port, config.max_link_num, config.models[0].engine.max_batch) == (1026, 1000, 200)
     assert config.models[0].engine.kv_cache_bytes is None
+
+
+def test_a_kv_pool_becomes_the_outer_tier_of_the_engine(tmp_path):
+    pool = {"backend": "ems", "socketPath": "run/ems.sock", "timeoutMs": 250, "accessId": "a", "accessKeyFile": "/k"}
+    document = json.loads(json.dumps(LATER_LAYOUT))
+    document["BackendConfig"]["kvPoolConfig"] = pool
+    assert Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier == TierConfig(
+        "kvloom.server.ems_tier:open_tier",
+        0.25,
+        {"socket": str(tmp_path / "run/ems.sock"), "access_id": "a", "access_key_file": "/k"},
+    )
+    document["BackendConfig"]["kvPoolConfig"] = {"backend": ""}
+    assert Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier is None
+    document["BackendConfig"]["kvPoolConfig"] = {"timeoutMs": 250}
+    with pytest.raises(BadRequest, match=r"^kvPoolConfig\.backend: must be \"ems\" when other keys"):
+        Settings(load_settings(write(tmp_path, document))).build()
 
 
 def test_the_cache_may_be_bytes_and_tokens_may_be_guessed_ahead(tmp_path):

@@ -37,13 +37,29 @@ class Work(msgspec.Struct, array_like=True):
     loads: list[tuple[int, int]] = []
 
 
+class Transfer(msgspec.Struct, array_like=True):
+    """Full blocks to load from the outer KV tier, or to save to it; `keys` name their contents, in chain order.
+
+    The blocks are held for the transfer until the rank reports it in StepOutput.moved.
+    """
+
+    id: int
+    blocks: list[int]
+    keys: list[bytes]
+
+
 class Batch(msgspec.Struct, array_like=True):
-    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch."""
+    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch.
+
+    `loads` and `saves` begin; without any of all these it only asks which of them are finished.
+    """
 
     new: list[NewSeq]
     work: list[Work]
     drop: list[int]
     swap_out: list[tuple[int, int]] = []
+    loads: list[Transfer] = []
+    saves: list[Transfer] = []
 
 
 class Logprob(msgspec.Struct, array_like=True):
@@ -68,10 +84,19 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     values: list[Logprob]
 
 
+class Moved(msgspec.Struct, array_like=True):
+    """Transfer `id` is finished: its first `num_blocks` blocks were moved, the contents of others are unknown."""
+
+    id: int
+    num_blocks: int
+
+
 class StepOutput(msgspec.Struct, array_like=True):
     samples: list[Sample]
     prompt_logprobs: list[PromptLogprobs]
     compute_s: float  # time the rank spent on the step
+    moved: list[Moved] = []
+    is_tier_up: bool = False  # whether the outer KV tier answers
 
 
 class RankInfo(msgspec.Struct, array_like=True):

@@ -58,6 +58,10 @@ class BlockPool:
         """Blocks that a new sequence could find by hash, used or not."""
         return len(self._block_of)
 
+    def key_of(self, block: int) -> bytes | None:
+        """The hash that finds the block."""
+        return self._hash_of[block]
+
     def num_holders(self, block: int) -> int:
         return self._refs[block]
 
@@ -107,11 +111,16 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Let later sequences find a full, computed block by its hash. The first block of a hash is the one found."""
-        if self.is_caching and self._hash_of[block] is None and key not in self._block_of:
-            self._hash_of[block] = key
-            self._block_of[key] = block
+    def publish(self, block: int, key: bytes) -> bool:
+        """Let later sequences find a full, computed block by its hash. The first block of a hash is the one found.
+
+        Returns whether this block is now the one.
+        """
+        if not self.is_caching or self._hash_of[block] is not None or key in self._block_of:
+            return False
+        self._hash_of[block] = key
+        self._block_of[key] = block
+        return True
 
     def clear(self) -> None:
         """Forget everything, holders included: the memory behind the blocks is gone."""

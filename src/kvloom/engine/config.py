@@ -1,6 +1,8 @@
 """EngineConfig: how one model is loaded and run. Limits: the budget of one step."""
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvloom.engine.errors import BadRequest
 
@@ -66,6 +68,21 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class TierConfig:
+    """An outer KV tier. `factory` ("module:function") opens it in the rank process, see kvtier.OpenTier."""
+
+    factory: str
+    timeout_s: float = 0.5  # what a request waits for its prefix, at most
+    options: Mapping[str, str] = field(default_factory=dict)  # the factory's own
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.]+:\w+", self.factory):
+            raise BadRequest("kv_tier.factory", f"must be module:function, got {self.factory!r}")
+        if not 0 < self.timeout_s <= 60:
+            raise BadRequest("kv_tier.timeout_s", f"must be above 0, at most 60, got {self.timeout_s:g}")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Which model, on what, with how much memory. None = measured or taken from the model at start.
 
@@ -107,6 +124,7 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     max_draft_tokens: int = 16  # as in Limits: with many sequences a guess costs more than it saves
     enable_prefix_cache: bool = True
+    kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
     seed: int | None = None  # of requests that bring none; None = drawn from the system
     step_timeout_s: float = 300.0  # a rank that takes longer is taken for dead
     fake_step_s: float = 0.0  # fake backend only: time of a step, and of each of its tokens
@@ -143,6 +161,10 @@ class EngineConfig:
         for name in ("prefill_policy", "decode_policy"):
             if getattr(self, name) not in POLICIES:
                 raise BadRequest(name, f"must be 0 (FCFS), 1 (STATE) or 3 (MLFQ), got {getattr(self, name)}")
+        if self.kv_tier is not None and not self.enable_prefix_cache:
+            raise BadRequest("kv_tier", "needs enable_prefix_cache")
+        if self.kv_tier is not None and self.world_size > 1:
+            raise BadRequest("kv_tier", f"needs world_size 1, got {self.world_size}")
         self.limits(block_size=1)
 
     def limits(self, block_size: int) -> Limits:

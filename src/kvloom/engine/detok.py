@@ -2,6 +2,24 @@
 
 import codecs
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from typing import Protocol
+
+
+class Vocabulary(Protocol):
+    """What the engine needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> AbstractSet[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+
+
+def text_bytes(vocabulary: Vocabulary, skips_special: bool) -> Callable[[int], bytes]:
+    """Bytes of a token; special ones have none where they are skipped."""
+    if not skips_special:
+        return vocabulary.token_bytes
+    return lambda token_id: b"" if vocabulary.is_special(token_id) else vocabulary.token_bytes(token_id)
 
 
 class Detokenizer:

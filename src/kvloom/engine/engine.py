@@ -9,14 +9,12 @@ A step has two halves, so that work for people overlaps work for the model:
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
 
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.engine.blocks import BlockPool, extend_chain
 from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.detok import Detokenizer
+from kvloom.engine.detok import Detokenizer, Vocabulary, text_bytes
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
 from kvloom.engine.lookup import PromptLookup
@@ -26,17 +24,9 @@ from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
 from kvloom.engine.swap import ComputeTimer, SwapCosts
+from kvloom.engine.transfers import Transfers
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
-
-
-class Vocabulary(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    @property
-    def eos_ids(self) -> AbstractSet[int]: ...
-    def token_bytes(self, token_id: int) -> bytes: ...
-    def is_special(self, token_id: int) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -106,12 +96,19 @@ class Engine:
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
         self._limits = self.config.limits(info.block_size)
         self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
+        tier = self.config.kv_tier
+        self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()
         self._dropped = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._seqs or self._fresh or self._outbox)
+        return bool(self._seqs or self._fresh or self._outbox or self._transfers.is_pending)
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last step computed nothing and the next would not either before the outer tier has answered."""
+        return not (self._plan.steps or self._outbox or self._plan.preempted) and self._transfers.is_pending
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run."""
@@ -168,13 +165,16 @@ class Engine:
 
     def start_step(self) -> list[Delta]:
         """Start the next step on the model, then return what the last one brought. Raises RankDied."""
+        now_s = self._clock()
+        self._transfers.expire(now_s)
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
-        if self._plan.steps or self._dropped:
+        if self._plan.steps or self._plan.loads or self._dropped or self._transfers.is_pending:
             copies = swap_out(self._plan, self._pool)
             work = apply_step(self._plan, self._pool)
-            self._executor.submit(Batch(self._introduce(), work, self._dropped, copies))
+            self._transfers.load(self._plan.loads, now_s)
+            self._executor.submit(Batch(self._introduce(), work, self._dropped, copies, *self._transfers.take_new()))
             self._dropped = []
-            self._counts["total_steps"] += 1
+            self._counts["total_steps"] += bool(work)
             self._counts["total_preemptions"] += len(self._plan.preempted)
             self._counts["total_swapped"] += len(self._plan.swapped)
         return self._drain()
@@ -192,12 +192,13 @@ class Engine:
         self._timer.learn(sum(step.num_tokens for step in self._plan.steps), output.compute_s)
         for chunk in output.prompt_logprobs:
             self._take_prompt_logprobs(chunk)
+        self._transfers.finish(output.moved, output.is_tier_up)
         samples: dict[int, list[Sample]] = {}
         for sample in output.samples:
             samples.setdefault(sample.id, []).append(sample)
         steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
-        commit_step(self._plan, taken, self._pool, self._limits.block_size)
+        self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
         for step in steps:
             self._go_on(self._seqs[step.seq.id], len(step.draft), len(samples[step.seq.id]) - 1)
 
@@ -215,11 +216,13 @@ class Engine:
             max_batch=self._limits.max_batch,
             total_compute_s=self._compute_s,
             **self._counts,
+            **self._transfers.counts(),
         )
 
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
-        check([live.seq for live in self._seqs.values()], self._pool, self._limits.block_size)
+        seqs = [live.seq for live in self._seqs.values()]
+        check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
     # -- requests
 
@@ -237,7 +240,8 @@ class Engine:
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
         costs = SwapCosts(self._executor.info.swap_block_s, self._timer.token_s)
-        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), costs)
+        asks_tier = self._transfers.may_ask(not any(seq.status is Status.RUNNING for seq in seqs))
+        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), costs, asks_tier)
 
     def _oldest_wait_s(self) -> float:
         """How long the oldest waiting request has waited; no matter when batches are not held back."""
@@ -250,7 +254,7 @@ class Engine:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
 
     def _detokenizer(self, request: Request) -> Detokenizer:
-        return Detokenizer(_text_bytes(self._vocabulary, request.params.skip_special_tokens))
+        return Detokenizer(text_bytes(self._vocabulary, request.params.skip_special_tokens))
 
     def _lookup(self) -> PromptLookup | None:
         config = self.config
@@ -381,15 +385,9 @@ class Engine:
         )
 
 
-_COUNTED_ELSEWHERE = ("total_compute_s", "total_restarts")
+_COUNTED_ELSEWHERE = ("total_compute_s", "total_restarts", "total_tier_loaded_blocks", "total_tier_saved_blocks")
 _COUNTERS = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _COUNTED_ELSEWHERE]
 
 
 def _logprob(value: Logprob) -> TokenLogprob:
     return TokenLogprob(value.token_id, value.logprob, tuple((token, logprob) for token, logprob in value.top))
-
-
-def _text_bytes(vocabulary: Vocabulary, skips_special: bool) -> Callable[[int], bytes]:
-    if not skips_special:
-        return vocabulary.token_bytes
-    return lambda token_id: b"" if vocabulary.is_special(token_id) else vocabulary.token_bytes(token_id)

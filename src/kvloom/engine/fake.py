@@ -15,6 +15,7 @@ from typing import Any
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
+from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.request import SamplingParams
 
 BOS_ID, EOS_ID = 256, 257
@@ -99,17 +100,21 @@ class FakeRunner:
         num_host_blocks: int = 0,
     ) -> None:
         self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake", num_host_blocks=num_host_blocks)
-        self._slots = [-1] * (num_blocks * block_size)
-        self._host = [-1] * (num_host_blocks * block_size)
+        self._slots = array("q", [-1]) * (num_blocks * block_size)
+        self._host = array("q", [-1]) * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
+
+    def kv_memory(self, model: str) -> KvMemory:
+        shape = (self.info.num_blocks, self.info.block_size, 1)
+        return KvMemory([[memoryview(self._slots).cast("B").cast("q", shape)]], "fake", "fake")
 
     def run(self, batch: Batch) -> StepOutput:
         for id in batch.drop:
             self._states.pop(id, None)
         for new in batch.new:
             self._learn(new)
-        duration_s = self._step_s + self._token_s * sum(work.num_tokens for work in batch.work)
+        duration_s = self._token_s * sum(work.num_tokens for work in batch.work) + (self._step_s if batch.work else 0.0)
         if duration_s:
             self._sleep(duration_s)
         for block, host_block in batch.swap_out:

@@ -12,8 +12,9 @@ from kvloom.engine.batch import Batch, Runner
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ServingError
 from kvloom.engine.executor import Channel, Done, Failed, Loading, Progress, RankSetup, Ready
+from kvloom.engine.kvtier import KvRunner, TieredRunner, open_tier
 
-OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], Runner]
+OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
 
 
 def open_runner(
@@ -21,7 +22,8 @@ def open_runner(
 ) -> Runner:
     """The runner of `config.backend`. The fake one is opened without importing torch. Raises ServingError."""
     module = importlib.import_module("kvloom.engine.fake" if config.backend == "fake" else "kvloom.engine.runner")
-    return cast(OpenRunner, module.open_runner)(config, eos_ids, progress, rank, rendezvous)
+    runner = cast(OpenRunner, module.open_runner)(config, eos_ids, progress, rank, rendezvous)
+    return TieredRunner(runner, open_tier(config.kv_tier, runner.kv_memory(config.model))) if config.kv_tier else runner
 
 
 def serve(sock: socket.socket) -> None:

@@ -18,6 +18,7 @@ from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
@@ -25,6 +26,7 @@ from kvloom.engine.sampler import History, describe, num_candidates, sample, sam
 from kvloom.engine.shard import shard_spec
 from kvloom.engine.swapcache import SwapCache
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
+from kvloom.engine.weights.fingerprint import fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,16 @@ class ModelRunner:
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
         self._states: dict[int, _State] = {}
+
+    def kv_memory(self, model: str) -> KvMemory:
+        """Its blocks as bytes, so that every element type and layout of a backend travels alike."""
+        backend, sizes = self._backend, (self._backend.num_blocks, self._backend.block_size, -1)
+        layers = [
+            [side.view(*sizes).view(torch.uint8) for part in backend.kv_parts for side in part[layer]]
+            for layer in range(len(backend.kv_parts[0]))
+        ]
+        dtypes = "-".join(str(part.dtype) for part in backend.kv_parts)
+        return KvMemory(layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:

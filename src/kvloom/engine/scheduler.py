@@ -4,6 +4,7 @@ A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decod
 same thing: a sequence with tokens whose keys and values are not computed yet.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -16,6 +17,7 @@ from kvloom.engine.swap import SwapCosts, is_swap_cheaper
 
 class Status(Enum):
     WAITING = "waiting"  # holds no block
+    LOADING = "loading"  # holds no block; a transfer fills some for it from the outer KV tier, then it waits again
     RUNNING = "running"  # holds the blocks of its computed tokens
     FINISHED = "finished"  # holds no block, will never run again
 
@@ -40,6 +42,8 @@ class Seq:
     num_swapped: int = 0  # tokens whose keys and values are in host_blocks
     priority: int = 0  # of the request
     max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
+    is_asked: bool = False  # the outer tier was asked for its blocks since it last waited
+    loading: tuple[bytes, ...] = ()  # hashes of the blocks on their way from there
     draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
 
@@ -66,10 +70,20 @@ class SeqStep:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadStep:
+    """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`."""
+
+    seq: Seq
+    hits: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     steps: tuple[SeqStep, ...] = ()
     preempted: tuple[Seq, ...] = ()
     swapped: tuple[Seq, ...] = ()  # those of the preempted whose blocks are copied to the host
+    loads: tuple[LoadStep, ...] = ()
 
 
 Key = Callable[[Seq], tuple[float, ...]]
@@ -94,6 +108,7 @@ def plan_step(
     policy: Policy = FCFS,
     oldest_wait_s: float = float("inf"),
     costs: SwapCosts = COPIES,
+    asks_tier: bool = False,
 ) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
@@ -102,17 +117,22 @@ def plan_step(
     finds no block preempts the last; the first never is, so some sequence always advances. A preempted one is swapped
     out where `costs` say that it is cheaper than computing again, and the host has room. Guesses get what budget and
     blocks are left over.
+
+    With `asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all that it
+    lacks; others go on meanwhile, but for those that would ask for the same block.
     """
     running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], policy.running)
     share = _share_tokens(running, limits)
     steps, preempted, free = _plan_running(running, share, pool, limits)
+    loads: list[LoadStep] = []
     if not preempted:
         waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], policy.waiting)
         if may_admit(len(waiting), running, limits, oldest_wait_s):
-            admitted, free = _plan_waiting(waiting, running, steps, free, pool, limits)
+            loading = [seq for seq in seqs if seq.status is Status.LOADING]
+            admitted, loads, free = _plan_waiting(waiting, running, loading, steps, free, pool, limits, asks_tier)
             steps += admitted
         steps = _with_drafts(steps, free, limits)
-    return Plan(tuple(steps), tuple(preempted), tuple(_choose_swapped(preempted, pool, costs)))
+    return Plan(tuple(steps), tuple(preempted), tuple(_choose_swapped(preempted, pool, costs)), tuple(loads))
 
 
 def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts) -> list[Seq]:
@@ -188,34 +208,47 @@ def _plan_running(
 def _plan_waiting(
     waiting: Iterable[Seq],
     running: Sequence[Seq],
+    loading: Sequence[Seq],
     running_steps: Sequence[SeqStep],
     free: int,
     pool: BlockPool,
     limits: Limits,
-) -> tuple[list[SeqStep], int]:
+    asks_tier: bool,
+) -> tuple[list[SeqStep], list[LoadStep], int]:
     """Admit waiting sequences in order while there is a place, budget, and room for all known and promised tokens.
 
-    Returns their steps and the blocks left free.
+    Returns their steps, the loads of those that ask the outer tier first, and the blocks left free.
     """
     steps: list[SeqStep] = []
+    loads: list[LoadStep] = []
+    on_the_way = {key for seq in loading for key in seq.loading}
     prefills = [step for step in running_steps if step.seq.num_pending > 1]
-    places = limits.max_batch - len(running)
+    places = limits.max_batch - len(running) - len(loading)
     places = min(places, limits.prefill_places - len(prefills))
     budget = limits.max_tokens - sum(step.num_tokens for step in running_steps)
     budget = min(budget, limits.prefill_tokens - sum(step.num_tokens for step in prefills))
     block_size = limits.block_size
     spare = pool.num_free - sum(_num_promised(seq, pool, limits) - len(seq.block_table) for seq in running)
     for seq in waiting:
-        if len(steps) >= places or budget == 0:
+        if len(steps) + len(loads) >= places or budget == 0:
             break
         length = len(seq.token_ids)
-        hits = pool.match(seq.hashes[: (length - 1) // block_size]) if seq.may_reuse else []
+        reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
+        hits = pool.match(reusable)
         taken = sum(pool.is_idle(block) for block in hits)  # free blocks that become used
         if taken + _num_blocks(length, block_size) - len(hits) > free:
             break
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
         if promised > spare:
             break
+        missing = reusable[len(hits) :] if asks_tier and not (seq.is_asked or seq.host_blocks) else []
+        if missing:
+            if missing[0] not in on_the_way:
+                loads.append(LoadStep(seq, tuple(hits), tuple(missing)))
+                on_the_way.update(missing)
+                free -= taken + len(missing)
+                spare -= promised
+            continue
         start = max(len(hits) * block_size, seq.num_swapped)
         count = min(length - start, budget)
         need = _num_blocks(start + count, block_size) - len(hits)
@@ -223,7 +256,7 @@ def _plan_waiting(
         budget -= count
         free -= taken + need
         spare -= promised
-    return steps, free
+    return steps, loads, free
 
 
 def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
@@ -278,8 +311,9 @@ def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
     for seq in plan.preempted:
         release_seq(seq, pool, Status.WAITING)
         seq.num_preemptions += 1
-    for step in plan.steps:  # all hits before any allocation, which could evict them
-        pool.retain(step.hits)
+        seq.is_asked = False
+    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):
+        pool.retain(hits)  # all of them before any allocation, which could evict one
     return [_admit(step, pool) for step in plan.steps]
 
 
@@ -308,12 +342,14 @@ def forget_swapped(seq: Seq, pool: BlockPool) -> None:
     seq.host_blocks, seq.num_swapped = [], 0
 
 
-def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> None:
+def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
     """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
 
     All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
-    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone.
+    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. Returns the blocks
+    that the pool now knows and did not know before, in chain order, a list a sequence.
     """
+    fresh = []
     for step in plan.steps:
         seq = step.seq
         if seq.status is not Status.RUNNING:
@@ -326,9 +362,10 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         pool.release(seq.block_table[num_used:])
         del seq.block_table[num_used:]
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
-        for i in range(seq.num_published, seq.num_computed // block_size):
-            pool.publish(seq.block_table[i], seq.hashes[i])
+        full = range(seq.num_published, seq.num_computed // block_size)
+        fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
         seq.num_published = seq.num_computed // block_size
+    return [blocks for blocks in fresh if blocks]
 
 
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
@@ -338,14 +375,15 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     pool.release(seq.block_table)
     seq.block_table = []
     seq.num_computed = seq.num_published = 0
-    seq.status = status
+    seq.status, seq.loading = status, ()
 
 
-def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int) -> None:
-    """Assert what must hold between steps."""
+def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
+    """Assert what must hold between steps. `transferred`: blocks held for transfers, once a transfer."""
     pool.check()
-    held: dict[int, int] = {}
+    held = dict(Counter(transferred))
     for seq in seqs:
+        assert (seq.status is Status.LOADING) == bool(seq.loading)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
         assert len(seq.block_table) == _num_blocks(seq.num_computed, block_size)
         assert 0 <= seq.num_computed <= len(seq.token_ids)

@@ -27,4 +27,6 @@ class Stats:
     total_draft_tokens: int = 0  # guessed ahead
     total_accepted_tokens: int = 0  # of these the ones that the model chose too
     total_compute_s: float = 0.0
+    total_tier_loaded_blocks: int = 0  # KV blocks from and to the outer tier, since the rank started
+    total_tier_saved_blocks: int = 0
     total_restarts: int = 0

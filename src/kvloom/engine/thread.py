@@ -1,6 +1,7 @@
 """EngineThread: the only place where the engine's thread and asyncio meet, once a step."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -10,7 +11,8 @@ from dataclasses import dataclass, replace
 from kvloom.engine.batch import RankInfo
 from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.engine import Engine, Vocabulary
+from kvloom.engine.detok import Vocabulary
+from kvloom.engine.engine import Engine
 from kvloom.engine.errors import GenerationFailed, ServingError, Unavailable
 from kvloom.engine.executor import Executor, Progress, RankDied, RankExecutor, restart_with_backoff
 from kvloom.engine.request import Delta, FinishReason, Request
@@ -18,6 +20,7 @@ from kvloom.engine.stats import Stats
 
 log = logging.getLogger(__name__)
 
+_TIER_POLL_S = 0.002  # how soon an engine with nothing to compute notices what the outer KV tier has brought
 _IDLE_POLL_S = 0.2  # how soon an idle engine notices that its rank died
 
 
@@ -136,6 +139,9 @@ class EngineThread:
             except queue.Empty:
                 if not self._executor.is_alive():
                     raise RankDied("the model process died while idle") from None
+        if self._engine.is_stalled:  # only the outer KV tier keeps us waiting
+            with contextlib.suppress(queue.Empty):
+                self._take(self._inbox.get(timeout=_TIER_POLL_S))
         while not self._inbox.empty():
             self._take(self._inbox.get())
 

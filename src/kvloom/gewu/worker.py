@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.engine import Engine, Vocabulary
+from kvloom.engine.detok import Vocabulary
+from kvloom.engine.engine import Engine
 from kvloom.engine.errors import BadRequest, ModelError, ServingError
 from kvloom.engine.executor import Channel, InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloom.engine.config import EngineConfig
+from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.errors import BadRequest
 from kvloom.server.auth import read_hashes
 from kvloom.server.card import ModelCard
@@ -79,6 +79,9 @@ def load_settings(path: Path) -> dict[str, Any]:
     settings = found.values
     if settings.pop("https", False):
         settings["tls"] = _tls_of(settings, home)
+    for name in ("kv_pool_socket", "kv_pool_access_key_file"):
+        if settings.get(name):
+            settings[name] = str(home / settings[name])
     if "log_path" in settings:
         settings["log_path"] = home / str(settings["log_path"]).lstrip("/")
     if "api_key_file" in settings:
@@ -276,10 +279,22 @@ class Settings:
             engine["fair_token_s"] = both["fair_token_us"] / 1e6
         if "max_batch" in engine:
             engine["max_tokens_per_step"] = max(512, engine["max_batch"])
+        engine["kv_tier"] = _kv_tier(both)
         path = both.get("model") or ""
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
         return ModelCard(name, EngineConfig(model=path, **engine), dtype=both.get("torch_dtype", "auto"), **card)
+
+
+def _kv_tier(settings: Mapping[str, Any]) -> TierConfig | None:
+    """The outer KV tier of kvPoolConfig. Raises BadRequest when its keys stand without a backend."""
+    given = {name.removeprefix("kv_pool_"): value for name, value in settings.items() if name.startswith("kv_pool_")}
+    if not settings.get("kv_pool"):
+        if given:
+            raise BadRequest("kvPoolConfig.backend", 'must be "ems" when other keys of kvPoolConfig are given')
+        return None
+    timeout_ms = given.pop("timeout_ms", 500)
+    return TierConfig("kvloom.server.ems_tier:open_tier", timeout_ms / 1000, given)
 
 
 _SERVER_FIELDS: Sequence[str] = (

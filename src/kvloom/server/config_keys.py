@@ -156,6 +156,13 @@ _DEPLOY: dict[str, Any] = {
     "maxSeqLen": _needed(int, 2560, "longest prompt and answer together, in tokens", 1, setting="max_seq_len"),
     "npuDeviceIds": _needed(list, [[0]], "device numbers of each model"),
 }
+_KV_POOL: dict[str, Key] = {
+    "backend": Key(str, "pool that KV blocks outlive the engine in", choices=("", "ems"), setting="kv_pool"),
+    "socketPath": Key(str, "socket of its agent; without it EMS_SOCKET and the usual places", setting="kv_pool_socket"),
+    "timeoutMs": Key(int, "a request waits for its prefix, at most", 1, 60_000, setting="kv_pool_timeout_ms"),
+    "accessId": Key(str, "the tenant's id, for a pool with keys", setting="kv_pool_access_id"),
+    "accessKeyFile": Key(str, "file with the tenant's access key", setting="kv_pool_access_key_file"),
+}
 
 LAYOUT_1: Mapping[str, Any] = {
     "OtherParam": {"ResourceParam": _RESOURCE, "LogParam": _LOG, "ServeParam": _SERVE},
@@ -176,6 +183,7 @@ LAYOUT_2: Mapping[str, Any] = {
         "backendName": Key(str, "the engine is this one"),
         "modelInstanceNumber": Key(int, "processes of a model", choices=(1,)),
         "npuDeviceIds": Key(list, "device numbers of each model"),
+        "kvPoolConfig": _KV_POOL,
         "tokenizerProcessNumber": Key(int, "tokenizers run in the server's process", 1, 32),
         "ModelDeployConfig": {
             **_optional(_DEPLOY),

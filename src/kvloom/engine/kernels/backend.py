@@ -46,6 +46,7 @@ class Backend(Protocol):
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
+    kv_layout: str  # how bytes lie in a block of the KV cache, beyond dtype and shape, and how they are computed
 
     @property
     def draw(self) -> Draw | None:

@@ -50,9 +50,10 @@ class CpuBackend:
         """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
         _check(spec, weight_format, kv_dtype)
         self.spec, self.num_blocks = spec, num_blocks
-        self.kv_dtype, self.kv_layout = kv_dtype, f"cpu-{kv_dtype}-k2-v2"
+        self.kv_dtype = kv_dtype
         self._lib = cpu_abi.load(Path(build.library(isa)))
         self.isa = self._lib.kvl_isa().decode()
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"
         self.num_threads = num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:

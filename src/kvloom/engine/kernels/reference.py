@@ -62,6 +62,7 @@ class ReferenceBackend:
         self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
         self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
         self._dtype = dtype
+        self.kv_layout = f"reference-{device}-{dtype}"
 
     @torch.inference_mode()
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,221 @@
+"""The outer KV tier of a rank in EMS, the elastic memory pool: kvtier.KvTier through the SDK. Runs in the rank process.
+
+A pool that fails or is late costs one deadline: then the circuit is open and nothing is asked of it, until a thread of
+its own has found it healthy again, looking after 1 s, 2 s, 4 s ... 30 s.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ems import CcConfig, CcFuture, CcKvOption, ContextCaching, Ems, EmsConfig, EmsException, KVCacheType
+from kvloom.engine.batch import Moved, Transfer
+from kvloom.engine.config import TierConfig
+from kvloom.engine.errors import BadRequest
+from kvloom.engine.kvtier import KvMemory
+
+log = logging.getLogger(__name__)
+
+SAVE_TIMEOUT_MS = 2000  # nobody waits for a save, but its blocks are held
+FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+OPTIONS = ("socket", "access_id", "access_key_file")
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    future: CcFuture
+    is_load: bool
+
+
+class Circuit:
+    """Whether the pool is worth asking. `connect` says so: called on a thread, again and again while it is not."""
+
+    def __init__(self, connect: Callable[[], bool], first_pause_s: float = FIRST_PAUSE_S) -> None:
+        self._connect = connect
+        self._first_pause_s = self._pause_s = first_pause_s
+        self._changed = threading.Condition()
+        self._is_up = False
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._watch, name="ems-health", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up
+
+    def wait_up(self, timeout_s: float) -> None:
+        """Until the pool is up, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_up, timeout_s)
+
+    def failed(self, problem: str) -> None:
+        """The pool failed a call: nothing is asked of it until it has been found healthy."""
+        with self._changed:
+            if self._is_up:
+                log.warning("the KV pool failed (%s); going on without it", problem)
+            self._is_up = False
+            self._changed.notify_all()
+
+    def succeeded(self) -> None:
+        """The pool answered somebody who waited: the next failure is a first one."""
+        self._pause_s = self._first_pause_s
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_up, self._is_closed = False, True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        is_first = True
+        while True:
+            if not is_first:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed or not self._is_up)
+                    self._changed.wait_for(lambda: self._is_closed, self._pause_s)
+                self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+            if self._is_closed:
+                return
+            is_first = False
+            is_healthy = self._connect()
+            with self._changed:
+                if is_healthy and not self._is_closed:
+                    log.info("the KV pool is up")
+                    self._is_up = True
+                    self._changed.notify_all()
+
+
+class EmsTier:
+    """Implements kvtier.KvTier. One a process, because the SDK's connection is the process's."""
+
+    def __init__(self, memory: KvMemory, config: EmsConfig, timeout_s: float, pause_s: float = FIRST_PAUSE_S) -> None:
+        """Waits for the pool, at most `timeout_s`; one that comes later is found by the circuit."""
+        self._kv = [[_tensor(part) for part in layer] for layer in memory.layers]
+        self._block_size = self._kv[0][0].shape[1]
+        self._config = config
+        self._load_option = CcKvOption(timeout=max(1, int(timeout_s * 1000)))
+        self._save_option = CcKvOption(timeout=SAVE_TIMEOUT_MS)
+        self._caching: ContextCaching | None = None
+        self._complaint = ""
+        self._under_way: dict[int, _UnderWay] = {}
+        self._done: list[Moved] = []
+        self._circuit = Circuit(self._connect, pause_s)
+        self._circuit.wait_up(timeout_s)
+
+    @property
+    def is_up(self) -> bool:
+        return self._circuit.is_up
+
+    def load(self, transfer: Transfer) -> None:
+        self._begin(transfer, is_load=True)
+
+    def save(self, transfer: Transfer) -> None:
+        self._begin(transfer, is_load=False)
+
+    def poll(self) -> list[Moved]:
+        moved, self._done = self._done, []
+        for id in [id for id, work in self._under_way.items() if work.future.done()]:
+            moved.append(Moved(id, self._result(self._under_way.pop(id))))
+        return moved
+
+    def close(self) -> None:
+        self._circuit.close()
+        Ems.shutdown()
+
+    def _begin(self, transfer: Transfer, is_load: bool) -> None:
+        if not self.is_up or self._caching is None:
+            self._done.append(Moved(transfer.id, 0))
+            return
+        size = self._block_size
+        slots = (np.array(transfer.blocks, np.int64)[:, None] * size + np.arange(size)).ravel()
+        hashes = [int.from_bytes(key, "big") for key in transfer.keys]
+        try:
+            if is_load:
+                future = self._caching.async_load(slots, hashes, [size] * len(hashes), self._load_option)
+            else:
+                future = self._caching.async_save(slots, hashes, [size] * len(hashes), self._save_option)
+        except EmsException as error:
+            self._circuit.failed(str(error))
+            self._done.append(Moved(transfer.id, 0))
+            return
+        self._under_way[transfer.id] = _UnderWay(future, is_load)
+
+    def _result(self, work: _UnderWay) -> int:
+        """Blocks of the prefix that were moved; a failure of the pool opens the circuit."""
+        try:
+            count = work.future.result().success
+        except EmsException as error:
+            self._circuit.failed(str(error))
+            return 0
+        if work.is_load:  # a pool that takes saves may still be too slow for those who wait
+            self._circuit.succeeded()
+        return count
+
+    def _connect(self) -> bool:
+        """Whether the pool answers; at the first time that it does, the KV cache is registered."""
+        if self._caching is not None:
+            return Ems.check_health()
+        try:
+            Ems.init(self._config)
+            caching = Ems.get_cc()
+            assert caching is not None
+            caching.register_kvcache(self._kv)
+            self._caching = caching
+            return True
+        except EmsException as error:
+            if str(error) != self._complaint:
+                self._complaint = str(error)
+                log.warning("the KV pool is not used: %s", error)
+            return False
+
+
+def open_tier(memory: KvMemory, config: TierConfig) -> EmsTier:
+    """kvtier.OpenTier. Options: socket (path of the agent's), access_id, access_key_file (path; its first line).
+
+    Raises BadRequest naming the option.
+    """
+    options = config.options
+    unknown = sorted(options.keys() - set(OPTIONS))
+    if unknown:
+        raise BadRequest(f"kv_tier.options.{unknown[0]}", f"is not known; known are {', '.join(OPTIONS)}")
+    if options.get("socket"):
+        os.environ["EMS_SOCKET"] = options["socket"]  # the SDK's way of being told
+    return EmsTier(memory, _ems_config(memory, options), config.timeout_s)
+
+
+def _ems_config(memory: KvMemory, options: Mapping[str, str]) -> EmsConfig:
+    identity = CcConfig(
+        rank_id=0,
+        device_id=0,
+        model_id=memory.model,
+        llm_engine=f"kvloom/{memory.layout}",  # part of every key, so other layouts are never read
+        kvcache_type=KVCacheType.GQA,
+    )
+    config = EmsConfig(options.get("access_id") or None, _access_key(options), identity)
+    try:
+        config.validate()
+    except EmsException as error:
+        name, _, problem = error.message().partition(": ")
+        raise BadRequest(f"kv_tier.options.{name}", problem) from None
+    return config
+
+
+def _access_key(options: Mapping[str, str]) -> str | None:
+    path = options.get("access_key_file")
+    if not path:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError as error:
+        raise BadRequest("kv_tier.options.access_key_file", f"{path} cannot be read: {error.strerror}") from None
+
+
+def _tensor(part: object) -> torch.Tensor:
+    """The same memory as a tensor."""
+    return part if isinstance(part, torch.Tensor) else torch.from_numpy(np.asarray(part))

@@ -1,0 +1,182 @@
+"""Who waits for the outer KV tier, and who holds the blocks meanwhile. Lengths and block numbers only."""
+
+import pytest
+
+from kvloom.engine.batch import Moved
+from kvloom.engine.blocks import BlockPool
+from kvloom.engine.config import Limits
+from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
+from kvloom.engine.transfers import PATIENCE, Transfers
+from tests.engine.test_scheduler import BLOCK, counts, make_seq, sampling_ids
+
+LIMITS = Limits(4, 100, BLOCK)
+
+
+def begin(seqs: list[Seq], pool: BlockPool, transfers: Transfers, now_s: float = 0.0, limits: Limits = LIMITS) -> Plan:
+    """Plan and apply a step whose waiting sequences ask the tier."""
+    plan = plan_step(seqs, pool, limits, asks_tier=True)
+    apply_step(plan, pool)
+    transfers.load(plan.loads, now_s)
+    return plan
+
+
+def end(seqs: list[Seq], plan: Plan, pool: BlockPool, transfers: Transfers) -> None:
+    transfers.save(commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK))
+    check(seqs, pool, BLOCK, transfers.held())
+
+
+def loads_of(plan: Plan) -> dict[int, int]:
+    """Blocks to load, by sequence."""
+    return {load.seq.id: len(load.keys) for load in plan.loads}
+
+
+def test_a_waiting_sequence_asks_once_for_the_full_blocks_before_its_last_token_and_is_then_admitted_with_them():
+    pool, seq = BlockPool(8), make_seq(0, 12)
+    transfers = Transfers(pool, 1.0)
+    plan = begin([seq], pool, transfers)
+    assert (loads_of(plan), counts(plan), seq.status) == ({0: 2}, {}, Status.LOADING)
+    (load,), saves = transfers.take_new()
+    assert (load.keys, saves, transfers.take_new()) == (seq.hashes[:2], [], ([], []))
+    assert begin([seq], pool, transfers) == Plan()
+    check([seq], pool, BLOCK, transfers.held())
+    transfers.finish([Moved(load.id, 1)], True)
+    assert (seq.status, pool.num_free, transfers.counts()["total_tier_loaded_blocks"]) == (Status.WAITING, 8, 1)
+    plan = begin([seq], pool, transfers)
+    assert (loads_of(plan), plan.steps[0].start, plan.steps[0].hits) == ({}, 4, (load.blocks[0],))
+
+
+def test_without_a_tier_nobody_asks():
+    pool, seq = BlockPool(8), make_seq(0, 12)
+    assert counts(plan_step([seq], pool, LIMITS)) == {0: 12}
+    transfers = Transfers(pool, None)
+    assert not transfers.may_ask(is_idle=True)
+    transfers.save([[0]])
+    assert not transfers.is_pending
+
+
+def test_a_sequence_that_must_compute_all_or_has_no_full_block_does_not_ask():
+    seqs = [make_seq(0, 12, may_reuse=False), make_seq(1, 4, first=50)]
+    plan = plan_step(seqs, BlockPool(8), LIMITS, asks_tier=True)
+    assert (counts(plan), plan.loads) == ({0: 12, 1: 4}, ())
+
+
+def test_others_are_admitted_past_a_loading_sequence_but_not_those_that_lack_the_same_block():
+    pool = BlockPool(16)
+    transfers = Transfers(pool, 1.0)
+    seqs = [make_seq(0, 12), make_seq(1, 16), make_seq(2, 3, first=60)]
+    plan = begin(seqs, pool, transfers)
+    assert (loads_of(plan), counts(plan)) == ({0: 2}, {2: 3})
+    assert seqs[1].status is Status.WAITING
+    end(seqs, plan, pool, transfers)
+    assert loads_of(begin(seqs[:2], pool, transfers)) == {}
+    transfers.finish([Moved(1, 2)], True)
+    plan = begin(seqs[:2], pool, transfers)
+    assert (loads_of(plan), counts(plan)) == ({1: 1}, {0: 4})
+    assert pool.num_holders(plan.loads[0].hits[0]) == 2
+
+
+def test_loading_sequences_count_towards_max_batch():
+    pool = BlockPool(32)
+    transfers = Transfers(pool, 1.0)
+    seqs = [make_seq(i, 6, first=20 * i) for i in range(5)]
+    limits = Limits(2, 100, BLOCK)
+    assert loads_of(begin(seqs, pool, transfers, limits=limits)) == {0: 1, 1: 1}
+    assert begin(seqs, pool, transfers, limits=limits) == Plan()
+
+
+def test_blocks_of_loads_are_not_promised_twice():
+    pool = BlockPool(4)
+    transfers = Transfers(pool, 1.0)
+    seqs = [make_seq(0, 12), make_seq(1, 12, first=50)]
+    assert loads_of(begin(seqs, pool, transfers)) == {0: 2}  # two of four go there, three more are too many
+    check(seqs, pool, BLOCK, transfers.held())
+
+
+def test_hits_of_a_load_are_held_with_it():
+    pool = BlockPool(4)
+    transfers = Transfers(pool, 1.0)
+    first = make_seq(0, 4)
+    end([first], begin([first], pool, transfers), pool, transfers)
+    (save,) = transfers.take_new()[1]
+    transfers.finish([Moved(save.id, 1)], True)
+    release_seq(first, pool, Status.FINISHED)
+    again = make_seq(1, 12)
+    plan = begin([again], pool, transfers)
+    assert plan.loads[0].hits == (save.blocks[0],)
+    assert pool.num_free == 2
+    check([again], pool, BLOCK, transfers.held())
+
+
+def test_who_has_waited_long_enough_goes_on_and_a_late_report_wakes_nobody():
+    pool, seq = BlockPool(8), make_seq(0, 12)
+    transfers = Transfers(pool, 1.0)
+    begin([seq], pool, transfers, now_s=10.0)
+    transfers.expire(10.0 + PATIENCE - 0.01)
+    assert seq.status is Status.LOADING
+    transfers.expire(10.0 + PATIENCE)
+    assert (seq.status, pool.num_free) == (Status.WAITING, 6)
+    seq.is_asked = False  # as after a preemption
+    begin([seq], pool, transfers, now_s=12.0)
+    transfers.expire(12.1)
+    transfers.finish([Moved(1, 2)], True)
+    assert seq.status is Status.LOADING
+    check([seq], pool, BLOCK, transfers.held())
+
+
+def test_an_aborted_sequence_leaves_the_blocks_to_the_load():
+    pool, seq = BlockPool(8), make_seq(0, 12)
+    transfers = Transfers(pool, 1.0)
+    begin([seq], pool, transfers)
+    release_seq(seq, pool, Status.FINISHED)
+    assert pool.num_free == 6
+    transfers.finish([Moved(1, 2)], True)
+    assert (seq.status, pool.num_free, pool.num_cached) == (Status.FINISHED, 8, 2)
+
+
+@pytest.mark.parametrize("count", [-1, 3])
+def test_an_impossible_number_of_blocks_is_none(count):
+    pool, seq = BlockPool(8), make_seq(0, 12)
+    transfers = Transfers(pool, 1.0)
+    begin([seq], pool, transfers)
+    transfers.finish([Moved(77, 1), Moved(1, count), Moved(1, 2)], True)
+    assert (pool.num_cached, pool.num_free, transfers.counts()["total_tier_loaded_blocks"]) == (0, 8, 0)
+
+
+def test_new_blocks_are_saved_once_and_held_until_the_report():
+    pool, seqs = BlockPool(16), [make_seq(0, 9), make_seq(1, 9)]
+    transfers = Transfers(pool, 1.0)
+    plan = plan_step(seqs, pool, LIMITS)
+    apply_step(plan, pool)
+    end(seqs, plan, pool, transfers)
+    (save,) = transfers.take_new()[1]  # the second sequence computed the same blocks
+    assert (save.keys, save.blocks) == (seqs[0].hashes, seqs[0].block_table[:2])
+    for seq in seqs:
+        release_seq(seq, pool, Status.FINISHED)
+    assert (pool.num_free, transfers.is_pending) == (14, True)
+    transfers.finish([Moved(save.id, 2)], True)
+    assert (pool.num_free, transfers.counts()["total_tier_saved_blocks"], transfers.is_pending) == (16, 2, False)
+
+
+def test_saves_hold_a_quarter_of_the_blocks_and_a_tier_that_is_down_gets_none():
+    pool = BlockPool(16)
+    transfers = Transfers(pool, 1.0)
+    for seq in (make_seq(0, 24), make_seq(1, 9, first=50)):
+        plan = plan_step([seq], pool, LIMITS)
+        apply_step(plan, pool)
+        transfers.save(commit_step(plan, {}, pool, BLOCK))
+    (save,) = transfers.take_new()[1]
+    assert len(save.blocks) == 4
+    transfers.finish([Moved(save.id, 0)], False)
+    transfers.save([save.blocks])
+    assert not transfers.is_pending
+    assert (transfers.may_ask(is_idle=False), transfers.may_ask(is_idle=True)) == (False, True)
+
+
+def test_a_preempted_sequence_may_ask_again():
+    pool = BlockPool(2)
+    transfers = Transfers(pool, 1.0)
+    seqs = [make_seq(0, 4, is_asked=True), make_seq(1, 4, first=20, is_asked=True)]
+    for _ in range(2):
+        plan = begin(seqs, pool, transfers)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
+    assert [seq.is_asked for seq in seqs] == [True, False]

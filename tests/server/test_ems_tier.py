@@ -1,0 +1,245 @@
+"""EMS as the outer KV tier of a rank process, over a real agent: restarts, kills, stops. Answers are always true.
+
+The fake model reads every token back from its KV cache, so one wrong byte changes an answer.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvloom.engine.batch import Moved, Transfer
+from kvloom.engine.config import EngineConfig, TierConfig
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.fake import ByteTokenizer, fake_answer
+from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.thread import EngineThread, open_engine
+from kvloom.pool.auth import new_credential
+from kvloom.server.ems_tier import Circuit, EmsTier, open_tier
+from tests.support.pool import SECRET, running_agent
+from tests.support.pool_faults import AgentProcess
+from tests.support.servers import until
+
+TIMEOUT_S = 0.4
+FACTORY = "kvloom.server.ems_tier:open_tier"
+PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
+NUM_BLOCKS = 64  # of the prompts below: a prompt takes 13
+
+
+def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, **fields: object) -> None:
+    """`body` against an engine with the fake model in a rank process of its own, EMS on `socket` as its tier."""
+
+    async def main() -> None:
+        tier = TierConfig(FACTORY, TIMEOUT_S, {"socket": str(socket)})
+        config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier, **fields)  # type: ignore[arg-type]
+        engine = open_engine(config, ByteTokenizer())
+        engine.start(asyncio.get_running_loop())
+        try:
+            await asyncio.wait_for(body(engine), 60)
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(main())
+
+
+async def ask(engine: EngineThread, number: int, name: str = "") -> int:
+    """Answers a prompt of 200 tokens that no other number has; how many of them were not computed."""
+    prompt = tuple((i * (number + 3) + number) % 251 for i in range(200))
+    request = Request(name or f"r{number}-{time.monotonic_ns()}", prompt, PARAMS)
+    async with aclosing(engine.stream(request)) as stream:
+        deltas = [delta async for delta in stream]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    assert tokens == fake_answer(prompt, PARAMS, 0, 20), "a wrong answer"
+    return deltas[-1].num_cached_tokens
+
+
+async def saved(engine: EngineThread, count: int) -> None:
+    while engine.stats().total_tier_saved_blocks < count:
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def agent(tmp_path) -> Iterator[AgentProcess]:
+    with AgentProcess(tmp_path / "ems.sock") as process:
+        yield process
+
+
+def test_a_restarted_engine_takes_its_prefixes_from_the_pool(agent):
+    async def cold(engine: EngineThread) -> None:
+        assert await ask(engine, 1) == 0
+        await saved(engine, 13)
+
+    async def warm(engine: EngineThread) -> None:
+        assert await ask(engine, 1) == 192
+        assert engine.stats().total_tier_loaded_blocks == 12
+
+    run(cold, agent.socket)
+    run(warm, agent.socket)
+
+
+def test_blocks_evicted_here_come_back_from_the_pool(agent):
+    async def body(engine: EngineThread) -> None:
+        for number in range(8):  # more than the engine's own blocks hold
+            await ask(engine, number)
+        await saved(engine, 8 * 13)
+        assert await ask(engine, 0) == 192
+        assert engine.stats().total_tier_loaded_blocks == 12
+
+    run(body, agent.socket)
+
+
+def test_a_killed_pool_changes_no_answer_and_one_that_comes_back_is_used_again(agent):
+    async def body(engine: EngineThread) -> None:
+        await ask(engine, 1)
+        await saved(engine, 13)
+        running = [asyncio.create_task(ask(engine, number)) for number in range(2, 12)]
+        await asyncio.sleep(0.02)
+        agent.kill()
+        await asyncio.gather(*running)
+        await asyncio.gather(*(ask(engine, number) for number in range(12, 20)))
+        agent.start()
+        before = engine.stats().total_tier_saved_blocks
+        number = 20
+        while engine.stats().total_tier_saved_blocks == before:  # until the circuit is closed again
+            await ask(engine, number)
+            number += 1
+            await asyncio.sleep(0.05)
+
+    run(body, agent.socket)
+
+
+def test_a_stopped_pool_costs_its_deadline_once_and_then_nothing(agent):
+    async def body(engine: EngineThread) -> None:
+        await ask(engine, 1)
+        await saved(engine, 13)
+        times_s = []
+        with agent.stopped():
+            for number in range(2, 8):
+                started_s = time.monotonic()
+                await ask(engine, number)
+                times_s.append(time.monotonic() - started_s)
+        assert times_s[0] < 1.2 * TIMEOUT_S + 0.3
+        assert sum(times_s[1:]) < TIMEOUT_S, f"five requests of a few ms each took {times_s[1:]}"
+
+    run(body, agent.socket)
+
+
+def test_a_pool_that_starts_after_the_engine_is_found(tmp_path):
+    async def body(engine: EngineThread) -> None:
+        assert await ask(engine, 1) == 0
+        with AgentProcess(tmp_path / "ems.sock"):
+            number = 2
+            while engine.stats().total_tier_saved_blocks == 0:
+                await ask(engine, number)
+                number += 1
+                await asyncio.sleep(0.05)
+
+    run(body, tmp_path / "ems.sock")
+
+
+def memory(layout: str = "plain", model: str = "m") -> tuple[KvMemory, np.ndarray]:
+    kv = np.arange(8 * 4 * 3, dtype=np.int64).reshape(8, 4, 3)
+    return KvMemory([[kv]], model, layout), kv
+
+
+def move(tier: EmsTier, transfer: Transfer, is_load: bool) -> Moved:
+    (tier.load if is_load else tier.save)(transfer)
+    found: list[Moved] = []
+    until(lambda: bool(found.extend(tier.poll()) or found), 10)
+    return found[0]
+
+
+def test_blocks_are_found_under_their_model_and_layout_only():
+    keys = [bytes([i]) * 32 for i in range(3)]
+    with running_agent() as agent:
+        config = TierConfig(FACTORY, 2.0, {"socket": str(agent.config.socket)})
+        kv, data = memory()
+        tier = open_tier(kv, config)
+        assert move(tier, Transfer(1, [2, 5, 1], keys), is_load=False) == Moved(1, 3)
+        tier.close()
+        for other, _ in (memory(layout="turned"), memory(model="n")):
+            tier = open_tier(other, config)
+            assert move(tier, Transfer(1, [0, 1, 2], keys), is_load=True) == Moved(1, 0)
+            tier.close()
+        again, copy = memory()
+        copy[:] = -1
+        tier = open_tier(again, config)
+        assert move(tier, Transfer(7, [0, 3, 4, 6], [*keys, b"x"]), is_load=True) == Moved(7, 3)
+        tier.close()
+        assert (copy[[0, 3, 4]] == data[[2, 5, 1]]).all()
+        assert (copy[[1, 2, 5, 6, 7]] == -1).all()
+
+
+def test_a_pool_with_keys_takes_the_one_in_the_file(tmp_path):
+    access_key = "k" * 32
+    file = tmp_path / "key"
+    file.write_text(access_key + "\n")
+    with running_agent(is_open=False, secret=SECRET) as agent:
+        agent.node.keyring.replace([new_credential("tenant-a", "tenant-a", access_key)])
+        options = {"socket": str(agent.config.socket), "access_id": "tenant-a"}
+        for more, is_up in ((({"access_key_file": str(file)}), True), ({}, False)):
+            tier = open_tier(memory()[0], TierConfig(FACTORY, 1.0, {**options, **more}))
+            assert tier.is_up is is_up
+            assert move(tier, Transfer(1, [1], [b"k"]), is_load=False) == Moved(1, int(is_up))
+            tier.close()
+
+
+def test_the_circuit_asks_on_a_thread_until_the_pool_is_healthy_and_again_after_a_failure():
+    answers = iter([False, False, True, True])
+    circuit = Circuit(lambda: next(answers), first_pause_s=0.001)
+    circuit.wait_up(10)
+    assert circuit.is_up
+    circuit.failed("gone")
+    assert not circuit.is_up
+    circuit.wait_up(10)
+    assert circuit.is_up
+    circuit.close()
+    assert not circuit.is_up
+    assert next(answers, None) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"sockets": "x"}, "kv_tier.options.sockets: is not known; known are socket, access_id, access_key_file"),
+        ({"access_id": "A b"}, "kv_tier.options.access_id: must be 1 to 512 characters of 0-9 a-z . - _"),
+        (
+            {"access_key_file": "/nowhere/key"},
+            "kv_tier.options.access_key_file: /nowhere/key cannot be read: No such file or directory",
+        ),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(options, problem):
+    with pytest.raises(BadRequest) as caught:
+        open_tier(memory()[0], TierConfig(FACTORY, 1.0, options))
+    assert str(caught.value) == problem
+
+
+def test_a_rank_whose_tier_cannot_be_opened_says_so_to_whoever_starts_it():
+    tier = TierConfig(FACTORY, 1.0, {"sockets": "x"})
+    with pytest.raises(ModelError, match=r"^kv_tier\.options\.sockets: is not known; known are socket"):
+        open_engine(EngineConfig(backend="fake", kv_tier=tier), ByteTokenizer())
+
+
+def test_tensors_of_torch_are_used_in_place():
+    kv = torch.zeros(4, 2, 3)
+    with running_agent() as agent:
+        tier = open_tier(KvMemory([[kv]], "m", "l"), TierConfig(FACTORY, 2.0, {"socket": str(agent.config.socket)}))
+        kv[1] = 5.0
+        assert move(tier, Transfer(1, [1], [b"a"]), is_load=False) == Moved(1, 1)
+        assert move(tier, Transfer(2, [3], [b"a"]), is_load=True) == Moved(2, 1)
+        assert (kv[3] == 5.0).all()
+        tier.close()
+    assert "EMS_SOCKET" in os.environ
+
+
+@pytest.fixture(autouse=True)
+def _socket_of_the_environment(monkeypatch):
+    monkeypatch.setenv("EMS_SOCKET", "")

@@ -1,0 +1,91 @@
+"""Outer KV tiers in this process, for FakeRunner: one that works, slowly or badly, as planned."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvloom.engine.batch import Moved, Transfer
+from kvloom.engine.config import EngineConfig, TierConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.fake import ByteTokenizer, FakeRunner
+from kvloom.engine.kvtier import KvMemory, TieredRunner
+
+GARBAGE = -77
+
+
+@dataclass(eq=False)
+class FakeTier:
+    """Keeps blocks of a FakeRunner by key. `delay` polls pass before a transfer is carried out, in one go (a save: so
+    many more as `save_delay` says).
+
+    `finds(asked)`: how many of the stored blocks a load finds; the rest of its blocks are filled with garbage.
+    `reports(moved)`: what poll says of finished transfers.
+    """
+
+    memory: KvMemory
+    stored: dict[bytes, list[int]] = field(default_factory=dict)
+    delay: int = 0
+    save_delay: int = 0
+    is_up: bool = True
+    finds: Callable[[int], int] = lambda count: count
+    reports: Callable[[list[Moved]], Iterable[Moved]] = lambda moved: moved
+    waiting: list[tuple[int, bool, Transfer]] = field(default_factory=list)
+    loads: list[Transfer] = field(default_factory=list)  # all that were asked for
+    num_polls: int = 0
+
+    def load(self, transfer: Transfer) -> None:
+        self.loads.append(transfer)
+        self.waiting.append((self.num_polls + self.delay, True, transfer))
+
+    def save(self, transfer: Transfer) -> None:
+        self.waiting.append((self.num_polls + self.delay + self.save_delay, False, transfer))
+
+    def poll(self) -> list[Moved]:
+        due = [item for item in self.waiting if item[0] <= self.num_polls]
+        self.waiting = [item for item in self.waiting if item[0] > self.num_polls]
+        self.num_polls += 1
+        return list(self.reports([self._move(is_load, transfer) for _, is_load, transfer in due]))
+
+    def close(self) -> None:
+        pass
+
+    def _move(self, is_load: bool, transfer: Transfer) -> Moved:
+        if not is_load:
+            for block, key in zip(transfer.blocks, transfer.keys, strict=True):
+                self.stored[key] = self._read(block)
+            return Moved(transfer.id, len(transfer.blocks))
+        known = next((i for i, key in enumerate(transfer.keys) if key not in self.stored), len(transfer.keys))
+        count = min(known, self.finds(known))
+        for i, (block, key) in enumerate(zip(transfer.blocks, transfer.keys, strict=True)):
+            self._write(block, self.stored[key] if i < count else None)
+        return Moved(transfer.id, count)
+
+    def _read(self, block: int) -> list[int]:
+        view = self.memory.layers[0][0]
+        return [view[block, slot, 0] for slot in range(view.shape[1])]
+
+    def _write(self, block: int, values: list[int] | None) -> None:
+        view = self.memory.layers[0][0]
+        for slot in range(view.shape[1]):
+            view[block, slot, 0] = GARBAGE if values is None else values[slot]
+
+
+@dataclass(eq=False)
+class Clock:
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def tiered_engine(
+    stored: dict[bytes, list[int]] | None = None, num_blocks: int = 64, block_size: int = 4, **fields: Any
+) -> tuple[Engine, FakeTier, Clock]:
+    """An engine over the fake model with a FakeTier on `stored`; `fields` are the engine's."""
+    runner = FakeRunner(num_blocks, block_size, fields.pop("max_seq_len", 64))
+    tier = FakeTier(runner.kv_memory(""), {} if stored is None else stored)
+    clock = Clock()
+    config = EngineConfig(backend="fake", kv_tier=TierConfig("tests.support.tiers:FakeTier", timeout_s=1.0), **fields)
+    executor = InProcessExecutor(TieredRunner(runner, tier))
+    return Engine(config, executor, ByteTokenizer(), clock=clock), tier, clock
