@@ -133,10 +133,12 @@ def _mooncake(case: Case, client: SdkClient, other: mooncake.MooncakeClient) -> 
     def column(turn: Turn) -> dict[str, float]:
         names = [str(value) for value in client.new_hashes()]
         source, target = client.slice(turn.slice()), client.slice(turn.slice())
-        return {
+        took = {
             "mooncake_save": _timed(lambda: other.save(names, source, case.block_bytes)),
             "mooncake_load": _timed(lambda: other.load(names, target, case.block_bytes)),
         }
+        other.forget(names)
+        return took
 
     return column
 
