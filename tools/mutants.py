@@ -140,7 +140,12 @@ BUGS = (
         "seq = load.seq",
     ),
     Bug("an impossible count is believed", "transfers.py", "0 <= report.num_blocks <= len(transfer.blocks)", "True"),
-    Bug("the tier is asked again and again", "scheduler.py", " and not seq.is_asked else []", " else []"),
+    Bug(
+        "the tier is asked again and again",
+        "scheduler.py",
+        "not (seq.is_asked or seq.host_blocks)",
+        "not seq.host_blocks",
+    ),
     Bug("one prefix is loaded many times", "scheduler.py", "if missing[0] not in on_the_way:", "if missing:"),
     Bug("blocks of loads are promised twice", "scheduler.py", "                free -= taken + len(missing)\n", ""),
     Bug(
