@@ -142,6 +142,7 @@ class Daemon:
         session = self._sessions.find(connection.id, frame.b)
         chat = parse_chat(frame.payload)
         request = Request(session, frame.c, chat, effective_level(session.level, frame.d))
+        self._models.reserve(request)
         self._sessions.submit(session, request)
         connection.send(Frame("r", frame.a, Code.OK))
         self._advance(session)

@@ -49,6 +49,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     weight_bytes: int
     kv_bytes: int
     max_seq_len: int
+    kv_tokens: int  # that the KV cache holds
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):

@@ -160,7 +160,7 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     planner = ClassPlanner(time.monotonic, Nicer().serve)
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
-    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len)
+    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_blocks * info.block_size)
     return Worker(engine, planner, tokenizer), ready
 
 
