@@ -159,6 +159,17 @@ def test_chunks_of_low_classes_are_as_short_as_the_device_is_slow(token_s, level
     assert rig.plans[1:] == [{level: chunk}] * 3
 
 
+def test_the_kv_cache_of_each_session_is_known():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND, num_prompt=30, max_tokens=50)
+    rig.step(4)
+    rig.add("high", Level.USER_INTERACTIVE, num_prompt=5, max_tokens=4)
+    rig.step(2)
+    assert rig.planner.held_tokens() == {"low": 32, "high": 8}  # in blocks of 4
+    rig.step(200)
+    assert rig.planner.held_tokens() == {}
+
+
 def test_a_starving_request_gets_one_step_in_ten_seconds():
     rig = Rig()
     rig.add("low", Level.BACKGROUND, max_tokens=50)

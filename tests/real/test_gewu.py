@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program
+from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program, wait_until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -46,10 +46,14 @@ def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(dae
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
     context = client.submit(session, messages=messages, max_tokens=200)
     client.call("started", context)
-    (request,) = next(s["requests"] for s in daemon.status()["sessions"] if s["session"] == session)
+    found = next(s for s in daemon.status()["sessions"] if s["session"] == session)
+    (request,) = found["requests"]
+    token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
+    assert found["kv_bytes"] >= request["prompt_tokens"] * token_bytes
     assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn and what surrounds it, and 16
     assert request["cached_tokens"] > 50
     client.wait(context)
+    wait_until(lambda: all(s["kv_bytes"] == 0 for s in daemon.status()["sessions"]))
 
 
 def test_a_full_context_ends_with_length(client, smollm2_path):

@@ -228,6 +228,7 @@ class Daemon:
                 "pid": self._connections[session.owner].pid,
                 "session": session.id,
                 "qos": None if session.level is None else session.level.name.lower(),
+                "kv_bytes": self._models.kv_bytes(session),
                 "requests": [_describe_request(request) for request in session.requests],
             }
             for session in self._sessions

@@ -31,7 +31,7 @@ from kvloom.gewu.memory import (
 from kvloom.gewu.messages import Abort, Event, Floor, Host, Job, Open, Opener
 from kvloom.gewu.probe import Found
 from kvloom.gewu.qos import Level
-from kvloom.gewu.sessions import Request, Sessions
+from kvloom.gewu.sessions import Request, Session, Sessions
 from kvloom.gewu.settings import Settings
 from kvloom.gewu.system import read_memory
 
@@ -334,6 +334,13 @@ class Models:
             if self._hard_floor
             else None,
         }
+
+    def kv_bytes(self, session: Session) -> int:
+        """KV cache that the session's running request holds; what its earlier ones left may be overwritten."""
+        host = self._models[session.model].host
+        if host is None or not host.info.kv_tokens:
+            return 0
+        return host.held_tokens.get(session.salt, 0) * host.info.kv_bytes // host.info.kv_tokens
 
     def _describe(self, model: Model) -> dict[str, Any]:
         return {

@@ -72,12 +72,15 @@ class ClassPlanner:
         self._last_step_s: dict[int, float] = {}
         self._paused_since_s: dict[int, float] = {}
         self._chunk = _ChunkSize()
+        self._seqs: Sequence[Seq] = ()  # of the last plan
+        self._block_size = 0
 
     def __call__(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
         """What the next step computes. Unlike plan_step it preempts paused sequences in place."""
         now_s = self._clock()
         self._chunk.step_ended(now_s)
         self._forget(seqs)
+        self._seqs, self._block_size = seqs, limits.block_size
         chosen = self._choose(seqs, now_s)
         picked = {seq.id for seq in chosen}
         paused = [seq for seq in seqs if seq.id not in picked]
@@ -92,6 +95,14 @@ class ClassPlanner:
             self._chunk.step_begins(now_s, sum(step.num_tokens for step in plan.steps))
             self._on_serve(max(Level(step.seq.priority) for step in plan.steps))
         return plan
+
+    def held_tokens(self) -> dict[str, int]:
+        """Tokens of KV cache that the sequences of the last plan hold by now, by their salt."""
+        held: dict[str, int] = {}
+        for seq in self._seqs:
+            if seq.block_table:
+                held[seq.salt] = held.get(seq.salt, 0) + len(seq.block_table) * self._block_size
+        return held
 
     def wait_s(self) -> float:
         """After an empty plan: how long until a sequence starves, at most 1 s."""
