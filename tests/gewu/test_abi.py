@@ -10,8 +10,10 @@ import pytest
 from kvloom.gewu.build import library
 from tests.support.gewu import (
     ABI,
+    DEMO_MODEL,
     DaemonProcess,
     compile_c,
+    compile_demo,
     compile_with_library,
     has_nlohmann,
     run_program,
@@ -110,9 +112,5 @@ def test_when_the_daemon_is_killed_each_request_ends_once(start_daemon, model, t
 @pytest.mark.parametrize("standard", ["c++11", "c++14", "c++17", "c++20"])
 def test_the_demo_of_the_specification(standard, start_daemon: Callable[..., DaemonProcess], model, tmp_path):
     program = compile_demo(tmp_path, f"-std={standard}")
-    daemon = start_daemon({}, "--alias", f"/data/storage/el2/base/files/qwen2-awq={model}")
+    daemon = start_daemon({}, "--alias", f"{DEMO_MODEL}={model}")
     run_program(program, daemon, "500" if standard == "c++17" else "20")
-
-
-def compile_demo(folder: Path, *flags: str) -> Path:
-    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")

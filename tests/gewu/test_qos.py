@@ -1,5 +1,7 @@
 """The class planner: the highest class first, nobody starved, blocks for those who need them."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,8 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.executor import InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.gewu.qos import ClassPlanner, Level, effective_level, risen
+from kvloom.engine.scheduler import Plan
+from kvloom.gewu.qos import STARVED_AFTER_S, STARVED_EARLY_S, ClassPlanner, Level, effective_level, risen
 from tests.support.engines import tokens_of
 
 
@@ -23,14 +26,23 @@ class Clock:
 class Rig:
     """An engine on the fake runner with a class planner."""
 
-    def __init__(self, num_blocks: int = 64) -> None:
+    def __init__(self, num_blocks: int = 64, max_tokens: int = 16) -> None:
         self.clock = Clock()
         self.planner = ClassPlanner(self.clock)
-        runner = FakeRunner(num_blocks, 4, 256)
-        config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=16)
-        self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), self.planner)
+        self.plans: list[dict[int, int]] = []  # tokens of each level in each step
+        runner = FakeRunner(num_blocks, 4, 4096)
+        config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=max_tokens)
+        self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), self._plan)
         self.tokens: dict[str, list[int]] = {}
         self.finished: set[str] = set()
+
+    def _plan(self, *arguments: Any) -> Plan:
+        plan = self.planner(*arguments)
+        tokens: dict[int, int] = {}
+        for step in plan.steps:
+            tokens[step.seq.priority] = tokens.get(step.seq.priority, 0) + step.num_tokens
+        self.plans.append(tokens)
+        return plan
 
     def add(self, name: str, level: Level, num_prompt: int = 8, max_tokens: int = 12) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
@@ -44,6 +56,14 @@ class Rig:
                 if delta.finish_reason:
                     self.finished.add(delta.request_id)
             self.engine.check()
+
+    def steps_to_first_token(self, name: str, num_prompt: int) -> int:
+        """Steps from an interactive request's arrival to its first token."""
+        self.add(name, Level.USER_INTERACTIVE, num_prompt)
+        before = len(self.plans)
+        while not self.num_tokens(name):
+            self.step()
+        return len(self.plans) - before
 
     def num_tokens(self, name: str) -> int:
         return len(self.tokens.get(name, []))
@@ -78,6 +98,76 @@ def test_a_lower_class_is_paused_and_goes_on_where_it_was():
     params = SamplingParams(temperature=0)
     prompt = [(len("low") * 7 + i) % 256 for i in range(8)]
     assert rig.tokens["low"] == fake_answer(prompt, params, 0, 12)
+
+
+def busy_rig(**sizes: int) -> Rig:
+    """Four BACKGROUND requests decode, a fifth is in the middle of its long prefill."""
+    rig = Rig(num_blocks=1024, **sizes)
+    for i in range(4):
+        rig.add("d" * (i + 1), Level.BACKGROUND, num_prompt=8, max_tokens=400)
+    rig.step(6)
+    rig.add("long prefill", Level.BACKGROUND, num_prompt=2000)
+    rig.step(3)
+    assert rig.num_tokens("dddd")
+    assert not rig.num_tokens("long prefill")
+    return rig
+
+
+def test_background_work_costs_an_interactive_first_token_no_step():
+    alone = Rig(num_blocks=1024).steps_to_first_token("question", 40)
+    rig = busy_rig()
+    assert rig.steps_to_first_token("question", 40) == alone
+    assert [set(tokens) for tokens in rig.plans[-alone:]] == [{Level.USER_INTERACTIVE}] * alone
+    assert rig.engine.stats().total_preemptions == 0
+
+
+def test_a_starving_prefill_takes_no_tokens_from_an_interactive_one():
+    alone = Rig(num_blocks=1024).steps_to_first_token("question", 40)
+    rig = busy_rig()
+    rig.clock.now_s += STARVED_EARLY_S
+    assert rig.steps_to_first_token("question", 40) == alone
+    *prefill, decode = [set(tokens) for tokens in rig.plans[-alone:]]
+    assert prefill == [{Level.USER_INTERACTIVE}] * (alone - 1)
+    assert decode == {Level.USER_INTERACTIVE, Level.BACKGROUND}  # its turn comes when the other one decodes
+
+
+def test_a_starving_prefill_gets_its_step_after_ten_seconds_even_so():
+    rig = busy_rig()
+    rig.clock.now_s += STARVED_AFTER_S
+    count = rig.steps_to_first_token("question", 40)
+    assert Level.BACKGROUND in rig.plans[-count]
+    assert all(Level.BACKGROUND not in tokens for tokens in rig.plans[1 - count :])
+
+
+@pytest.mark.parametrize(
+    ("token_s", "level", "chunk"),
+    [
+        (0.001, Level.BACKGROUND, 64),  # fast: a whole chunk
+        (0.0048, Level.BACKGROUND, 31),  # 0.15 s hold 31 tokens
+        (0.0048, Level.DEFAULT, 31),
+        (0.1, Level.BACKGROUND, 16),  # never less
+        (0.1, Level.USER_INTERACTIVE, 64),  # nobody to wait for
+    ],
+)
+def test_chunks_of_low_classes_are_as_short_as_the_device_is_slow(token_s, level, chunk):
+    rig = Rig(num_blocks=1024, max_tokens=64)
+    rig.add("prefill", level, num_prompt=600)
+    for _ in range(4):
+        rig.step()
+        rig.clock.now_s += token_s * sum(rig.plans[-1].values())
+    assert rig.plans[0] == {level: 64}
+    assert rig.plans[1:] == [{level: chunk}] * 3
+
+
+def test_the_kv_cache_of_each_session_is_known():
+    rig = Rig()
+    rig.add("low", Level.BACKGROUND, num_prompt=30, max_tokens=50)
+    rig.step(4)
+    rig.add("high", Level.USER_INTERACTIVE, num_prompt=5, max_tokens=4)
+    rig.step(2)
+    assert rig.planner.held_tokens() == {"low": 32, "high": 8}  # in blocks of 4
+    rig.step(200)
+    assert rig.planner.held_tokens() == {}
 
 
 def test_a_starving_request_gets_one_step_in_ten_seconds():

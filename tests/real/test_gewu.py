@@ -1,18 +1,19 @@
 """Gewu over the real small model: the demo, KV kept between the turns of a session, a full context."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.gewu import ABI, Client, DaemonProcess, compile_c, has_nlohmann, run_program
+from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program, wait_until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def daemon(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    alias = f"/data/storage/el2/base/files/qwen2-awq={smollm2_path.resolve()}"
+    alias = f"{DEMO_MODEL}={smollm2_path.resolve()}"
     found = DaemonProcess(tmp_path_factory.mktemp("daemon"), None, "--alias", alias)
     yield found
     found.stop()
@@ -31,8 +32,9 @@ def text_of(replies: list[dict]) -> str:
 
 @pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
 def test_the_demo_of_the_specification(daemon, tmp_path):
-    program = compile_c(tmp_path, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-std=c++17", compiler="c++")
-    run_program(program, daemon, timeout_s=300)
+    times = os.environ.get("DEMO_TIMES", "3")
+    run_program(compile_demo(tmp_path, "-std=c++17"), daemon, times, timeout_s=100 * int(times))
+    assert daemon.model()["loads"] == 1
 
 
 def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(daemon, client, smollm2_path):
@@ -44,10 +46,14 @@ def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(dae
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
     context = client.submit(session, messages=messages, max_tokens=200)
     client.call("started", context)
-    (request,) = next(s["requests"] for s in daemon.status()["sessions"] if s["session"] == session)
+    found = next(s for s in daemon.status()["sessions"] if s["session"] == session)
+    (request,) = found["requests"]
+    token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
+    assert found["kv_bytes"] >= request["prompt_tokens"] * token_bytes
     assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn and what surrounds it, and 16
     assert request["cached_tokens"] > 50
     client.wait(context)
+    wait_until(lambda: all(s["kv_bytes"] == 0 for s in daemon.status()["sessions"]))
 
 
 def test_a_full_context_ends_with_length(client, smollm2_path):

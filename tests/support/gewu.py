@@ -16,6 +16,7 @@ from kvloom.gewu.cli import ask_status
 
 ABI = Path(__file__).parent.parent / "abi"
 WAIT_S = 10.0
+DEMO_MODEL = "/data/storage/el2/base/files/qwen2-awq"  # fixed in the specification's demo
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
@@ -89,6 +90,11 @@ def compile_c(folder: Path, source: Path, *flags: str, compiler: str = "cc") -> 
     command += ["-o", str(program), f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", "-lqos", "-pthread", "-ldl"]
     subprocess.run(command, check=True)
     return program
+
+
+def compile_demo(folder: Path, *flags: str) -> Path:
+    """The specification's demo, unchanged, and a main that runs it as often as its argument says."""
+    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")
 
 
 def compile_with_library(folder: Path, source: Path, *flags: str) -> Path:

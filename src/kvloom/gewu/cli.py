@@ -121,7 +121,8 @@ def _format_status(found: dict[str, Any]) -> str:
         )
     for session in found["sessions"]:
         lines.append(
-            f"session {session['session']} of process {session['pid']}, qos {session['qos'] or 'of the thread'}"
+            f"session {session['session']} of process {session['pid']}, qos {session['qos'] or 'of the thread'}, "
+            f"{session['kv_bytes'] >> 10} KiB of KV cache"
         )
         lines += [
             f"  request {r['request']}: {r['state']}, {r['qos']}, {r['prompt_tokens']} + {r['output_tokens']} tokens"

@@ -142,6 +142,7 @@ class Daemon:
         session = self._sessions.find(connection.id, frame.b)
         chat = parse_chat(frame.payload)
         request = Request(session, frame.c, chat, effective_level(session.level, frame.d))
+        self._models.reserve(request)
         self._sessions.submit(session, request)
         connection.send(Frame("r", frame.a, Code.OK))
         self._advance(session)
@@ -227,6 +228,7 @@ class Daemon:
                 "pid": self._connections[session.owner].pid,
                 "session": session.id,
                 "qos": None if session.level is None else session.level.name.lower(),
+                "kv_bytes": self._models.kv_bytes(session),
                 "requests": [_describe_request(request) for request in session.requests],
             }
             for session in self._sessions

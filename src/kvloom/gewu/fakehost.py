@@ -23,8 +23,9 @@ class FakeHost:
     """Implements Host. Every job runs at the full rate; classes make no difference."""
 
     def __init__(self, settings: FakeSettings, setup: Open, on_events: OnEvents) -> None:
-        self.info = Ready("fake", 0, setup.kv_bytes, setup.max_seq_len or 4096)
+        self.info = Ready("fake", 0, setup.kv_bytes, setup.max_seq_len or 4096, setup.kv_tokens)
         self.pid: int | None = None
+        self.held_tokens: dict[str, int] = {}  # there is no KV cache
         self._settings = settings
         self._on_events = on_events
         self._tasks: dict[str, asyncio.Task[None]] = {}

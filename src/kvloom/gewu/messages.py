@@ -49,6 +49,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     weight_bytes: int
     kv_bytes: int
     max_seq_len: int
+    kv_tokens: int  # that the KV cache holds
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
@@ -75,8 +76,14 @@ class Events(msgspec.Struct, array_like=True, tag="events"):
     events: list[Event]
 
 
+class Held(msgspec.Struct, array_like=True, tag="held"):
+    """Tokens of KV cache that each session's running requests hold now, by salt; sent when it changes."""
+
+    tokens: dict[str, int]
+
+
 Order = Job | Abort | Floor
-Report = Ready | Failed | Events
+Report = Ready | Failed | Events | Held
 
 
 class Host(Protocol):
@@ -84,6 +91,7 @@ class Host(Protocol):
 
     info: Ready
     pid: int | None  # None: in this process
+    held_tokens: dict[str, int]  # see Held
 
     def send(self, order: Order) -> None: ...
     async def close(self) -> None: ...

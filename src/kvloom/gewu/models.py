@@ -17,11 +17,21 @@ from typing import Any
 
 from kvloom.engine.errors import ModelError
 from kvloom.gewu.codes import Code, Refused
-from kvloom.gewu.memory import MIN_KV_TOKENS, Holder, Ladder, budget_bytes, kv_tokens, plan_admission
+from kvloom.gewu.memory import (
+    MIN_KV_TOKENS,
+    Holder,
+    Ladder,
+    Reservation,
+    budget_bytes,
+    can_reserve,
+    kv_tokens,
+    plan_admission,
+    reservation,
+)
 from kvloom.gewu.messages import Abort, Event, Floor, Host, Job, Open, Opener
 from kvloom.gewu.probe import Found
 from kvloom.gewu.qos import Level
-from kvloom.gewu.sessions import Request, Sessions
+from kvloom.gewu.sessions import Request, Session, Sessions
 from kvloom.gewu.settings import Settings
 from kvloom.gewu.system import read_memory
 
@@ -47,6 +57,8 @@ class Model:
     host: Host | None = None
     task: asyncio.Task[None] | None = None  # while LOADING
     held_bytes: int = 0
+    kv_tokens: int = 0  # that its KV cache holds, or will
+    measured_bytes: int = 0  # weights in memory, once it was loaded
     num_loads: int = 0
     last_used_s: float = 0.0
     load_s: float = 0.0
@@ -55,6 +67,15 @@ class Model:
     @property
     def key(self) -> str:
         return self.found.key
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.measured_bytes or self.found.weight_bytes
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """Tokens of a context, as asked for or as the model's files say; None = not known."""
+        return min((n for n in (self.max_ctx, self.found.max_seq_len) if n is not None), default=None)
 
 
 class Models:
@@ -102,6 +123,19 @@ class Models:
                 self._load(model, level)
         return model
 
+    def reserve(self, request: Request) -> None:
+        """See that there is KV cache for a request that comes. Raises Refused (NOMEM)."""
+        model = self._models[request.session.model]
+        new = _reservation(request, model)
+        if model.state is State.ABSENT:
+            self._plan(model, request.level, min(new.most, _KV_TOKENS))
+            return
+        sessions = self._sessions.of_model(model.key)
+        busy = (session.requests for session in sessions if session is not request.session and session.requests)
+        others = [max((_reservation(r, model) for r in requests), key=lambda r: r.least) for requests in busy]
+        if not can_reserve(new, others, model.kv_tokens):
+            raise Refused(Code.NOMEM, f"the KV cache of {model.kv_tokens} tokens has no room for {new.most} more")
+
     def start(self, request: Request) -> None:
         """A request's turn has come: give it to the host, or load the model for it."""
         model = self._models[request.session.model]
@@ -146,11 +180,11 @@ class Models:
         held = sum(model.held_bytes for model in self._models.values())
         return budget_bytes(read_memory(self._settings.psi_file), self._settings.budget_bytes, held)
 
-    def _plan(self, model: Model, level: Level) -> list[str]:
+    def _plan(self, model: Model, level: Level, num_kv_tokens: int = MIN_KV_TOKENS) -> list[str]:
         """Which models to evict for this one. Raises Refused (NOMEM)."""
         if self.ladder.level >= 2 and level == Level.BACKGROUND:
             raise Refused(Code.NOMEM, "memory is short: background work must wait")
-        need = model.found.weight_bytes + MIN_KV_TOKENS * model.found.kv_bytes_per_token
+        need = model.weight_bytes + max(MIN_KV_TOKENS, num_kv_tokens) * model.found.kv_bytes_per_token
         victims = plan_admission(need, self._budget(), self._holders(model), level)
         if victims is None:
             raise Refused(Code.NOMEM, f"{model.found.path} needs {need >> 20} MiB, which cannot be freed")
@@ -158,25 +192,28 @@ class Models:
 
     def _load(self, model: Model, level: Level) -> None:
         """ABSENT -> LOADING, after evicting what must go; or its requests fail."""
+        waiting = [_reservation(request, model).most for request in self._sessions.unfinished(model.key)]
         try:
-            victims = self._plan(model, level)
+            victims = self._plan(model, level, min(max(waiting, default=0), _KV_TOKENS))
         except Refused as error:
             self._fail(model, error.code, str(error))
             return
         model.state = State.LOADING
         model.num_loads += 1
         evictions = [self._evict(self._models[key]) for key in victims]
-        weights, per_token = model.found.weight_bytes, model.found.kv_bytes_per_token
+        weights, per_token = model.weight_bytes, model.found.kv_bytes_per_token
         free = self._budget() - sum(holder.bytes for holder in self._holders(model)) - weights
-        kv_bytes = max(MIN_KV_TOKENS, kv_tokens(per_token, free, _KV_TOKENS)) * per_token
-        model.held_bytes = weights + kv_bytes
-        model.task = asyncio.get_running_loop().create_task(self._open(model, kv_bytes, evictions))
+        model.kv_tokens = max(MIN_KV_TOKENS, kv_tokens(per_token, free, _KV_TOKENS))
+        model.held_bytes = weights + model.kv_tokens * per_token
+        model.task = asyncio.get_running_loop().create_task(self._open(model, evictions))
 
-    async def _open(self, model: Model, kv_bytes: int, evictions: list[asyncio.Task[None]]) -> None:
+    async def _open(self, model: Model, evictions: list[asyncio.Task[None]]) -> None:
         for eviction in evictions:
             await eviction
         began_s = time.monotonic()
-        setup = Open(f"/proc/self/fd/{model.fd}", self._settings.backend, model.max_ctx, kv_bytes, _KV_TOKENS)
+        kv_bytes = model.kv_tokens * model.found.kv_bytes_per_token
+        path = f"/proc/self/fd/{model.fd}"
+        setup = Open(path, self._settings.backend, model.max_ctx, kv_bytes, model.kv_tokens)
         try:
             host = await self._opener(setup, model.fd, self._on_events, lambda why: self._died(model, why))
         except ModelError as error:
@@ -188,7 +225,9 @@ class Models:
         model.state, model.host, model.task = State.READY, host, None
         model.load_s = time.monotonic() - began_s
         model.last_used_s = time.monotonic()
+        model.kv_tokens = host.info.kv_tokens
         if host.info.weight_bytes:
+            model.measured_bytes = host.info.weight_bytes
             model.held_bytes = host.info.weight_bytes + host.info.kv_bytes
         self._send_floors()
         for request in [r for r in self._sessions.started() if r.session.model == model.key]:
@@ -196,6 +235,7 @@ class Models:
 
     def _forget_host(self, model: Model) -> None:
         model.state, model.host, model.held_bytes, model.floor = State.ABSENT, None, 0, None
+        model.kv_tokens = 0
 
     def _died(self, model: Model, why: str) -> None:
         if model.host is not None:
@@ -295,6 +335,13 @@ class Models:
             else None,
         }
 
+    def kv_bytes(self, session: Session) -> int:
+        """KV cache that the session's running request holds; what its earlier ones left may be overwritten."""
+        host = self._models[session.model].host
+        if host is None or not host.info.kv_tokens:
+            return 0
+        return host.held_tokens.get(session.salt, 0) * host.info.kv_bytes // host.info.kv_tokens
+
     def _describe(self, model: Model) -> dict[str, Any]:
         return {
             "path": model.found.path,
@@ -324,6 +371,10 @@ async def _close(host: Host | None, loading: asyncio.Task[None] | None) -> None:
             await loading
     if host is not None:
         await host.close()
+
+
+def _reservation(request: Request, model: Model) -> Reservation:
+    return reservation(request.num_prompt_bytes, request.chat.max_tokens, model.max_seq_len, request.level)
 
 
 def _job(request: Request) -> Job:

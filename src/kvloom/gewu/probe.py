@@ -5,15 +5,21 @@ import hashlib
 import os
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvloom.engine.errors import ModelError
 from kvloom.engine.models import FAMILIES
+from kvloom.engine.weights.metadata import read_shape
 from kvloom.gewu.codes import Code, Refused
 
 _WEIGHTS = (".safetensors", ".gguf")
-_GGUF_KV_BYTES = 128 << 10  # a token, where only the file's name and size are read: a model of some 4 billion weights
+_UNKNOWN_KV_BYTES = 128 << 10  # a token, where the shape is not known: a model of some 4 billion weights
+_PACKED_BYTES = 1.04  # of a weight of a matrix in memory: eight bits and its share of the scales
+_EMBED_BYTES = 2  # of a weight of the embedding, which is also kept as bfloat16
+_VOCAB_SIZE = 152_000  # where the file does not say
 _KV_ITEM_BYTES = 4  # the CPU back end may keep keys and values as float32
 _MAX_CONFIG_BYTES = 4 << 20
 
@@ -26,6 +32,7 @@ class Found:
     path: str  # as opened, for people
     weight_bytes: int
     kv_bytes_per_token: int
+    max_seq_len: int | None = None  # tokens; None = not known before loading
 
 
 def probe(fd: int) -> Found:
@@ -34,9 +41,11 @@ def probe(fd: int) -> Found:
     path = os.readlink(f"/proc/self/fd/{fd}")
     status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
-        if os.pread(fd, 4, 0) != b"GGUF":
-            raise Refused(Code.INVAL, f"{path} is not a GGUF file")
-        return Found(_key(status, [("", status)]), path, status.st_size, _GGUF_KV_BYTES)
+        try:
+            arch, config = read_shape(Path(f"/proc/self/fd/{fd}"))
+        except ModelError:
+            raise Refused(Code.INVAL, f"{path} is not a whole GGUF file") from None
+        return _found(_key(status, [("", status)]), path, arch, config, status.st_size)
     if not stat.S_ISDIR(status.st_mode):
         raise Refused(Code.INVAL, f"{path} is neither a folder nor a file")
     try:
@@ -50,14 +59,21 @@ def probe(fd: int) -> Found:
         raise Refused(Code.INVAL, f"{path} holds no .safetensors or .gguf file")
     files = [*weights, ("config.json", os.stat("config.json", dir_fd=fd))]
     names = config.get("architectures")
-    if isinstance(names, list) and names and names[0] not in FAMILIES:
-        raise Refused(Code.NOSYS, f"architecture {names[0]!r} is not known; known are {', '.join(FAMILIES)}")
-    return Found(
-        _key(status, files),
-        path,
-        sum(file.st_size for _, file in weights),
-        _kv_bytes_per_token(config),
-    )
+    of_folder = names[0] if isinstance(names, list) and names else None
+    return _found(_key(status, files), path, of_folder, config, sum(file.st_size for _, file in weights))
+
+
+def _found(key: str, path: str, arch: object, config: dict[str, Any], file_bytes: int) -> Found:
+    """What a model of this configuration costs. Raises Refused (NOSYS) when its architecture is not known."""
+    if arch is not None and arch not in FAMILIES:
+        raise Refused(Code.NOSYS, f"architecture {arch!r} is not known; known are {', '.join(FAMILIES)}")
+    shape = _shape(config)
+    max_seq_len = _positive(config.get("max_position_embeddings"))
+    if shape is None:
+        return Found(key, path, file_bytes, _UNKNOWN_KV_BYTES, max_seq_len)
+    weight_bytes = _packed_bytes(config, *shape) or file_bytes
+    layers, _, _, kv_heads, head_dim = shape
+    return Found(key, path, weight_bytes, 2 * layers * kv_heads * head_dim * _KV_ITEM_BYTES, max_seq_len)
 
 
 def _read_config(fd: int) -> dict[str, Any]:
@@ -73,14 +89,26 @@ def _read_config(fd: int) -> dict[str, Any]:
     return config
 
 
-def _kv_bytes_per_token(config: dict[str, Any]) -> int:
+def _shape(config: dict[str, Any]) -> tuple[int, int, int, int, int] | None:
+    """Layers, width, heads, KV heads, width of a head; None when the configuration does not say."""
     layers, hidden = _positive(config.get("num_hidden_layers")), _positive(config.get("hidden_size"))
     heads = _positive(config.get("num_attention_heads"))
     if not layers or not hidden or not heads:
-        return _GGUF_KV_BYTES
+        return None
     kv_heads = _positive(config.get("num_key_value_heads")) or heads
-    head_dim = _positive(config.get("head_dim")) or hidden // heads
-    return 2 * layers * kv_heads * head_dim * _KV_ITEM_BYTES
+    return layers, hidden, heads, kv_heads, _positive(config.get("head_dim")) or hidden // heads
+
+
+def _packed_bytes(
+    config: dict[str, Any], layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int
+) -> int | None:
+    """Memory of the weights as the CPU back end packs them, however the file stores them; None when not known."""
+    intermediate = _positive(config.get("intermediate_size"))
+    if not intermediate:
+        return None
+    layer = hidden * (2 * (heads + kv_heads) * head_dim + 3 * intermediate)
+    table = hidden * (_positive(config.get("vocab_size")) or _VOCAB_SIZE)  # embedding, and as large a head
+    return int(_PACKED_BYTES * (layers * layer + table)) + _EMBED_BYTES * table
 
 
 def _positive(value: object) -> int | None:

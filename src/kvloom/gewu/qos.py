@@ -4,6 +4,7 @@ Pure: time comes in through `clock`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 
 from kvloom.engine.blocks import BlockPool
@@ -11,6 +12,9 @@ from kvloom.engine.config import Limits
 from kvloom.engine.scheduler import Plan, Seq, Status, plan_step, release_seq
 
 STARVED_AFTER_S = 10.0  # without a step: one is granted
+STARVED_EARLY_S = 9.5  # the same while nobody of the highest class prefills, so that it costs no first token
+LOW_STEP_S = 0.15  # a prefill chunk of a class below USER_INITIATED should not take longer: others wait for its end
+MIN_CHUNK = 16  # tokens; smaller ones would mostly read weights
 RISE_EVERY_S = 30.0  # of being paused: one class up
 
 
@@ -67,22 +71,38 @@ class ClassPlanner:
         self._on_serve = on_serve
         self._last_step_s: dict[int, float] = {}
         self._paused_since_s: dict[int, float] = {}
+        self._chunk = _ChunkSize()
+        self._seqs: Sequence[Seq] = ()  # of the last plan
+        self._block_size = 0
 
     def __call__(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
         """What the next step computes. Unlike plan_step it preempts paused sequences in place."""
         now_s = self._clock()
+        self._chunk.step_ended(now_s)
         self._forget(seqs)
+        self._seqs, self._block_size = seqs, limits.block_size
         chosen = self._choose(seqs, now_s)
         picked = {seq.id for seq in chosen}
         paused = [seq for seq in seqs if seq.id not in picked]
         self._make_room(chosen, paused, pool, limits)
+        if chosen and all(seq.priority < Level.USER_INITIATED for seq in chosen):
+            limits = replace(limits, max_prefill_tokens=self._chunk.num_tokens(limits.prefill_tokens))
         plan = plan_step(chosen, pool, limits)
         for step in plan.steps:
             self._last_step_s[step.seq.id] = now_s
         self.has_steps = bool(plan.steps)
         if plan.steps:
+            self._chunk.step_begins(now_s, sum(step.num_tokens for step in plan.steps))
             self._on_serve(max(Level(step.seq.priority) for step in plan.steps))
         return plan
+
+    def held_tokens(self) -> dict[str, int]:
+        """Tokens of KV cache that the sequences of the last plan hold by now, by their salt."""
+        held: dict[str, int] = {}
+        for seq in self._seqs:
+            if seq.block_table:
+                held[seq.salt] = held.get(seq.salt, 0) + len(seq.block_table) * self._block_size
+        return held
 
     def wait_s(self) -> float:
         """After an empty plan: how long until a sequence starves, at most 1 s."""
@@ -96,6 +116,8 @@ class ClassPlanner:
             seq.id: risen(Level(seq.priority), now_s - self._paused_since_s.get(seq.id, now_s)) for seq in allowed
         }
         top = max(classes.values(), default=Level.BACKGROUND)
+        is_prefilling = any(classes[seq.id] == top and seq.num_pending > 1 for seq in allowed)
+        patience_s = STARVED_AFTER_S if is_prefilling else STARVED_EARLY_S
         chosen = []
         for seq in allowed:
             last_s = self._last_step_s.setdefault(seq.id, now_s)
@@ -105,7 +127,7 @@ class ClassPlanner:
                 chosen.append(seq)
             else:
                 self._paused_since_s.setdefault(seq.id, now_s)
-                if now_s - last_s >= STARVED_AFTER_S:
+                if now_s - last_s >= patience_s:
                     chosen.append(seq)
         return sorted(chosen, key=lambda seq: -classes[seq.id])  # stable: arrival order within a class
 
@@ -128,6 +150,31 @@ class ClassPlanner:
         for times in (self._last_step_s, self._paused_since_s):
             for gone in [id for id in times if id not in live]:
                 del times[gone]
+
+
+class _ChunkSize:
+    """How many prompt tokens a step may take within LOW_STEP_S, from how long steps took on this device."""
+
+    def __init__(self) -> None:
+        self._token_s: float | None = None  # the last chunk's time a token
+        self._begun: tuple[float, int] | None = None  # when the running step began, its tokens
+
+    def step_begins(self, now_s: float, num_tokens: int) -> None:
+        self._begun = (now_s, num_tokens)
+
+    def step_ended(self, now_s: float) -> None:
+        """The next plan is asked for as soon as a step has ended. Decodes alone say nothing of chunks."""
+        if self._begun is not None:
+            began_s, num_tokens = self._begun
+            if num_tokens >= MIN_CHUNK:
+                self._token_s = (now_s - began_s) / num_tokens
+            self._begun = None
+
+    def num_tokens(self, most: int) -> int:
+        """Tokens of the next chunk: MIN_CHUNK to `most`."""
+        if not self._token_s:
+            return most
+        return max(min(MIN_CHUNK, most), min(most, int(LOW_STEP_S / self._token_s)))
 
 
 def _preempt(seq: Seq, pool: BlockPool) -> None:

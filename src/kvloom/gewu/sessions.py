@@ -50,6 +50,10 @@ class Request:
     parts: list[str] = field(default_factory=list)  # text so far, when not streamed
 
     @property
+    def num_prompt_bytes(self) -> int:
+        return sum(len(content.encode()) for _, content in self.chat.messages)
+
+    @property
     def key(self) -> str:
         return f"{self.session.owner}.{self.session.id}.{self.id}"
 

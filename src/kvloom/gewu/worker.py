@@ -23,7 +23,7 @@ from kvloom.engine.rank import open_runner
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import open_checkpoint
-from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Job, Open, Order, Ready
+from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Held, Job, Open, Order, Ready
 from kvloom.gewu.qos import NICE, ClassPlanner, Level
 
 _STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
@@ -52,6 +52,7 @@ class Worker:
         self._planner = planner
         self._tokenizer = tokenizer
         self._counts: dict[str, _Counts] = {}
+        self._held: dict[str, int] = {}  # as the daemon knows it
         self._early: list[Event] = []  # of jobs that never reach the engine
 
     def serve(self, channel: Channel, sock: socket.socket) -> None:
@@ -66,6 +67,10 @@ class Worker:
             deltas += self._engine.take_deltas()
             events = self._early + [event for delta in deltas if (event := self._event(delta)) is not None]
             self._early = []
+            held = self._planner.held_tokens()
+            if held != self._held:
+                self._held = held
+                channel.send(Held(held))
             if events:
                 channel.send(Events(events))
 
@@ -161,7 +166,7 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     planner = ClassPlanner(time.monotonic, Nicer().serve)
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
-    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len)
+    ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_blocks * info.block_size)
     return Worker(engine, planner, tokenizer), ready
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvloom.engine.errors import ModelError
-from kvloom.gewu.messages import Events, Failed, Host, OnDeath, OnEvents, Open, Order, Ready, Report
+from kvloom.gewu.messages import Events, Failed, Held, Host, OnDeath, OnEvents, Open, Order, Ready, Report
 
 _LENGTH = struct.Struct("<I")
 _CLOSE_S = 1.0
@@ -32,6 +32,7 @@ class WorkerHost:
     ) -> None:
         self.info = info
         self.pid: int | None = process.pid
+        self.held_tokens: dict[str, int] = {}
         self._process = process
         self._writer = writer
         self._task = asyncio.get_running_loop().create_task(self._read(reader, on_events, on_death))
@@ -52,6 +53,8 @@ class WorkerHost:
                 report = await _receive(reader)
                 if isinstance(report, Events):
                     on_events(report.events)
+                elif isinstance(report, Held):
+                    self.held_tokens = report.tokens
                 elif isinstance(report, Failed):
                     why = report.error
         except (asyncio.IncompleteReadError, ConnectionError):

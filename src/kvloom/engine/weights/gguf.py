@@ -10,7 +10,7 @@ import numpy as np
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.weights.metadata import Header, TensorInfo, read_header
+from kvloom.engine.weights.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
 from kvloom.engine.weights.source import Bytes, RawTensor, as_rows, check_shape
 
 KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
@@ -30,18 +30,6 @@ LAYER_NAMES = {
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
-}
-CONFIG_KEYS = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "sliding_window": "attention.sliding_window",
 }
 
 

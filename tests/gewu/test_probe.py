@@ -1,0 +1,88 @@
+"""What a model path holds, found out without loading it."""
+
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.probe import Found, probe
+
+SHAPE = {
+    "block_count": 2,
+    "embedding_length": 64,
+    "feed_forward_length": 128,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "context_length": 512,
+    "vocab_size": 1000,
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 1000,
+}
+KV_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, width of a head, float32
+MATRICES = 2 * 64 * (2 * (4 + 2) * 16 + 3 * 128) + 64 * 1000
+WEIGHT_BYTES = int(1.04 * MATRICES) + 2 * 64 * 1000
+
+
+def look(path: Path) -> Found:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return probe(fd)
+    finally:
+        os.close(fd)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE) -> Path:
+    """Only the header of a GGUF file, whose vocabulary is cut off."""
+    pairs = [text("general.architecture") + struct.pack("<I", 8) + text(arch)]
+    pairs += [text(f"{arch}.{key}") + struct.pack("<II", 4, value) for key, value in shape.items()]
+    pairs += [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"), text("tokenizer.ggml.tokens")]
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
+    return path
+
+
+def test_a_gguf_file_costs_what_its_shape_says(tmp_path):
+    found = look(write_gguf(tmp_path / "model.gguf"))
+    assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
+
+
+def test_a_folder_costs_the_same(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    found = look(tmp_path)
+    assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
+
+
+def test_without_a_shape_the_files_sizes_count(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    assert look(tmp_path).weight_bytes == 10
+
+
+def test_an_unknown_architecture_is_refused_before_loading(tmp_path):
+    with pytest.raises(Refused, match="architecture 'mamba' is not known") as caught:
+        look(write_gguf(tmp_path / "model.gguf", "mamba"))
+    assert caught.value.code is Code.NOSYS
+
+
+@pytest.mark.parametrize("keep", [3, 10, 40, 100])
+def test_a_cut_file_is_no_model(keep, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(Refused, match="not a whole GGUF file") as caught:
+        look(path)
+    assert caught.value.code is Code.INVAL
