@@ -128,6 +128,12 @@ _COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
         "Guesses that the model confirmed.",
         lambda s: s.engine.stats().total_accepted_tokens,
     ),
+    (
+        ("kv_tier_loaded_blocks",),
+        "KV blocks taken from the outer pool since the model's process started.",
+        lambda s: s.engine.stats().total_tier_loaded_blocks,
+    ),
+    (("kv_tier_saved_blocks",), "KV blocks given to it.", lambda s: s.engine.stats().total_tier_saved_blocks),
     (("model_restarts",), "Times the model's process was restarted.", lambda s: s.engine.stats().total_restarts),
 )
 _GAUGES: Sequence[tuple[tuple[str, ...], str, Number]] = (
