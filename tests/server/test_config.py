@@ -86,6 +86,7 @@ def test_the_layout_of_the_seed_becomes_one_configuration(tmp_path):
     assert (card.name, card.npu_mem_gb, card.cpu_mem_gb, card.world_size) == ("m", 8, 5, 1)
     engine = card.engine
     assert (engine.max_seq_len, engine.max_batch, engine.kv_cache_bytes) == (2560, 200, 8 * 2**30)
+    assert (engine.host_cache_bytes, engine.block_size, engine.prealloc_blocks) == (5 * 2**30, 128, 4)
     assert (engine.prefill_policy, engine.decode_policy, engine.is_selecting) == (3, 1, True)
     assert (engine.max_prefill_batch, engine.max_prefill_tokens, engine.max_iter_times) == (50, 8192, 512)
     assert (engine.prefill_ms_per_seq, engine.decode_ms_per_seq, engine.max_preempt) == (150, 50, 20)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.errors import BadRequest
+from kvloom.engine.memory import bytes_of_gb
 from kvloom.server.auth import read_hashes
 from kvloom.server.card import ModelCard
 from kvloom.server.config_keys import LAYOUT_1, LAYOUT_2, Key
@@ -20,7 +21,6 @@ from kvloom.server.tls import TlsConfig
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 10 * 2**20
-GB = 2**30
 DEFAULT_HOST = "127.0.0.1"
 # a text, which is kept, or a comment to the end of the line, which is not
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*')
@@ -271,8 +271,9 @@ class Settings:
         """One model's card: its own settings over those of all."""
         both = {**self.values, **model}
         engine = {name: both[name] for name in _ENGINE_FIELDS if name in both}
-        if both.get("npu_mem_gb", -1) >= 0 and "num_blocks" not in engine:
-            engine["kv_cache_bytes"] = max(1, int(both["npu_mem_gb"] * GB))
+        if "num_blocks" not in engine:
+            engine["kv_cache_bytes"] = bytes_of_gb(both.get("npu_mem_gb", -1))
+        engine["host_cache_bytes"] = bytes_of_gb(both.get("cpu_mem_gb", 0))
         if "max_queue_delay_us" in both:
             engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
         if "fair_token_us" in both:
@@ -337,6 +338,8 @@ _ENGINE_FIELDS: Sequence[str] = (
     "decode_policy",
     "max_iter_times",
     "max_preempt",
+    "block_size",
+    "prealloc_blocks",
     "is_selecting",
     "is_continuous",
     "step_timeout_s",
