@@ -212,7 +212,12 @@ TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
         ({**CHAT, "messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
         ({**CHAT, "functions": [{"name": "f"}]}, "functions"),
-        ({**CHAT, "response_format": {"type": "json_object"}}, "response_format"),
+        ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
+        ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({**CHAT, "guided_regex": "("}, "guided_regex"),
+        ({**CHAT, "guided_choice": []}, "guided_choice"),
+        ({**CHAT, "guided_json": "{", "guided_choice": ["a"]}, "guided_choice"),
+        ({**CHAT, "structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs.grammar"),
         ({"model": MODEL}, "messages"),
     ],
 )

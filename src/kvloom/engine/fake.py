@@ -15,6 +15,7 @@ from typing import Any
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
+from kvloom.engine.guide import Guide, Guides
 from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.request import SamplingParams
 
@@ -84,6 +85,7 @@ class _State:
     seed: int
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
+    guide: Guide | None = None
 
 
 class FakeRunner:
@@ -104,6 +106,7 @@ class FakeRunner:
         self._host = array("q", [-1]) * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
+        self._guides = Guides(ByteTokenizer, VOCAB_SIZE)
 
     def kv_memory(self, model: str) -> KvMemory:
         shape = (self.info.num_blocks, self.info.block_size, 1)
@@ -130,7 +133,9 @@ class FakeRunner:
 
     def _learn(self, new: NewSeq) -> None:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
-        self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
+        state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
+        if new.params.grammar:
+            state.guide = self._guides.guide(new.params.grammar)
 
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
@@ -155,6 +160,10 @@ class FakeRunner:
         for guess in (*work.draft, None):
             context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
             token_id = fake_next(context, state.params, state.seed)
+            if state.guide is not None:
+                allowed = state.guide.mask().nonzero()[0]
+                token_id = int(allowed[token_id % len(allowed)])
+                state.guide.take(token_id)
             state.token_ids.append(token_id)
             logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None
             output.samples.append(Sample(work.id, token_id, logprob))

@@ -48,6 +48,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     watermark: bool = False
+    grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -15,6 +15,7 @@ import torch
 from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
+from kvloom.engine.guide import Guides
 from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
@@ -25,6 +26,7 @@ from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.shard import shard_spec
 from kvloom.engine.swapcache import SwapCache
+from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import Checkpoint, open_checkpoint
 from kvloom.engine.weights.fingerprint import fingerprint
 
@@ -62,6 +64,7 @@ class ModelRunner:
         eos_ids: Sequence[int],
         num_host_blocks: int = 0,
         block_size: int | None = None,
+        guides: Guides | None = None,
     ) -> None:
         """`block_size`: tokens, a multiple of the backend's; so many of its blocks are one of the engine's.
 
@@ -83,6 +86,7 @@ class ModelRunner:
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
         self._states: dict[int, _State] = {}
+        self._guides = guides
 
     def kv_memory(self, model: str) -> KvMemory:
         """Its blocks as bytes, so that every element type and layout of a backend travels alike."""
@@ -100,7 +104,11 @@ class ModelRunner:
         for id in batch.drop:
             self._states.pop(id, None)
         for new in batch.new:
-            self._states[new.id] = _State(History(list(new.token_ids), len(new.token_ids), new.params, new.seed))
+            history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
+            if new.params.grammar:
+                assert self._guides is not None, "a grammar, and no tokenizer to read it with"
+                history.guide = self._guides.guide(new.params.grammar)
+            self._states[new.id] = _State(history)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
@@ -208,7 +216,13 @@ def open_runner(
     with _says_what_to_lower():
         backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress, mesh)
         return ModelRunner(
-            backend, checkpoint.spec.vocab_size, max_seq_len, eos_ids, pools.num_host_blocks, block_size=size
+            backend,
+            checkpoint.spec.vocab_size,
+            max_seq_len,
+            eos_ids,
+            pools.num_host_blocks,
+            block_size=size,
+            guides=Guides(lambda: load_tokenizer(Path(config.model)), checkpoint.spec.vocab_size),
         )
 
 

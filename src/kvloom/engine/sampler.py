@@ -1,8 +1,8 @@
 """Sampler: logits to tokens. A row's token depends on its own logits, history, parameters and seed, never on the batch.
 
 Order of the rules, as users know it elsewhere: penalties, bias, minimum length, watermark, temperature, top-k,
-typical-p, top-p, min-p. Randomness is a function of (seed, position), so a sequence that is preempted and computed
-again continues with the same tokens.
+typical-p, top-p, min-p; what the grammar rules out never comes. Randomness is a function of (seed, position), so a
+sequence that is preempted and computed again continues with the same tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvloom.engine.batch import Logprob
+from kvloom.engine.guide import Guide
 from kvloom.engine.kernels.backend import Draw, most_likely
 from kvloom.engine.request import SamplingParams
 
@@ -30,8 +31,11 @@ class History:
     params: SamplingParams
     seed: int
     counts: dict[int, int] = field(default_factory=dict)  # of the answer's tokens
+    guide: Guide | None = None  # what the answer's grammar allows
 
     def append(self, token_id: int) -> None:
+        if self.guide is not None:
+            self.guide.take(token_id)
         self.token_ids.append(token_id)
         self.counts[token_id] = self.counts.get(token_id, 0) + 1
 
@@ -45,6 +49,8 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
     params = row.params
     count = 1 if params.is_greedy else params.top_k
     may_raise = params.repetition_penalty < 1 or params.frequency_penalty < 0 or params.presence_penalty < 0
+    if row.guide is not None:
+        return 0
     if not 0 < count <= MAX_TOP or params.logprobs is not None or params.logit_bias or params.watermark or may_raise:
         return 0
     if params.repetition_penalty != 1.0:
@@ -98,8 +104,18 @@ def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw
     params = row.params
     logprobs = None if params.logprobs is None else torch.log_softmax(logits, dim=-1)
     _adjust(logits, row, eos_ids)
+    if row.guide is not None:
+        _restrict(logits, row.guide)
     token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
     return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
+
+
+def _restrict(logits: torch.Tensor, guide: Guide) -> None:
+    """Rule out what the grammar does, in place; when nothing is left, what another rule had ruled out is back."""
+    allowed = torch.from_numpy(guide.mask()).to(logits.device)
+    logits.masked_fill_(~allowed, -torch.inf)
+    if logits.max() == -torch.inf:
+        logits.masked_fill_(allowed, 0.0)
 
 
 def describe(logprobs: torch.Tensor, token_id: int, num_top: int) -> Logprob:

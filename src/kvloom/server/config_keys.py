@@ -113,7 +113,7 @@ _MODEL: dict[str, Key] = {
     "modelName": _needed(str, "smollm2", "the name that requests use", setting="name"),
     "modelWeightPath": _needed(str, "smollm2", "a folder, a .gguf file or a fetched model's name", setting="model"),
     "worldSize": _needed(int, 1, "processes that share the model, tensor parallel", 1, 64, setting="world_size"),
-    "cpuMemSize": _needed(_NUMBER, 0, "GB of main memory for what is swapped out; -1 = measured", -1, setting="cpu_mem_gb"),
+    "cpuMemSize": _needed(_NUMBER, 0, "GB of memory for what is swapped out; -1 = measured", -1, setting="cpu_mem_gb"),
     "npuMemSize": _needed(_NUMBER, -1, "GB for the KV cache; -1 = a share of what is free", -1, setting="npu_mem_gb"),
     "backendType": _needed(str, "default", "the kernels that are there are taken"),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),

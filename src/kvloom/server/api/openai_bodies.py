@@ -1,16 +1,19 @@
 """OpenAI request bodies and what they mean. Unknown keys are ignored, as OpenAI does; known ones are checked.
 
 Beyond OpenAI's own: top_k, min_p, typical_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
-skip_special_tokens, include_stop_str_in_output, priority (the names vLLM gave them).
+skip_special_tokens, include_stop_str_in_output, priority, structured_outputs, guided_* (the names vLLM gave them).
 """
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
+from kvloom.server.grammars import choice_grammar, json_grammar, object_grammar, regex_grammar, text_grammar
 
 MAX_STOPS = 4
 MAX_CHOICES = 128
@@ -21,6 +24,54 @@ TokenId = Annotated[int, Meta(ge=0)]
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
+
+
+class JsonSchema(msgspec.Struct, kw_only=True):
+    """OpenAI's json_schema; answers follow the schema whether `strict` says so or not."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def grammar(self) -> str:
+        """Raises BadRequest."""
+        if self.type == "json_object":
+            return object_grammar()
+        if self.json_schema is None or self.json_schema.schema is None:
+            raise BadRequest("response_format.json_schema", "is required, with a schema")
+        return json_grammar(self.json_schema.schema, "response_format.json_schema.schema")
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's structured_outputs."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def _guides(outputs: StructuredOutputs, prefix: str) -> dict[str, Callable[[], str]]:
+    """What is given, by its field: a function that makes the grammar. Raises BadRequest when called."""
+    found: dict[str, Callable[[], str]] = {}
+    if outputs.json is not None:
+        found[prefix + "json"] = partial(json_grammar, outputs.json, prefix + "json")
+    if outputs.regex is not None:
+        found[prefix + "regex"] = partial(regex_grammar, outputs.regex, prefix + "regex")
+    if outputs.choice is not None:
+        found[prefix + "choice"] = partial(choice_grammar, outputs.choice, prefix + "choice")
+    if outputs.grammar is not None:
+        found[prefix + "grammar"] = partial(text_grammar, outputs.grammar, prefix + "grammar")
+    if outputs.json_object:
+        found[prefix + "json_object"] = object_grammar
+    return found
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
@@ -48,6 +99,12 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None  # vLLM's older names of the same
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
@@ -73,7 +130,22 @@ class SamplingBody(msgspec.Struct, kw_only=True):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             skip_special_tokens=self.skip_special_tokens is not False,
+            grammar=self._grammar(),
         )
+
+    def _grammar(self) -> str:
+        """What the answer must match, "" = anything. Raises BadRequest: a wrong one, or more than one."""
+        guided = StructuredOutputs(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar)
+        found = {
+            **_guides(self.structured_outputs or StructuredOutputs(), "structured_outputs."),
+            **_guides(guided, "guided_"),
+        }
+        format = self.response_format
+        if format is not None and format.type != "text":
+            found["response_format"] = format.grammar
+        if len(found) > 1:
+            raise BadRequest(min(found), f"and {max(found)} are both given; give one")
+        return next(iter(found.values()))() if found else ""
 
     @property
     def wants_usage(self) -> bool:
@@ -109,7 +181,6 @@ class ChatBody(SamplingBody, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     functions: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -125,8 +196,6 @@ class ChatBody(SamplingBody, kw_only=True):
             raise BadRequest("functions", "is not supported")
         if self.tools and self.tool_choice != "none":
             raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
-        if self.response_format and self.response_format.get("type") != "text":
-            raise BadRequest("response_format", 'only {"type": "text"} is supported')
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""

@@ -4,13 +4,14 @@ Error texts are TGI's, because its clients show them.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import FinishReason, SamplingParams
 from kvloom.server.generation import MAX_CHOICES, Generation, GenerationService
+from kvloom.server.grammars import json_grammar, regex_grammar
 
 DEFAULT_NEW_TOKENS = 20
 MAX_STOPS = 4
@@ -18,6 +19,19 @@ MAX_BEST_OF = 16
 MAX_INT = 2**31 - 1
 MAX_SEED = 2**64 - 1
 assert MAX_BEST_OF <= MAX_CHOICES
+
+
+class GrammarParameter(msgspec.Struct):
+    type: Literal["json", "regex"]
+    value: str | dict[str, Any]
+
+    def grammar(self) -> str:
+        """Raises BadRequest."""
+        if self.type == "json":
+            return json_grammar(self.value, "parameters.grammar")
+        if not isinstance(self.value, str):
+            raise BadRequest("parameters.grammar.value", "must be a text")
+        return regex_grammar(self.value, "parameters.grammar")
 
 
 class Parameters(msgspec.Struct, kw_only=True):
@@ -40,6 +54,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     typical_p: float | None = None
     watermark: bool | None = None
     frequency_penalty: float | None = None
+    grammar: GrammarParameter | None = None  # as later TGI has it
     batch_size: int | None = None  # of the Triton routes; checked, but the batch is the scheduler's to choose
     priority: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
 
@@ -142,6 +157,7 @@ def _sampling(params: Parameters, rules: Rules, max_tokens: int, has_logprobs: b
         logprobs=(params.top_n_tokens or 0) if has_logprobs else None,
         prompt_logprobs=0 if params.decoder_input_details else None,
         watermark=bool(params.watermark),
+        grammar="" if params.grammar is None else params.grammar.grammar(),
     )
 
 

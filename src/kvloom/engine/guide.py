@@ -1,0 +1,99 @@
+"""Guides: which tokens a grammar allows next. The parser is llguidance; here is its place in a rank.
+
+A guide's mask for the next token is computed on a thread of its own while the model computes that token's logits.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+log = logging.getLogger(__name__)
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Spelling(Protocol):
+    """What guides need of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> Any: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class Guides:
+    """Makes the guides of one model. Opening the tokenizer waits for the first grammar."""
+
+    def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
+        """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
+        self._open_tokenizer, self._num_logits = open_tokenizer, num_logits
+        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
+
+    def guide(self, grammar: str) -> "Guide":
+        """Of a grammar that has been checked (server/grammars.py)."""
+        if self._tokenizer is None:
+            self._tokenizer = _ll_tokenizer(self._open_tokenizer())
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        return Guide(matcher, self._num_logits, list(self._tokenizer.eos_tokens), self._pool)
+
+
+class Guide:
+    """One sequence's place in its grammar. Owned by the rank's thread."""
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, num_logits: int, eos_ids: Sequence[int], pool: ThreadPoolExecutor
+    ) -> None:
+        self._matcher, self._num_logits, self._eos_ids, self._pool = matcher, num_logits, eos_ids, pool
+        self._next: Future[Mask] = pool.submit(self._compute)
+
+    def mask(self) -> Mask:
+        """[num_logits] whether a token may come next; at least one may: the end, when nothing else."""
+        return self._next.result()
+
+    def take(self, token_id: int) -> None:
+        """The token was chosen; begin to compute what may follow."""
+        self._next.result()
+        if token_id not in self._eos_ids and not self._matcher.consume_token(token_id):
+            log.warning("a grammar gave up: %s", self._matcher.get_error())
+        self._next = self._pool.submit(self._compute)
+
+    def _compute(self) -> Mask:
+        mask = np.zeros(self._num_logits, np.bool_)
+        if not self._matcher.is_error() and not self._matcher.is_stopped():
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+            count = min(len(bits), self._num_logits)
+            mask[:count] = bits[:count]
+        if not mask.any():
+            mask[list(self._eos_ids)] = True
+        return mask
+
+
+class _Wrapped:
+    """A tokenizer in the form that llguidance asks for."""
+
+    def __init__(self, tokenizer: Spelling) -> None:
+        self._tokenizer = tokenizer
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(i) for i in ids]
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("this tokenizer takes text")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _ll_tokenizer(tokenizer: Spelling) -> llguidance.LLTokenizer:
+    wrapped = llguidance.TokenizerWrapper(_Wrapped(tokenizer))
+    return llguidance.LLTokenizer(wrapped, eos_token=sorted(tokenizer.eos_ids))

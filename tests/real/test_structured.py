@@ -1,0 +1,50 @@
+"""Structured output of the real model: every sample is of its schema, and others in the batch are as without it."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema_rs import validate
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.request import FinishReason, Request, SamplingParams
+from kvloom.engine.runner import open_runner
+from kvloom.engine.tokenizer import load_tokenizer
+from kvloom.server.grammars import json_grammar
+from tests.support.engines import run_all, text_of, tokens_of
+
+pytestmark = pytest.mark.real
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "population": {"type": "integer", "minimum": 0, "maximum": 10**8},
+        "coastal": {"type": "boolean"},
+    },
+    "required": ["city", "population", "coastal"],
+    "additionalProperties": False,
+}
+QUESTION = [{"role": "user", "content": "Name a city, its population and whether it lies at the sea, as JSON."}]
+
+
+def test_every_sample_is_of_the_schema_and_the_others_do_not_notice(smollm2_path: Path):
+    tokenizer = load_tokenizer(smollm2_path)
+    ids = tuple(tokenizer.encode(tokenizer.apply_chat_template(QUESTION), add_special_tokens=False))
+    config = EngineConfig(model=str(smollm2_path), num_blocks=512)
+    runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
+    grammar = json_grammar(SCHEMA, "schema")
+    plain = Request("plain", ids, SamplingParams(temperature=0, max_tokens=24))
+    alone = run_all(Engine(config, InProcessExecutor(runner), tokenizer), plain)
+    guided = [
+        Request(f"g{seed}", ids, SamplingParams(temperature=1.0, seed=seed, max_tokens=120, grammar=grammar))
+        for seed in range(6)
+    ]
+    found = run_all(Engine(config, InProcessExecutor(runner), tokenizer), plain, *guided)
+    assert tokens_of(found["plain"]) == tokens_of(alone["plain"])
+    for request in guided:
+        if found[request.id][-1].finish_reason is not FinishReason.LENGTH:
+            validate(SCHEMA, json.loads(text_of(found[request.id])))
+    assert any(found[request.id][-1].finish_reason is FinishReason.EOS for request in guided)
