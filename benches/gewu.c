@@ -192,6 +192,13 @@ static void bench_interactive(void)
     }
     wait_for(&watches[0], 1);
     double beside_s = median_first_s(interactive, question);
+    int num_running = 0;
+    for (int i = 0; i <= BACKGROUND_JOBS; i++) {
+        pthread_mutex_lock(&watches[i].lock);
+        num_running += !watches[i].is_final;
+        pthread_mutex_unlock(&watches[i].lock);
+    }
+    printf("background_still_running %d requests\n", num_running);
     printf("first_token_alone %.1f ms\nfirst_token_beside_background %.1f ms\nratio %.2f x\n", 1e3 * alone_s,
         1e3 * beside_s, beside_s / alone_s);
     start_s = now_s();

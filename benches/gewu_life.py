@@ -82,6 +82,7 @@ def bench_over_budget(daemon: DaemonProcess, folder: Path) -> None:
     """A Create that cannot fit: how soon it is refused, and what the daemon's memory reached."""
     huge = make_model(folder / "huge", 8 << 30)
     client = Client(daemon)
+    client.call("create", json.dumps({"model": "/nowhere"}))  # the client has started and is connected
     times_s = []
     for _ in range(ROUNDS):
         began_s = time.monotonic()

@@ -8,13 +8,11 @@ from kvloom.gewu.memory import (
     Holder,
     Ladder,
     Readings,
-    Reservation,
     budget_bytes,
-    can_reserve,
+    kv_need,
     kv_tokens,
     parse_bytes,
     plan_admission,
-    reservation,
 )
 from kvloom.gewu.qos import Level
 
@@ -72,34 +70,17 @@ def test_a_kv_cache_is_what_is_wanted_or_what_fits():
 
 
 @pytest.mark.parametrize(
-    ("prompt_bytes", "max_tokens", "max_seq_len", "most", "least"),
+    ("prompt_bytes", "max_tokens", "max_seq_len", "need"),
     [
-        (400, None, None, 356, 356),  # an answer without a limit: the least that admission asks for
-        (400, 1000, None, 1100, 356),
-        (400, 10, None, 110, 110),
-        (400, 1000, 200, 200, 200),
-        (40_000, 1, 200, 200, 200),  # too long: it will end with "length"
+        (400, None, None, 356),  # an answer without a limit: what admission asks for
+        (400, 1000, None, 1100),
+        (400, 10, None, 110),
+        (400, 1000, 200, 200),
+        (40_000, 1, 200, 200),  # too long: it will end with "length"
     ],
 )
-def test_what_a_request_reserves(prompt_bytes, max_tokens, max_seq_len, most, least):
-    found = reservation(prompt_bytes, max_tokens, max_seq_len, Level.DEFAULT)
-    assert (found.most, found.least) == (most, least)
-
-
-@pytest.mark.parametrize(
-    ("most", "least", "others", "is_possible"),
-    [
-        (1000, 300, [], True),
-        (1001, 300, [], False),  # it could never end
-        (500, 300, [(Level.DEFAULT, 700)], True),
-        (500, 300, [(Level.DEFAULT, 701)], False),
-        (500, 300, [(Level.USER_INTERACTIVE, 701)], False),
-        (500, 300, [(Level.UTILITY, 1000)], True),  # gives way
-    ],
-)
-def test_a_request_needs_room_beside_its_class_and_higher_ones(most, least, others, is_possible):
-    found = [Reservation(level, tokens, tokens) for level, tokens in others]
-    assert can_reserve(Reservation(Level.DEFAULT, most, least), found, 1000) is is_possible
+def test_what_a_request_needs(prompt_bytes, max_tokens, max_seq_len, need):
+    assert kv_need(prompt_bytes, max_tokens, max_seq_len) == need
 
 
 @pytest.mark.parametrize(

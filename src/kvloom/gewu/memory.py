@@ -71,35 +71,14 @@ def kv_tokens(bytes_per_token: int, free_bytes: int, wanted_tokens: int) -> int:
     return min(wanted_tokens, free_bytes // max(1, bytes_per_token))
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """KV cache for one request, in tokens: at its end, and what it surely takes (the answer grows page by page)."""
+def kv_need(num_prompt_bytes: int, max_tokens: int | None, max_seq_len: int | None) -> int:
+    """Tokens of KV cache that a request may take, in a context of `max_seq_len` (None = not known).
 
-    level: Level
-    most: int
-    least: int
-
-
-def reservation(num_prompt_bytes: int, max_tokens: int | None, max_seq_len: int | None, level: Level) -> Reservation:
-    """For a prompt of so many bytes and an answer of at most `max_tokens`, in a context of `max_seq_len` (None = any).
-
-    A prompt too long for the context reserves all of it: that request ends with "length".
+    An answer without a limit counts MIN_KV_TOKENS. A prompt too long for the context ends with "length"; it needs no
+    more than all of it.
     """
-    num_prompt = num_prompt_bytes // _BYTES_PER_TOKEN
-    answer = MIN_KV_TOKENS if max_tokens is None else max_tokens
-    most, least = num_prompt + answer, num_prompt + min(answer, MIN_KV_TOKENS)
-    if max_seq_len is not None:
-        most, least = min(most, max_seq_len), min(least, max_seq_len)
-    return Reservation(level, most, least)
-
-
-def can_reserve(new: Reservation, others: Sequence[Reservation], num_tokens: int) -> bool:
-    """Whether a KV cache of `num_tokens` holds the request to its end, and beside those that it may not displace.
-
-    `others`: one a session, as a session runs one request at a time. Lower classes give way.
-    """
-    kept = sum(other.least for other in others if other.level >= new.level)
-    return new.most <= num_tokens and kept + new.least <= num_tokens
+    need = num_prompt_bytes // _BYTES_PER_TOKEN + (MIN_KV_TOKENS if max_tokens is None else max_tokens)
+    return need if max_seq_len is None else min(need, max_seq_len)
 
 
 @dataclass(slots=True)

@@ -21,12 +21,10 @@ from kvloom.gewu.memory import (
     MIN_KV_TOKENS,
     Holder,
     Ladder,
-    Reservation,
     budget_bytes,
-    can_reserve,
+    kv_need,
     kv_tokens,
     plan_admission,
-    reservation,
 )
 from kvloom.gewu.messages import Abort, Event, Floor, Host, Job, Open, Opener
 from kvloom.gewu.probe import Found
@@ -126,15 +124,11 @@ class Models:
     def reserve(self, request: Request) -> None:
         """See that there is KV cache for a request that comes. Raises Refused (NOMEM)."""
         model = self._models[request.session.model]
-        new = _reservation(request, model)
+        need = _kv_need(request, model)
         if model.state is State.ABSENT:
-            self._plan(model, request.level, min(new.most, _KV_TOKENS))
-            return
-        sessions = self._sessions.of_model(model.key)
-        busy = (session.requests for session in sessions if session is not request.session and session.requests)
-        others = [max((_reservation(r, model) for r in requests), key=lambda r: r.least) for requests in busy]
-        if not can_reserve(new, others, model.kv_tokens):
-            raise Refused(Code.NOMEM, f"the KV cache of {model.kv_tokens} tokens has no room for {new.most} more")
+            self._plan(model, request.level, min(need, _KV_TOKENS))
+        elif need > model.kv_tokens:
+            raise Refused(Code.NOMEM, f"the KV cache holds {model.kv_tokens} tokens, {need} are needed")
 
     def start(self, request: Request) -> None:
         """A request's turn has come: give it to the host, or load the model for it."""
@@ -192,7 +186,7 @@ class Models:
 
     def _load(self, model: Model, level: Level) -> None:
         """ABSENT -> LOADING, after evicting what must go; or its requests fail."""
-        waiting = [_reservation(request, model).most for request in self._sessions.unfinished(model.key)]
+        waiting = [_kv_need(request, model) for request in self._sessions.unfinished(model.key)]
         try:
             victims = self._plan(model, level, min(max(waiting, default=0), _KV_TOKENS))
         except Refused as error:
@@ -373,8 +367,8 @@ async def _close(host: Host | None, loading: asyncio.Task[None] | None) -> None:
         await host.close()
 
 
-def _reservation(request: Request, model: Model) -> Reservation:
-    return reservation(request.num_prompt_bytes, request.chat.max_tokens, model.max_seq_len, request.level)
+def _kv_need(request: Request, model: Model) -> int:
+    return kv_need(request.num_prompt_bytes, request.chat.max_tokens, model.max_seq_len)
 
 
 def _job(request: Request) -> Job:

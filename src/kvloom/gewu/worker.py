@@ -3,7 +3,6 @@
 One thread: it reads orders between two steps and sends what each step brought.
 """
 
-import os
 import select
 import signal
 import socket
@@ -23,8 +22,9 @@ from kvloom.engine.rank import open_runner
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.gewu.cpushare import CpuShare
 from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Held, Job, Open, Order, Ready
-from kvloom.gewu.qos import NICE, ClassPlanner, Level
+from kvloom.gewu.qos import ClassPlanner, Level
 
 _STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
 _MAX_BATCH = 32
@@ -128,29 +128,6 @@ class Worker:
 _ROLES = {"developer": "system"}  # chat templates know the older word
 
 
-class Nicer:
-    """Gives this process the nice value of the class it serves, where it may lower it again."""
-
-    def __init__(self) -> None:
-        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
-        self._base = self._nice
-        try:
-            os.setpriority(os.PRIO_PROCESS, 0, self._nice + 1)
-            os.setpriority(os.PRIO_PROCESS, 0, self._nice)
-            self._is_able = True
-        except PermissionError:
-            self._is_able = False
-
-    def serve(self, level: Level) -> None:
-        nice = self._base + NICE[level]
-        if not self._is_able or nice == self._nice:
-            return
-        self._nice = nice
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):
-                os.setpriority(os.PRIO_PROCESS, int(thread), nice)
-
-
 def open_worker(setup: Open) -> tuple[Worker, Ready]:
     """Load the model. Raises ServingError."""
     tokenizer: ChatTokenizer = ByteTokenizer() if setup.backend == "fake" else load_tokenizer(setup.model)
@@ -163,7 +140,7 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     num_blocks, max_seq_len = _sizes(setup)
     config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
-    planner = ClassPlanner(time.monotonic, Nicer().serve)
+    planner = ClassPlanner(time.monotonic, CpuShare().serve)
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
     ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_blocks * info.block_size)
