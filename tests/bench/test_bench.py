@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from kvloom.bench import cli, load, plot, process, report
 from kvloom.bench.client import Answer, BenchError, Target, complete
 from kvloom.cli import app
+from kvloom.server.options import WireOptions
 from tests.support.servers import MODEL, fake_server
 
 BYTES = (0, 256)  # the fake model's token ids
@@ -76,7 +77,11 @@ def test_a_server_that_is_not_there_is_one_sentence(target, words):
 
 
 def test_a_refusal_is_told_as_the_server_put_it():
-    with fake_server() as server, pytest.raises(BenchError, match=r"the server answered 404: .*no-such-model"):
+    options = WireOptions(validates_model=True)
+    with (
+        fake_server(options=options) as server,
+        pytest.raises(BenchError, match=r"the server answered 404: .*no-such-model"),
+    ):
         asyncio.run(complete(Target(server.url, "no-such-model"), [1], 1))
 
 

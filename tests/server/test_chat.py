@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from kvloom.server.chat import Chat, ChatFailed, first_model, run
+from kvloom.server.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 
@@ -34,8 +35,15 @@ def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(chat: 
     assert chat.messages[-1] == {"role": "assistant", "content": first}
 
 
-def test_a_question_that_is_refused_leaves_no_trace(server: FakeServer):
-    chat = Chat(server.client, "gpt-9")
+@pytest.fixture
+def refused() -> Iterator[Chat]:
+    """Asks for a model that the server does not have, and says so."""
+    with fake_server(options=WireOptions(validates_model=True)) as server:
+        yield Chat(server.client, "gpt-9")
+
+
+def test_a_question_that_is_refused_leaves_no_trace(refused: Chat):
+    chat = refused
     with pytest.raises(ChatFailed, match="does not exist"):
         list(chat.ask("hello"))
     assert chat.messages == []
@@ -63,9 +71,8 @@ def test_a_session_with_its_commands(chat: Chat):
     assert chat.messages == []
 
 
-def test_an_error_is_shown_and_the_session_goes_on(server: FakeServer):
-    chat = Chat(server.client, "gpt-9")
-    assert "does not exist" in session(chat, "hello", "/exit")
+def test_an_error_is_shown_and_the_session_goes_on(refused: Chat):
+    assert "does not exist" in session(refused, "hello", "/exit")
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_program(chat: Chat, monkeypatch):
