@@ -16,6 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.server.errors import is_openai_path
+
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
 SALT_BYTES = 16
@@ -115,7 +117,7 @@ def check_bind(address: str, is_all_allowed: bool) -> None:
 def _unauthorized(path: str) -> Response:
     text = "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY"
     body: dict[str, object] = {"error": text, "error_type": "authentication"}
-    if path.startswith("/v1/"):
+    if is_openai_path(path):
         body = {
             "error": {"message": text, "type": "authentication_error", "param": None, "code": "invalid_api_key"},
         }

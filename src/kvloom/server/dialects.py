@@ -9,6 +9,7 @@ from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
 from kvloom.server.api.status import Status, Stop
 from kvloom.server.api.tgi import TextGeneration
+from kvloom.server.api.tokenizing import Tokenizing
 from kvloom.server.api.triton import Triton
 from kvloom.server.api.vllm import Vllm
 from kvloom.server.health import Health
@@ -22,6 +23,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     tgi = TextGeneration(models, number)
     dialects: list[Dialect] = [
         OpenAI(models),
+        Tokenizing(models),
         tgi,
         Generate(tgi, Vllm(models)),
         Triton(models, health, number),

@@ -80,9 +80,14 @@ def tgi_reply(error: ServingError) -> ErrorReply:
     return ErrorReply(TABLE[error.kind][1], msgspec.json.encode(tgi_error(error)), _headers(error))
 
 
+def is_openai_path(path: str) -> bool:
+    """Whether errors of this path are OpenAI's."""
+    return path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
+
+
 def reply_for_path(path: str, error: ServingError) -> ErrorReply:
     """An error outside of any dialect: no route, a bug."""
-    return openai_reply(error) if path.startswith("/v1/") else tgi_reply(error)
+    return openai_reply(error) if is_openai_path(path) else tgi_reply(error)
 
 
 def _headers(error: ServingError) -> dict[str, str]:

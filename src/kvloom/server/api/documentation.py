@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvloom.engine.errors import ServingError
-from kvloom.server.errors import TABLE, ErrorReply, tgi_reply
+from kvloom.server.errors import TABLE, ErrorReply, is_openai_path, tgi_reply
 from kvloom.server.reply import Call, Endpoint, Reply
 
 OPENAPI_VERSION = "3.1.0"
@@ -102,7 +102,7 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dic
 
 
 def _errors(endpoint: Endpoint) -> dict[str, Any]:
-    is_openai = endpoint.path.startswith("/v1/")
+    is_openai = is_openai_path(endpoint.path)
     name = "OpenAIError" if is_openai else "Error"
     statuses = sorted({row[0] if is_openai else row[1] for row in TABLE.values()})
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}

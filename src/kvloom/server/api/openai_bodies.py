@@ -171,6 +171,25 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
 
 
+def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
+    found = []
+    for i, message in enumerate(messages):
+        plain = msgspec.to_builtins(message)
+        plain["role"] = message.role
+        plain["content"] = _text_of(message.content, f"messages[{i}].content")
+        found.append(plain)
+    return found
+
+
+def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Raises BadRequest when they hold what the request itself says."""
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
+        if name in (given or {}):
+            raise BadRequest("chat_template_kwargs", f"must not hold {name}")
+    return given or {}
+
+
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -198,14 +217,8 @@ class ChatBody(SamplingBody, kw_only=True):
             raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
-        found = []
-        for i, message in enumerate(self.messages):
-            plain = msgspec.to_builtins(message)
-            plain["role"] = message.role
-            plain["content"] = _text_of(message.content, f"messages[{i}].content")
-            found.append(plain)
-        return found
+        """As conversation_of."""
+        return conversation_of(self.messages)
 
 
 class CompletionBody(SamplingBody, kw_only=True):
