@@ -64,6 +64,18 @@ def test_completions_with_texts_ids_echo_and_log_probabilities(client: openai.Op
     assert len(scored.choices[0].logprobs.tokens) == 10
 
 
+def test_embeddings(client: openai.OpenAI):
+    """The client asks for base64 unless told otherwise."""
+    default = client.embeddings.create(model=MODEL, input=["hello", "hello there"])
+    floats = client.embeddings.create(model=MODEL, input=["hello", "hello there"], encoding_format="float")
+    assert [item.embedding for item in default.data] == [item.embedding for item in floats.data]
+    assert default.usage.total_tokens == 16
+    short = client.embeddings.create(model=MODEL, input=list(b"hello"), dimensions=4)
+    assert len(short.data[0].embedding) == 4
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="a", dimensions=100)
+
+
 def test_errors_become_the_clients_exceptions(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)

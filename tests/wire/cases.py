@@ -17,6 +17,7 @@ _CHAT = {
     "temperature": 0.5,
 }
 _TEXT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "seed": 7, "temperature": 0.5}
+_EMBEDDING = {"model": MODEL, "input": [[104, 105], [106]]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
 _TENSOR = {
@@ -84,6 +85,9 @@ CASES = [
     _post("openai-completion-echo", "/v1/completions", {**_TEXT, "prompt": [104, 105], "echo": True, "logprobs": 1}),
     _post("openai-completion-stream", "/v1/completions", {**_TEXT, **_USAGE}),
     _post("openai-completion-error", "/v1/completions", {"model": MODEL}),
+    _post("embeddings", "/v1/embeddings", {"model": MODEL, "input": ["hi", "there"]}),
+    _post("embeddings-base64", "/v1/embeddings", {**_EMBEDDING, "encoding_format": "base64", "dimensions": 3}),
+    _post("embeddings-error", "/v1/embeddings", {**_EMBEDDING, "dimensions": 9}),
     _post("tokenize-prompt", "/tokenize", {"model": MODEL, "prompt": "hi!", "return_token_strs": True}),
     _post("tokenize-messages", "/tokenize", {"model": MODEL, "messages": _CHAT["messages"]}),
     _post("tokenize-error", "/tokenize", {"model": MODEL}),

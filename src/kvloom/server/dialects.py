@@ -3,6 +3,7 @@
 from importlib.metadata import version
 
 from kvloom.server.api.documentation import Documentation
+from kvloom.server.api.embeddings import Embeddings
 from kvloom.server.api.generate import Generate
 from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
@@ -24,6 +25,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     dialects: list[Dialect] = [
         OpenAI(models),
         Tokenizing(models),
+        Embeddings(models),
         tgi,
         Generate(tgi, Vllm(models)),
         Triton(models, health, number),

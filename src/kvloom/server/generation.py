@@ -20,7 +20,7 @@ from kvloom.server.card import ModelCard
 from kvloom.server.meter import Meter
 from kvloom.server.timing import Timing
 
-MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_CHOICES = 2048  # answers to one HTTP request
 
 
 class EngineLike(Protocol):
@@ -56,6 +56,8 @@ class TokenizerLike(Protocol):
 class Generation:
     """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
 
+    With a `pooling` each choice is its prompt's embedding, as engine.request.Request has it.
+
     `id` is the caller's; several generations may run under one id, and stop together.
     """
 
@@ -66,6 +68,7 @@ class Generation:
     best_of: int = 1
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
+    pooling: str = ""
 
 
 @dataclass(slots=True)
@@ -82,6 +85,7 @@ class Answer:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
+    embedding: bytes | None = None  # as engine.request.Delta's
     timing: Timing = field(default_factory=Timing)  # of the whole generation
 
     def add(self, delta: Delta) -> None:
@@ -93,6 +97,7 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
+        self.embedding = delta.embedding
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +269,8 @@ def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
-            requests.append(Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority))
+            request = Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority)
+            requests.append(replace(request, pooling=generation.pooling) if generation.pooling else request)
     return requests
 
 

@@ -79,9 +79,17 @@ class CpuBackend:
         return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows)).full
 
     def step_head(
-        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        tops: list[int],
+        states: Tensor | None = None,
     ) -> Head:
         """See kernels/backend.py. As `step`."""
+        states = torch.empty(0, dtype=torch.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
             self._logits = torch.empty(num_full, self.spec.vocab_size, dtype=torch.float32)
@@ -90,13 +98,14 @@ class CpuBackend:
             self._logits[:num_full],
             torch.empty(len(tops), max(tops, default=0), dtype=torch.float32),
             torch.empty(len(tops), max(tops, default=0), dtype=torch.int32),
+            torch.empty(len(states), self.spec.hidden, dtype=torch.float32),
         )
         wanted = torch.tensor(tops, dtype=torch.int32)
-        held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
+        held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows, states)]
         batch = Batch(
             self.kv.data_ptr(),
             self.num_blocks,
-            *(t.data_ptr() for t in held),
+            *(t.data_ptr() for t in held[:-1]),
             len(ids),
             len(qstart) - 1,
             block_table.shape[1],
@@ -106,6 +115,9 @@ class CpuBackend:
             head.full.data_ptr(),
             head.values.data_ptr(),
             head.ids.data_ptr(),
+            held[-1].data_ptr(),
+            len(states),
+            head.states.data_ptr(),
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))

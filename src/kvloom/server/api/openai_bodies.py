@@ -242,15 +242,20 @@ class CompletionBody(SamplingBody, kw_only=True):
         return self.sampling(self.logprobs, max_tokens, self.logprobs if self.echo else None)
 
     def texts_or_ids(self) -> list[str | list[int]]:
-        """The prompts, one or many. Raises BadRequest when they are of mixed kinds or none."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        lists = [item for item in self.prompt if isinstance(item, list)]
-        if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
-            raise BadRequest("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
-        return [ids] if ids else [*texts, *lists]
+        """The prompts, one or many. Raises BadRequest."""
+        return texts_or_ids(self.prompt, "prompt")
+
+
+def texts_or_ids(given: str | list[str | int | list[TokenId]], field: str) -> list[str | list[int]]:
+    """One or many. Raises BadRequest naming `field` when they are of mixed kinds or none."""
+    if isinstance(given, str):
+        return [given]
+    texts = [item for item in given if isinstance(item, str)]
+    ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
+        raise BadRequest(field, "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    return [ids] if ids else [*texts, *lists]
 
 
 def _text_of(content: str | list[Part] | None, field: str) -> str:
