@@ -8,6 +8,7 @@ from kvloom.server.api.generate import Generate
 from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
+from kvloom.server.api.responses import Responses
 from kvloom.server.api.status import Status, Stop
 from kvloom.server.api.tgi import TextGeneration
 from kvloom.server.api.tokenizing import Tokenizing
@@ -24,6 +25,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     tgi = TextGeneration(models, number)
     dialects: list[Dialect] = [
         OpenAI(models),
+        Responses(models),
         Tokenizing(models),
         Embeddings(models),
         tgi,
