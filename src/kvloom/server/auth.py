@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.server.errors import is_openai_path
+from kvloom.server.errors import family_of
 
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
@@ -117,7 +117,10 @@ def check_bind(address: str, is_all_allowed: bool) -> None:
 def _unauthorized(path: str) -> Response:
     text = "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY"
     body: dict[str, object] = {"error": text, "error_type": "authentication"}
-    if is_openai_path(path):
+    family = family_of(path)
+    if family == "anthropic":
+        body = {"type": "error", "error": {"type": "authentication_error", "message": text}}
+    elif family == "openai":
         body = {
             "error": {"message": text, "type": "authentication_error", "param": None, "code": "invalid_api_key"},
         }

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.embeddings import Embeddings
 from kvloom.server.api.generate import Generate
+from kvloom.server.api.messages import Messages
 from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
@@ -26,6 +27,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
     dialects: list[Dialect] = [
         OpenAI(models),
         Responses(models),
+        Messages(models),
         Tokenizing(models),
         Embeddings(models),
         tgi,
