@@ -14,6 +14,8 @@ from kvloom.server.api.openai_shapes import chat_logprobs
 from kvloom.server.api.responses_bodies import ResponsesBody
 from kvloom.server.api.responses_shapes import ResponseWriter, response_object
 from kvloom.server.body import decode_body
+from kvloom.server.chat_events import TextDelta
+from kvloom.server.chat_output import ChatOutput
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.generation import Generation, GenerationService
 from kvloom.server.models import Models
@@ -61,22 +63,22 @@ class Responses:
             events = _events(service, generation, writer)
             return Reply(media_type=MEDIA_TYPE, events=await Events.begin(events, writer.failed))
         [answer] = await service.collect(generation)
-        writer.count(len(answer.token_ids), answer.num_cached_tokens)
-        writer.text(answer.text, _logprobs(service, tuple(answer.logprobs)))
+        writer.count(len(answer.token_ids), answer.num_cached_tokens, 0)
+        writer.add([TextDelta(answer.text)], _logprobs(service, tuple(answer.logprobs)))
         writer.end(answer.finish_reason or FinishReason.ABORT)
         return Reply(msgspec.json.encode(response))
 
 
 async def _events(service: GenerationService, generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes]:
     """The first comes with the first token, so that an error before it has a status."""
-    is_begun = False
+    output, is_begun = ChatOutput(), False
     async with aclosing(service.stream(generation)) as deltas:
         async for _, delta in deltas:
-            writer.count(len(delta.token_ids), delta.num_cached_tokens)
+            found = output.add(delta)
+            writer.count(len(delta.token_ids), delta.num_cached_tokens, output.num_reasoning_tokens)
             chunk = b"" if is_begun else writer.begin()
             is_begun = True
-            if delta.text or delta.logprobs:
-                chunk += writer.text(delta.text, _logprobs(service, delta.logprobs))
+            chunk += writer.add(found, _logprobs(service, delta.logprobs))
             if delta.finish_reason:
                 chunk += writer.end(delta.finish_reason)
             if chunk:

@@ -1,14 +1,15 @@
 """Answers of OpenAI's /v1/responses: the response object, and the events that it is built from."""
 
 import itertools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
 
 import msgspec
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.request import FinishReason
 from kvloom.server.api.responses_bodies import ResponsesBody
+from kvloom.server.chat_events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.errors import openai_error
 from kvloom.server.sse import named_event
 
@@ -57,7 +58,7 @@ def _given(format: msgspec.Struct) -> Json:
 class ResponseWriter:
     """Builds a response from what is generated, and says so in events. Every method returns the events it made.
 
-    The parts of an output item are opened by the first of their deltas and closed by another item's or the end.
+    An output item is opened by the first of its deltas and closed by another item's or the end.
     """
 
     def __init__(self, response: Json, num_prompt: int, new_id: Callable[[], str]) -> None:
@@ -66,36 +67,56 @@ class ResponseWriter:
         self._sequence = itertools.count()
         self._encode = msgspec.json.Encoder().encode
         self._num_prompt = num_prompt
-        self._num_output = self._num_cached = 0
+        self._num_output = self._num_cached = self._num_reasoning = 0
         self._item: Json | None = None  # the one that is open, the last of the output
+        self._logprobs: list[Json] = []  # of tokens whose text has not come yet
 
     def begin(self) -> bytes:
         return self._lifecycle("response.created") + self._lifecycle("response.in_progress")
 
-    def count(self, num_tokens: int, num_cached: int) -> None:
-        """Output tokens more; prompt tokens that were cached."""
+    def count(self, num_tokens: int, num_cached: int, num_reasoning: int) -> None:
+        """Output tokens more; prompt tokens that were cached; tokens of reasoning so far."""
         self._num_output += num_tokens
         self._num_cached = max(self._num_cached, num_cached)
+        self._num_reasoning = num_reasoning
 
-    def text(self, delta: str, logprobs: list[Json]) -> bytes:
-        """More of the message."""
-        events = b""
-        if self._item is None:
-            events = self._open_message()
-        part = self._part()
-        part["text"] += delta
-        part["logprobs"] += logprobs
-        return events + self._of_part("response.output_text.delta", delta=delta, logprobs=logprobs)
+    def add(self, events: Iterable[ChatEvent], logprobs: Iterable[Json] = ()) -> bytes:
+        """More of the answer; log-probabilities of its new tokens, which are told of a message's text only."""
+        self._logprobs += logprobs
+        chunk = b""
+        for event in events:
+            match event:
+                case TextDelta(text):
+                    chunk += self._open("message") + self._text(text)
+                case ReasoningDelta(text):
+                    chunk += self._open("reasoning")
+                    self._part()["text"] += text
+                    chunk += self._of_part("response.reasoning_text.delta", delta=text)
+                case ToolCallStart(_, name):
+                    chunk += self._open_item(
+                        {"id": f"fc_{self._new_id()}", "type": "function_call", "status": "in_progress"}
+                        | {"call_id": f"call_{self._new_id()}", "name": name, "arguments": ""}
+                    )
+                case ToolCallArguments(_, text):
+                    assert self._item is not None, "arguments before their call"
+                    self._item["arguments"] += text
+                    chunk += self._of_call("response.function_call_arguments.delta", delta=text)
+            if not isinstance(event, TextDelta):
+                self._logprobs = []
+        return chunk
 
     def end(self, reason: FinishReason) -> bytes:
-        """Close what is open. An answer of no text is an empty message."""
+        """Close what is open. An answer of nothing is an empty message."""
         is_cut = reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        events = (self._open_message() if self._item is None else b"") + self._close(status)
+        chunk = b"" if self.response["output"] else self._open("message")
+        if self._logprobs and self._item is not None and self._item["type"] == "message":
+            chunk += self._text("")
+        chunk += self._close(status)
         self.response["status"] = status
         self.response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         self.response["usage"] = self._usage()
-        return events + self._lifecycle(f"response.{status}")
+        return chunk + self._lifecycle(f"response.{status}")
 
     def failed(self, error: ServingError) -> bytes:
         told = openai_error(error)["error"]
@@ -103,30 +124,52 @@ class ResponseWriter:
         self.response["error"] = {"code": told["code"] or told["type"], "message": told["message"]}
         return self._lifecycle("response.failed")
 
-    # -- parts
+    # -- items and their parts
 
-    def _open_message(self) -> bytes:
-        self._item = {
-            "id": f"msg_{self._new_id()}",
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-        self.response["output"].append(self._item)
-        events = self._of_item("response.output_item.added")
-        self._item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
-        return events + self._of_part("response.content_part.added", part=self._part())
+    def _open(self, kind: Literal["message", "reasoning"]) -> bytes:
+        """The item that a delta of this kind belongs to, with its one part: the open one, or a new one."""
+        if self._item is not None and self._item["type"] == kind:
+            return b""
+        id, status = self._new_id(), "in_progress"
+        part: Json = {"type": "reasoning_text", "text": ""}
+        item: Json = {"id": f"rs_{id}", "type": kind, "status": status, "summary": [], "content": []}
+        if kind == "message":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": f"msg_{id}", "type": kind, "status": status, "role": "assistant", "content": []}
+        chunk = self._open_item(item)
+        item["content"].append(part)
+        return chunk + self._of_part("response.content_part.added", part=part)
+
+    def _open_item(self, item: Json) -> bytes:
+        chunk = self._close("completed")
+        self._item = item
+        self.response["output"].append(item)
+        return chunk + self._of_item("response.output_item.added")
+
+    def _text(self, delta: str) -> bytes:
+        part, logprobs = self._part(), self._logprobs
+        part["text"] += delta
+        part["logprobs"] += logprobs
+        self._logprobs = []
+        return self._of_part("response.output_text.delta", delta=delta, logprobs=logprobs)
 
     def _close(self, status: str) -> bytes:
-        item, part = self._item, self._part()
-        assert item is not None
-        events = self._of_part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
-        events += self._of_part("response.content_part.done", part=part)
+        """The open item, if there is one."""
+        item = self._item
+        if item is None:
+            return b""
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            chunk = self._of_call("response.function_call_arguments.done", **done)
+        else:
+            part = self._part()
+            told = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if item["type"] == "message" else {})
+            chunk = self._of_part(f"response.{part['type']}.done", **told)
+            chunk += self._of_part("response.content_part.done", part=part)
         item["status"] = status
-        events += self._of_item("response.output_item.done")
+        chunk += self._of_item("response.output_item.done")
         self._item = None
-        return events
+        return chunk
 
     def _part(self) -> Json:
         assert self._item is not None
@@ -136,9 +179,11 @@ class ResponseWriter:
     # -- events
 
     def _of_part(self, kind: str, **fields: Any) -> bytes:
+        return self._of_call(kind, content_index=0, **fields)
+
+    def _of_call(self, kind: str, **fields: Any) -> bytes:
         assert self._item is not None
-        place = len(self.response["output"]) - 1
-        return self._event(kind, item_id=self._item["id"], output_index=place, content_index=0, **fields)
+        return self._event(kind, item_id=self._item["id"], output_index=len(self.response["output"]) - 1, **fields)
 
     def _of_item(self, kind: str) -> bytes:
         return self._event(kind, output_index=len(self.response["output"]) - 1, item=self._item)
@@ -154,6 +199,6 @@ class ResponseWriter:
             "input_tokens": self._num_prompt,
             "input_tokens_details": {"cached_tokens": self._num_cached, "cache_write_tokens": 0},
             "output_tokens": self._num_output,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._num_reasoning},
             "total_tokens": self._num_prompt + self._num_output,
         }
