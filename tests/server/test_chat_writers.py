@@ -1,4 +1,4 @@
-"""What a chat answer consists of, in the words of /v1/responses and of /v1/messages: reasoning, text, calls of tools."""
+"""A chat answer in the words of /v1/responses and of /v1/messages: reasoning, text, calls of tools."""
 
 import itertools
 import json
