@@ -20,7 +20,8 @@ from kvloom.server.card import ModelCard
 from kvloom.server.meter import Meter
 from kvloom.server.timing import Timing
 
-MAX_CHOICES = 2048  # answers to one HTTP request
+MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_EMBEDDINGS = 2048  # OpenAI's limit
 
 
 class EngineLike(Protocol):
@@ -134,8 +135,9 @@ class GenerationService:
 
     def check(self, generation: Generation, field: str) -> None:
         """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
-        if len(generation.prompts) * generation.best_of > MAX_CHOICES:
-            raise BadRequest(field, f"asks for more than {MAX_CHOICES} answers in one request")
+        most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
+        if len(generation.prompts) * generation.best_of > most:
+            raise BadRequest(field, f"asks for more than {most} answers in one request")
         limit = self.max_input_tokens if generation.params.max_tokens != 0 else self.engine.max_seq_len
         for prompt in generation.prompts:
             if not prompt:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
+from kvloom.server.api.openai_unsupported import Unsupported
 from kvloom.server.grammars import choice_grammar, json_grammar, object_grammar, regex_grammar, text_grammar
 
 MAX_STOPS = 4
@@ -74,7 +75,7 @@ def _guides(outputs: StructuredOutputs, prefix: str) -> dict[str, Callable[[], s
     return found
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(Unsupported, kw_only=True):
     """What chat and text completions share."""
 
     model: str | None = None
@@ -108,6 +109,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
+        self.refuse_unsupported_fields()
         if self.top_p is not None and self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
         return SamplingParams(
