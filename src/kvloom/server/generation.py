@@ -70,6 +70,7 @@ class Generation:
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
     pooling: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -271,8 +272,9 @@ def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
-            request = Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority)
-            requests.append(replace(request, pooling=generation.pooling) if generation.pooling else request)
+            salt, pooling = generation.cache_salt, generation.pooling
+            request = Request(id, prompt, params, salt, generation.tenant, generation.priority, pooling=pooling)
+            requests.append(request)
     return requests
 
 

@@ -4,9 +4,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.request import Delta, TokenLogprob
@@ -20,6 +22,7 @@ from kvloom.server.api.openai_shapes import (
     Usage,
     chat_logprobs,
     finish_name,
+    prompt_logprobs,
     usage_of,
     usage_of_answers,
 )
@@ -135,11 +138,13 @@ class OpenAI:
         body = decode_body(_completion_decoder, call.body)
         service = self._models.choose(body.model)
         params = body.params()
-        prompts = tuple(_prompt_ids(service.tokenizer, item) for item in body.texts_or_ids())
+        is_special = body.add_special_tokens is not False
+        prompts = tuple(_prompt_ids(service.tokenizer, item, is_special) for item in body.texts_or_ids())
         n = body.n or 1
         generation = Generation(
             f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n, body.priority or 0, call.tenant
         )
+        generation = replace(generation, cache_salt=body.cache_salt or "")
         service.check(generation, "prompt")
         if body.stream:
             return Reply(
@@ -159,17 +164,22 @@ class OpenAI:
             async for index, delta in deltas:
                 stream.count(delta)
                 text, values = delta.text, list(zip(delta.token_ids, delta.logprobs, strict=False))
-                if index not in formats:
+                is_first = index not in formats
+                if is_first:
                     formats[index] = TextLogprobs(service.tokenizer)
                     if body.echo:
                         prompt = generation.prompts[index // generation.n]
                         text = _text_of(service.tokenizer, prompt) + text
                         values = [*zip(prompt, delta.prompt_logprobs or (), strict=False), *values]  # type: ignore[list-item]
-                if not (text or values or delta.finish_reason):
+                ids = delta.token_ids if body.return_token_ids else ()
+                if not (text or values or ids or delta.finish_reason):
                     continue
                 logprobs = formats[index].of(values) if body.logprobs is not None else None  # type: ignore[arg-type]
                 finish = finish_name(delta.finish_reason)
                 choice = TextChunkChoice(index, text, logprobs, finish, delta.stop_reason)
+                if body.return_token_ids:
+                    choice.token_ids = ids
+                    choice.prompt_token_ids = generation.prompts[index // generation.n] if is_first else UNSET
                 yield stream.event(choice, body.wants_running_usage)
         if body.wants_usage:
             yield stream.last()
@@ -206,8 +216,8 @@ def _chat_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: Cha
     }
 
 
-def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int]) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(item) if isinstance(item, str) else item)
+def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int], is_special: bool) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(item, is_special) if isinstance(item, str) else item)
 
 
 def _text_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: CompletionBody) -> dict[str, Any]:
@@ -219,9 +229,13 @@ def _text_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: Com
             values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
         values += zip(answer.token_ids, answer.logprobs, strict=True)
         logprobs = TextLogprobs(tokenizer).of(values)
-    finish = finish_name(answer.finish_reason)
-    stop = answer.stop_reason
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(answer.finish_reason)}
+    choice["stop_reason"] = answer.stop_reason
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(tokenizer, answer.prompt_logprobs or (None,))
+    if body.return_token_ids:
+        choice |= {"token_ids": answer.token_ids, "prompt_token_ids": answer.prompt_ids}
+    return choice
 
 
 def _text_of(tokenizer: TokenizerLike, ids: tuple[int, ...]) -> str:

@@ -100,6 +100,9 @@ class SamplingBody(Unsupported, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None  # requests of different salts share no cached prompts
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None  # vLLM's older names of the same
@@ -110,6 +113,8 @@ class SamplingBody(Unsupported, kw_only=True):
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
         self.refuse_unsupported_fields()
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("prompt_logprobs", "cannot be streamed; leave out stream or prompt_logprobs")
         if self.top_p is not None and self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
         return SamplingParams(
@@ -229,6 +234,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None  # of texts; true unless given
 
     def params(self) -> SamplingParams:
         if self.suffix:
@@ -241,7 +247,8 @@ class CompletionBody(SamplingBody, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens", "must be at least 1 unless echo is true")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self.sampling(self.logprobs, max_tokens, self.logprobs if self.echo else None)
+        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return self.sampling(self.logprobs, max_tokens, max(counts, default=None))
 
     def texts_or_ids(self) -> list[str | list[int]]:
         """The prompts, one or many. Raises BadRequest."""
