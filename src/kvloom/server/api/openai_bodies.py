@@ -13,6 +13,8 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
+from kvloom.server.api.openai_tools import CallBody, NamedChoice, ToolBody, read_tools
+from kvloom.server.chat_request import ChatRequest
 from kvloom.server.grammars import choice_grammar, json_grammar, object_grammar, regex_grammar, text_grammar
 
 MAX_STOPS = 4
@@ -167,8 +169,10 @@ class Message(msgspec.Struct, omit_defaults=True):
     role: str = msgspec.field(default="user")
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -178,9 +182,12 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -190,12 +197,25 @@ class ChatBody(SamplingBody, kw_only=True):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens or default_max_tokens, None)
 
-    def refuse_unsupported(self) -> None:
-        """Raises BadRequest for what this server cannot do yet, by name."""
+    def chat(self) -> ChatRequest:
+        """Raises BadRequest naming the field."""
         if self.functions:
-            raise BadRequest("functions", "is not supported")
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
+            raise BadRequest("functions", "is not supported; give tools")
+        tools, choice = read_tools(self.tools, self.tool_choice)
+        values: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            values["enable_thinking"] = False
+        elif self.reasoning_effort is not None:
+            values["reasoning_effort"] = self.reasoning_effort
+        return ChatRequest(
+            self.conversation(),
+            tools,
+            choice,
+            self.parallel_tool_calls is not False,
+            {**values, **(self.chat_template_kwargs or {})},
+            self.add_generation_prompt is not False,
+            self.thinking_token_budget,
+        )
 
     def conversation(self) -> list[dict[str, Any]]:
         """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
@@ -204,6 +224,8 @@ class ChatBody(SamplingBody, kw_only=True):
             plain = msgspec.to_builtins(message)
             plain["role"] = message.role
             plain["content"] = _text_of(message.content, f"messages[{i}].content")
+            if message.reasoning is not None:
+                plain.setdefault("reasoning_content", message.reasoning)
             found.append(plain)
         return found
 
