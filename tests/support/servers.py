@@ -67,15 +67,16 @@ def fake_server(
     tls: ServerContext | None = None,
     has_eos: bool = True,
     keys: Sequence[str] = (),
+    tokenizer: ByteTokenizer | None = None,
+    max_seq_len: int = 2048,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
 
     `keys`: API keys, one of which is asked for. `config` goes into EngineConfig.
     """
-    runner = FakeRunner(num_blocks=512, max_seq_len=2048, step_s=step_s)
-    executor = InProcessExecutor(runner)
-    tokenizer = ByteTokenizer()
+    executor = InProcessExecutor(FakeRunner(num_blocks=512, max_seq_len=max_seq_len, step_s=step_s))
+    tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
     engine_config = EngineConfig(backend="fake", **config)  # type: ignore[arg-type]
@@ -89,8 +90,8 @@ def fake_server(
 
     def build() -> uvicorn.Server:
         admission = Admission(max_link_num, max_queued_tokens)
-        cards = [ModelCard(name, engine_config) for name in names]
-        models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
+        services = [GenerationService(ModelCard(name, engine_config), engine, tokenizer, admission) for name in names]
+        models = Models(services, options)
         health = Health(models)
         made.append(health)
         dialects = make_dialects(models, health, partial(_drain, health), "test")
@@ -98,9 +99,8 @@ def fake_server(
         if keys:
             app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]))
         factory = None if tls is None else lambda settings, default: tls
-        return uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
-        )
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
+        return uvicorn.Server(settings)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
