@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -133,13 +134,13 @@ def _pid_file(path: Path | None) -> Iterator[None]:
 
 def _open_engine(card: ModelCard) -> tuple[Tokenizer | ByteTokenizer, EngineThread]:
     """The engine with its model loaded, a progress bar meanwhile when someone looks at a terminal."""
-    tokenizer = load_tokenizer(card.engine.model) if card.engine.model else ByteTokenizer()
+    load = functools.cache(lambda: load_tokenizer(card.engine.model) if card.engine.model else ByteTokenizer())
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {card.name}", total=None)
-        engine = open_engine(card.engine, tokenizer, lambda done, total: bar.update(task, completed=done, total=total))
-    return tokenizer, engine
+        engine = open_engine(card.engine, load, lambda done, total: bar.update(task, completed=done, total=total))
+    return load(), engine
 
 
 def _greeting(config: ServerConfig, port: int) -> str:
