@@ -19,9 +19,12 @@ from kvloom.engine.executor import InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer, FakeRunner
 from kvloom.engine.thread import EngineThread
 from kvloom.server.admission import Admission
+from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
 from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, hash_key
+from kvloom.server.browser import BrowserMiddleware
 from kvloom.server.card import ModelCard
+from kvloom.server.config import ServerConfig
 from kvloom.server.dialects import make_dialects
 from kvloom.server.generation import GenerationService
 from kvloom.server.health import Health
@@ -93,10 +96,8 @@ def fake_server(
         models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
         health = Health(models)
         made.append(health)
-        dialects = make_dialects(models, health, partial(_drain, health), "test")
-        app: ASGIApp = make_app(health, dialects, max_body_bytes, on_start)
-        if keys:
-            app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]))
+        dialects = make_dialects(models, health, partial(_drain, health), ServerConfig(tuple(cards)), "test")
+        app = _guarded(make_app(health, dialects, max_body_bytes, on_start), keys)
         factory = None if tls is None else lambda settings, default: tls
         return uvicorn.Server(
             uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
@@ -117,6 +118,13 @@ def fake_server(
             server.should_exit = server.force_exit = True
             thread.join(LIMIT_S)
             engine.close()
+
+
+def _guarded(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
+    """As main.py does it: keys before the routes, browsers before the keys."""
+    if keys:
+        app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]), open_paths=CONSOLE_PATHS)
+    return BrowserMiddleware(app)
 
 
 async def _drain(health: Health, grace_s: float | None) -> None:

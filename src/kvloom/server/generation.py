@@ -92,11 +92,13 @@ class Answer:
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    """One generation under way: its place, and its engine requests once it has one."""
+class Running:
+    """One generation under way: its place, its engine requests once it has one, and how far it is."""
 
     ticket: Ticket
     requests: list[Request]
+    generation: Generation
+    timing: Timing
 
 
 class GenerationService:
@@ -105,7 +107,7 @@ class GenerationService:
     def __init__(self, card: ModelCard, engine: EngineLike, tokenizer: TokenizerLike, admission: Admission) -> None:
         self.card, self.engine, self.tokenizer = card, engine, tokenizer
         self.admission = admission
-        self._running: dict[str, set[_Running]] = {}
+        self._running: dict[str, set[Running]] = {}
         self._serial = itertools.count()
         self.meter = Meter()
 
@@ -138,6 +140,11 @@ class GenerationService:
         """Raises Unavailable."""
         if not self.engine.is_ready:
             raise Unavailable(f"the model {self.name} is not ready: it is starting, restarting or stopping")
+
+    def running(self) -> list[Running]:
+        """What is under way, oldest first."""
+        items = [item for same_id in self._running.values() for item in same_id]
+        return sorted(items, key=lambda item: -item.timing.age_s)
 
     def stop(self, id: str) -> bool:
         """End what runs under `id` with the tokens it has; whether there was anything."""
@@ -192,10 +199,10 @@ class GenerationService:
             raise
 
     @asynccontextmanager
-    async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[_Running]:
+    async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[Running]:
         """A place among those served, and the engine requests to run in it; stoppable meanwhile."""
         ticket = Ticket(num_tokens=sum(map(len, generation.prompts)))
-        running = _Running(ticket, _requests(generation, count, next(self._serial)))
+        running = Running(ticket, _requests(generation, count, next(self._serial)), generation, timing)
         same_id = self._running.setdefault(generation.id, set())
         same_id.add(running)
         try:
@@ -207,7 +214,7 @@ class GenerationService:
             if not same_id:
                 self._running.pop(generation.id, None)
 
-    async def _merge(self, running: _Running) -> AsyncGenerator[tuple[int, Delta]]:
+    async def _merge(self, running: Running) -> AsyncGenerator[tuple[int, Delta]]:
         if len(running.requests) == 1:
             async with aclosing(self._deltas(running, 0)) as deltas:
                 async for delta in deltas:
@@ -229,7 +236,7 @@ class GenerationService:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(
-        self, running: _Running, choice: int, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
+        self, running: Running, choice: int, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
     ) -> None:
         try:
             async with aclosing(self._deltas(running, choice)) as deltas:
@@ -238,7 +245,7 @@ class GenerationService:
         except ServingError as error:
             queue.put_nowait(error)
 
-    async def _deltas(self, running: _Running, choice: int) -> AsyncGenerator[Delta]:
+    async def _deltas(self, running: Running, choice: int) -> AsyncGenerator[Delta]:
         request = running.requests[choice]
         if running.ticket.is_stopped:  # before the engine has heard of it
             yield Delta(request.id, finish_reason=FinishReason.ABORT)

@@ -19,8 +19,10 @@ from kvloom.engine.fake import ByteTokenizer
 from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
 from kvloom.server.admission import Admission
+from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
 from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, check_bind
+from kvloom.server.browser import BrowserMiddleware
 from kvloom.server.card import ModelCard
 from kvloom.server.config import ServerConfig
 from kvloom.server.dialects import make_dialects
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 READY_LINE = "Daemon start success!"
 # answered without an API key
-OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs")
+OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", *CONSOLE_PATHS)
 
 
 def serve(config: ServerConfig) -> None:
@@ -80,7 +82,7 @@ def _make_server(
         assert server is not None
         await server.stop(config.grace_s if grace_s is None else grace_s)
 
-    dialects = make_dialects(models, health, stop, f"{config.host}:{ports[0]}")
+    dialects = make_dialects(models, health, stop, config, f"{config.host}:{ports[0]}")
     management_port = ports[1] if len(ports) > 1 else None
     app: ASGIApp = make_app(health, dialects, config.max_body_bytes, on_start, management_port)
     app = BodyTimeoutMiddleware(app)
@@ -88,6 +90,7 @@ def _make_server(
         app = CORSMiddleware(app, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     if keys is not None:
         app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)
+    app = BrowserMiddleware(app)
     settings = uvicorn.Config(
         app,
         http=GuardedProtocol,
