@@ -48,7 +48,7 @@ export class Chart {
     this.times = times;
     this.endS = times.at(-1) ?? 0;
     this.spanS = Math.min(this.maxSpanS, Math.max(FIRST_SPAN_S, this.endS - times[0]));
-    this.from.textContent = `${Math.ceil(this.spanS / 60)} min`;
+    this.from.textContent = `−${Math.ceil(this.spanS / 60)} min`;
     const values = series.flat().filter((value) => value !== null);
     const high = ceiling(Math.max(0, ...values));
     const x = (t) => (1 - (this.endS - t) / this.spanS) * WIDTH;

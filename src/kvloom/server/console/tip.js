@@ -3,7 +3,10 @@
 import { make, number } from "./dom.js";
 
 const shown = (token) => token.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
-const percent = (logprob) => `${number(Math.exp(logprob) * 100)} %`;
+const percent = (logprob) => {
+  const value = Math.exp(logprob) * 100;
+  return value < 0.05 ? "< 0.1 %" : `${number(value)} %`;
+};
 
 export class Tip {
   constructor(element) {
