@@ -31,6 +31,7 @@ from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.options import WireOptions
 from kvloom.server.tls import ServerContext
+from kvloom.server.tracing import CallerMiddleware, Tracer
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -70,6 +71,7 @@ def fake_server(
     tls: ServerContext | None = None,
     has_eos: bool = True,
     keys: Sequence[str] = (),
+    tracer: Tracer | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
@@ -93,11 +95,12 @@ def fake_server(
     def build() -> uvicorn.Server:
         admission = Admission(max_link_num, max_queued_tokens)
         cards = [ModelCard(name, engine_config) for name in names]
-        models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
+        models = Models([GenerationService(card, engine, tokenizer, admission, tracer) for card in cards], options)
         health = Health(models)
         made.append(health)
         dialects = make_dialects(models, health, partial(_drain, health), ServerConfig(tuple(cards)), "test")
         app = _guarded(make_app(health, dialects, max_body_bytes, on_start), keys)
+        app = app if tracer is None else CallerMiddleware(app)
         factory = None if tls is None else lambda settings, default: tls
         return uvicorn.Server(
             uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)

@@ -21,6 +21,8 @@ def config_view(config: ServerConfig) -> dict[str, Any]:
         server["tls_cert"] = str(config.tls.cert)
         server["tls_key"] = MASKED
     server["api_keys"] = len(config.api_key_hashes)
+    if "@" in config.otlp_endpoint:  # a password stands before it
+        server["otlp_endpoint"] = MASKED
     server["log_level"], server["log_path"] = config.log.level, _value(config.log.path)
     return {"server": {**server, **_plain(config.options)}, "models": [_model(card) for card in config.models]}
 

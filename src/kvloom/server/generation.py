@@ -19,6 +19,7 @@ from kvloom.server.admission import Admission, Ticket
 from kvloom.server.card import ModelCard
 from kvloom.server.meter import Meter
 from kvloom.server.timing import Timing
+from kvloom.server.tracing import CALLER, FINISH_NAMES, Trace, Tracer
 
 MAX_CHOICES = 1024  # answers to one HTTP request
 
@@ -104,9 +105,16 @@ class Running:
 class GenerationService:
     """Runs Generations on the engine of one model."""
 
-    def __init__(self, card: ModelCard, engine: EngineLike, tokenizer: TokenizerLike, admission: Admission) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        engine: EngineLike,
+        tokenizer: TokenizerLike,
+        admission: Admission,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.card, self.engine, self.tokenizer = card, engine, tokenizer
-        self.admission = admission
+        self.admission, self._tracer = admission, tracer
         self._running: dict[str, set[Running]] = {}
         self._serial = itertools.count()
         self.meter = Meter()
@@ -177,8 +185,9 @@ class GenerationService:
         return [answer for group in groups for answer in _best(group, generation.n)]
 
     async def _run(self, generation: Generation, count: int, timing: Timing) -> AsyncGenerator[tuple[int, Delta]]:
-        """`count` choices a prompt, timed and counted."""
+        """`count` choices a prompt, timed, counted and traced."""
         reasons: list[FinishReason] = []
+        num_cached, error = 0, ""
         num_choices = len(generation.prompts) * count
         self.meter.num_received += 1
         try:
@@ -188,15 +197,37 @@ class GenerationService:
                         timing.token()
                     if delta.finish_reason is not None:
                         reasons.append(delta.finish_reason)
+                        num_cached = max(num_cached, delta.num_cached_tokens)
                         if len(reasons) == num_choices:
                             self.meter.finished(timing, sum(map(len, generation.prompts)), num_choices, reasons)
                     yield choice, delta
-        except ServingError:
+        except ServingError as problem:
             self.meter.num_failed += 1
+            error = problem.kind
             raise
         except (GeneratorExit, asyncio.CancelledError):
             self.meter.num_aborted += len(reasons) < num_choices
             raise
+        finally:
+            if self._tracer is not None:
+                self._trace(self._tracer, generation, timing, num_cached, reasons, error)
+
+    def _trace(
+        self,
+        tracer: Tracer,
+        generation: Generation,
+        timing: Timing,
+        num_cached: int,
+        reasons: list[FinishReason],
+        error: str,
+    ) -> None:
+        """Tell the tracer of a generation that has ended; choices without an end were given up by the client."""
+        num_prompt = sum(map(len, generation.prompts))
+        names = [FINISH_NAMES[reason] for reason in reasons] or ([] if error else [FINISH_NAMES[FinishReason.ABORT]])
+        trace = Trace(
+            CALLER.get(), generation.id, self.name, generation.params, num_prompt, num_cached, timing, names, error
+        )
+        tracer.ended(trace)
 
     @asynccontextmanager
     async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[Running]:

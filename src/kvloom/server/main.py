@@ -32,6 +32,7 @@ from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
+from kvloom.server.tracing import CallerMiddleware, Tracer, open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,16 @@ def serve(config: ServerConfig) -> None:
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_listener(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
+        tracer = open_tracer(config.otlp_endpoint, os.environ)
+        if tracer is not None:
+            stack.callback(tracer.close)
         engines = []
         for card in config.models:
             tokenizer, engine = _open_engine(card)
             stack.callback(engine.close)
             engines.append((card, engine, tokenizer))
-        server = _make_server(config, engines, tls, keys, [listener.getsockname()[1] for listener in listeners])
+        ports = [listener.getsockname()[1] for listener in listeners]
+        server = _make_server(config, engines, tls, keys, ports, tracer)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=listeners)
 
@@ -64,9 +69,10 @@ def _make_server(
     tls: ServerContext | None,
     keys: KeyRing | None,
     ports: Sequence[int],
+    tracer: Tracer | None,
 ) -> DrainingServer:
     admission = Admission(config.max_link_num, config.max_queued_tokens)
-    services = [GenerationService(card, engine, tokenizer, admission) for card, engine, tokenizer in engines]
+    services = [GenerationService(card, engine, tokenizer, admission, tracer) for card, engine, tokenizer in engines]
     models = Models(services, config.options)
     health = Health(models)
     server: DrainingServer | None = None
@@ -85,6 +91,8 @@ def _make_server(
     dialects = make_dialects(models, health, stop, config, f"{config.host}:{ports[0]}")
     management_port = ports[1] if len(ports) > 1 else None
     app: ASGIApp = make_app(health, dialects, config.max_body_bytes, on_start, management_port)
+    if tracer is not None:
+        app = CallerMiddleware(app)
     app = BodyTimeoutMiddleware(app)
     if config.cors_origins:
         app = CORSMiddleware(app, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
