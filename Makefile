@@ -15,7 +15,7 @@ setup: .venv/.installed
 
 # What tests/browser drives; Debian's.
 browser:
-	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium)
+	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
 
 serve: setup
 	$(BIN)/kvloom serve

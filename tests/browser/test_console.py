@@ -2,13 +2,17 @@
 
 import re
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
+from kvloom.engine.config import TierConfig
 from kvloom.server.auth import new_key
 from tests.browser.conftest import LIMIT_MS, Open
+from tests.server.test_daemon import DAEMON, free_port, install
+from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server, until
 
 expect.set_options(timeout=LIMIT_MS)
@@ -44,12 +48,10 @@ def done(page: Page) -> None:
 def test_a_chat_is_streamed_and_the_conversation_goes_on(slow: FakeServer, open_page: Open):
     page = open_page(slow.url + "/")
     assert page.url.endswith("/console")
-    say(page, "hello", 60)
-    expect(answer(page)).to_have_attribute("aria-busy", "true")
-    expect(answer(page)).to_have_text(re.compile("..."))  # before it is done
-    assert answer(page).get_attribute("aria-busy") == "true"
+    say(page, "hello", 300)
+    page.wait_for_selector(".answer[aria-busy=true] .token")  # text, before it is done
     done(page)
-    expect(page.locator(".meta")).to_contain_text("60 tokens · ")
+    expect(page.locator(".meta")).to_contain_text("300 tokens · ")
     expect(page.locator(".meta")).to_contain_text("cut at the token limit")
     with page.expect_request("**/v1/chat/completions") as asked:
         say(page, "and more", 5)
@@ -124,7 +126,7 @@ def test_the_charts_move(slow: FakeServer, open_page: Open):
     page = open_page(slow.url + "/console#live")
     line = page.locator("#chart-output .line-0")
     expect(page.locator("#chart-requests strong")).to_have_text("0")
-    client = threading.Thread(target=lambda: slow.complete("hello", max_tokens=300))
+    client = threading.Thread(target=lambda: slow.complete("hello", max_tokens=2000))
     client.start()
     expect(page.locator("#chart-requests strong")).to_have_text("1")
     expect(line).to_have_attribute("d", re.compile("M.*L"))
@@ -134,6 +136,7 @@ def test_the_charts_move(slow: FakeServer, open_page: Open):
     expect(page.locator("#chart-kv .second")).to_have_text("of 512")
     expect(page.locator("#chart-pool")).to_be_hidden()
     expect(page.locator("#pulse-text")).to_have_text("1 running")
+    page.get_by_role("button", name="Cancel request").click()
     client.join()
     expect(page.locator("#chart-ttft strong")).not_to_have_text("–")
     expect(page.locator("#chart-requests strong")).to_have_text("0")
@@ -181,6 +184,7 @@ def test_a_server_with_keys_asks_for_one(open_page: Open, complaints: list[str])
         page.reload()
         expect(page.locator("#pulse-text")).to_have_text("ready")  # the tab keeps it
         assert page.evaluate("[sessionStorage.length, localStorage.length]") == [1, 0]
+        page.close()  # it would complain of a server that is gone
     assert complaints, "a browser says of every 401 that it was one"
     assert all("401" in text for text in complaints)
     complaints.clear()
@@ -270,6 +274,7 @@ def test_several_models_can_be_chosen_from(open_page: Open):
         done(page)
         page.locator("nav a[href='#live']").click()
         expect(page.locator("#live-model option")).to_have_text(["All models", "one", "two"])
+        page.close()
 
 
 def test_the_configuration_is_shown(slow: FakeServer, open_page: Open):
@@ -277,6 +282,31 @@ def test_the_configuration_is_shown(slow: FakeServer, open_page: Open):
     terms = page.locator("#config-groups dt")
     expect(terms.filter(has_text=re.compile("^max_link_num$"))).to_have_count(1)
     expect(page.locator("#config-groups h2")).to_have_text(["Server", f"Model {MODEL}"])
+
+
+def test_the_kv_pool_is_drawn_when_there_is_one(open_page: Open):
+    with fake_server(kv_tier=TierConfig("any:tier")) as server:
+        page = open_page(server.url + "/console#live")
+        expect(page.locator("#chart-pool")).to_be_visible()
+        expect(page.locator("#chart-pool .second")).to_contain_text("saved")
+        page.close()
+
+
+def test_each_port_says_what_the_other_one_has(open_page: Open, complaints: list[str], tmp_path: Path):
+    management = free_port()
+    with serving([*DAEMON, "--config", str(install(tmp_path, managementPort=management))]) as daemon:
+        page = open_page(daemon.url + "/console#live")
+        expect(page.locator("#live-notice")).to_have_text("These figures are served on this server's management port.")
+        page.locator("nav a[href='#chat']").click()
+        say(page, "hello", 3)
+        done(page)
+        other = open_page(f"http://127.0.0.1:{management}/")
+        expect(other.locator("#chat-notice")).to_have_text("Chat is served on this server's other port.")
+        expect(other.locator("#pulse-text")).to_have_text("ready")
+        page.close()
+        other.close()
+    assert all("404" in text for text in complaints)
+    complaints.clear()
 
 
 def test_a_lost_server_is_told_and_found_again(open_page: Open, complaints: list[str]):
@@ -287,6 +317,7 @@ def test_a_lost_server_is_told_and_found_again(open_page: Open, complaints: list
         expect(page.locator("#pulse-text")).to_have_text("the server cannot be reached")
         page.unroute("**/console/feed")
         expect(page.locator("#pulse-text")).to_have_text("ready")
+        page.close()
     complaints.clear()
 
 
