@@ -49,7 +49,8 @@ def make_app(
 ) -> Starlette:
     """The app. `on_start` runs on the loop before the first request.
 
-    With a `management_port`, management routes exist on that port only, and the others everywhere else.
+    With a `management_port`, management routes exist on that port only, and the others everywhere else; the console's
+    page is on both.
     """
 
     @asynccontextmanager
@@ -96,7 +97,7 @@ def _handler(
 def _check_port(request: Request, endpoint: Endpoint, management_port: int) -> None:
     """Raises NoRoute when this route is not on the port that the request came in by."""
     is_here = request.scope["server"][1] == management_port
-    if endpoint.is_management != is_here:
+    if endpoint.is_management != is_here and not endpoint.is_everywhere:
         raise NoRoute(f"there is no route {request.url.path} on this port")
 
 
