@@ -127,10 +127,12 @@ class Agent:
         if _is_serving(path):
             listener.close()
             raise OSError(f"another agent serves {path}")
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        path.chmod(0o660)
+        hidden = path.with_name(f"{path.name}.{os.getpid()}")  # whoever finds the socket's name can connect to it
+        hidden.unlink(missing_ok=True)
+        listener.bind(str(hidden))
+        hidden.chmod(0o660)
         self._add_listener(listener)
+        hidden.replace(path)
 
     def _add_listener(self, listener: socket.socket) -> None:
         listener.listen(_BACKLOG)
