@@ -131,9 +131,11 @@ def open_tier(memory: KvMemory, config: TierConfig) -> EmsTier:
 
 def _ems_config(memory: KvMemory, options: Mapping[str, str]) -> EmsConfig:
     identity = CcConfig(
-        rank_id=0,
-        device_id=0,
+        rank_id=memory.rank,
+        device_id=memory.rank,
         model_id=memory.model,
+        tp_world_size=memory.world_size,
+        rank_in_tp_group=memory.rank,
         llm_engine=f"kvloom/{memory.layout}",  # part of every key, so other layouts are never read
         kvcache_type=KVCacheType.GQA,
     )
