@@ -61,6 +61,9 @@ class ByteTokenizer:
         lines = [f"{message.get('role', 'user')}: {message.get('content') or ''}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
+    def chat_template(self, has_tools: bool = False) -> str:
+        return ""
+
 
 def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
     """The token that follows `context`: a checksum of all of it, and of the seed unless greedy."""

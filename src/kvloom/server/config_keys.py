@@ -119,6 +119,14 @@ _MODEL: dict[str, Key] = {
     "backendType": _needed(str, "default", "the kernels that are there are taken"),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
     "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
+    "toolParser": Key(
+        str, "how the model writes tool calls; auto = as its chat template says",
+        choices=("auto", "hermes", "qwen3_coder", "llama3"), setting="tool_parser",
+    ),
+    "reasoningParser": Key(
+        str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
+        setting="reasoning_parser",
+    ),
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
 _POLICIES = "0 first come first served, 1 by state, 3 multi-level feedback queue"

@@ -52,6 +52,7 @@ class TokenizerLike(Protocol):
     def token_text(self, token_id: int) -> str: ...
     def is_special(self, token_id: int) -> bool: ...
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
+    def chat_template(self, has_tools: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Generation:
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
     pooling: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -309,8 +311,9 @@ def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
-            request = Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority)
-            requests.append(replace(request, pooling=generation.pooling) if generation.pooling else request)
+            salt, pooling = generation.cache_salt, generation.pooling
+            request = Request(id, prompt, params, salt, generation.tenant, generation.priority, pooling=pooling)
+            requests.append(request)
     return requests
 
 
