@@ -16,6 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.engine.errors import UserError
+
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
 SALT_BYTES = 16
@@ -23,7 +25,7 @@ TENANT = "kvloom.tenant"  # in an ASGI scope
 _SCHEME = "sha256"
 
 
-class AccessError(Exception):
+class AccessError(UserError):
     """The configuration would open the server wider than it says. Never holds a key."""
 
 
