@@ -105,9 +105,9 @@ class ModelRunner:
             self._states.pop(id, None)
         for new in batch.new:
             history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
-            if new.params.grammar:
+            if new.params.grammar or new.params.reasoning_end:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
-                history.guide = self._guides.guide(new.params.grammar)
+                history.guide = self._guides.guide(new.params)
             self._states[new.id] = _State(history)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
