@@ -42,7 +42,7 @@ def _refuse_plain_file(fd: int) -> None:
 class Watcher:
     """Calls `on_fired` with a level, on a thread of its own, whenever a descriptor has a priority event. Owns them."""
 
-    def __init__(self, level_of: Mapping[int, int], on_fired: Callable[[int], None]) -> None:
+    def __init__(self, level_of: Mapping[int, int], on_fired: Callable[[int], object]) -> None:
         self._level_of = dict(level_of)
         self._on_fired = on_fired
         self._stop_fd, self._own_fd = os.pipe()
