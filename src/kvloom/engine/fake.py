@@ -15,8 +15,9 @@ from typing import Any
 from kvloom.engine.batch import Batch, Logprob, NewSeq, Pooled, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
-from kvloom.engine.guide import Guide, Guides
+from kvloom.engine.guide import Guides
 from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.reasoning_guide import Guide
 from kvloom.engine.request import SamplingParams
 
 BOS_ID, EOS_ID = 256, 257
@@ -164,8 +165,7 @@ class FakeRunner:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
         state.pooling = new.pooling
-        if new.params.grammar:
-            state.guide = self._guides.guide(new.params.grammar)
+        state.guide = self._guides.guide(new.params)
 
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
@@ -211,8 +211,10 @@ class FakeRunner:
             context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
             token_id = fake_next(context, state.params, state.seed)
             if state.guide is not None:
-                allowed = state.guide.mask().nonzero()[0]
-                token_id = int(allowed[token_id % len(allowed)])
+                mask = state.guide.mask()
+                if mask is not None:
+                    allowed = mask.nonzero()[0]
+                    token_id = int(allowed[token_id % len(allowed)])
                 state.guide.take(token_id)
             state.token_ids.append(token_id)
             logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None

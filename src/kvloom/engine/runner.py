@@ -6,6 +6,7 @@ import math
 import os
 import re
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,16 +107,15 @@ class ModelRunner:
         dtypes = "-".join(str(part.dtype) for part in backend.kv_parts)
         return KvMemory(layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
         for id in batch.drop:
             self._states.pop(id, None)
         for new in batch.new:
             history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
-            if new.params.grammar:
+            if new.params.grammar or new.params.reasoning_end:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
-                history.guide = self._guides.guide(new.params.grammar)
+                history.guide = self._guides.guide(new.params)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
             self._states[new.id] = _State(history, pooler=pooler)
         output = StepOutput([], [], 0.0)
@@ -133,7 +133,7 @@ class ModelRunner:
         tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
-        rows, states = (torch.tensor(values, dtype=torch.int32) for values in (wanted.rows, wanted.states))
+        rows, states = _int32(wanted.rows), _int32(wanted.states)
         head = self._backend.step_head(*self._inputs(works), rows, tops, states)
         self._pool(head, wanted.pooled, output)
         row = 0
@@ -175,6 +175,8 @@ class ModelRunner:
     def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
         """The token after row `row`, of its candidates or of all its logits."""
         top = head.tops[row]
+        if top == 1:  # nothing is left to choose
+            return int(head.ids[row, 0]), None
         if top:
             return sample_top(
                 head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
@@ -196,8 +198,7 @@ class ModelRunner:
         tables = [self._table(self._states[work.id].blocks) for work in works]
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        ids_, pos_, qstart_, table_ = (torch.tensor(values, dtype=torch.int32) for values in (ids, pos, qstart, padded))
-        return ids_, pos_, qstart_, table_
+        return _int32(ids), _int32(pos), _int32(qstart), _int32([id for row in padded for id in row]).view(-1, width)
 
     def _table(self, blocks: list[int]) -> list[int]:
         """The backend's blocks of the engine's."""
@@ -228,6 +229,11 @@ class ModelRunner:
             first_row += work.num_tokens
         wanted.rows.extend(prompt_rows)
         return wanted
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    """As torch.tensor, several times quicker for the short lists of a step."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
 
 
 def open_runner(

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.engine.errors import UserError
 from kvloom.server.errors import family_of
 
 MIN_KEY_CHARS = 24
@@ -25,7 +26,7 @@ TENANT = "kvloom.tenant"  # in an ASGI scope
 _SCHEME = "sha256"
 
 
-class AccessError(Exception):
+class AccessError(UserError):
     """The configuration would open the server wider than it says. Never holds a key."""
 
 

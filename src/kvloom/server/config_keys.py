@@ -95,6 +95,7 @@ _SERVE: dict[str, Key] = {
     ),
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
+    "otlpEndpoint": Key(str, "collector that traces go to, http://HOST:4318", setting="otlp_endpoint"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
     "e2eTimeout": Key(int, "requests end by their own limits", 1),
     "inferMode": Key(str, "one process does prefill and decode", choices=("standard",)),
@@ -175,7 +176,7 @@ _KV_POOL: dict[str, Key] = {
 LAYOUT_1: Mapping[str, Any] = {
     "OtherParam": {"ResourceParam": _RESOURCE, "LogParam": _LOG, "ServeParam": _SERVE},
     "WorkFlowParam": {"TemplateParam": _TEMPLATE},
-    "ModelDeployParam": {**_DEPLOY, "ModelParam": [_MODEL]},
+    "ModelDeployParam": {**_DEPLOY, "kvPoolConfig": _KV_POOL, "ModelParam": [_MODEL]},
     "ScheduleParam": _SCHEDULE,
 }
 

@@ -69,7 +69,8 @@ int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
 int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
 
 /* Rows [0, count) go to output channels first + r, or, when `interleave` is 0 or 1, to the gate (0) or up (1) half of
- * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. */
+ * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. Calls for
+ * different rows may run at the same time. */
 void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
 void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_t count, int64_t first, int32_t interleave,
                  int32_t has_min);
