@@ -193,6 +193,17 @@ def test_thoughts_are_told_apart(thinking: FakeServer):
     assert {event["delta"]["type"] for event in events if event["type"] == "content_block_delta"} == {"thinking_delta"}
 
 
+def test_a_budget_ends_the_thoughts(thinking: FakeServer):
+    fields = {"thinking": {"type": "enabled", "budget_tokens": 5}, "max_tokens": 40}
+    thought, text = message(thinking, **fields)["content"]
+    assert (thought["type"], text["type"]) == ("thinking", "text")
+    assert len(thought["thinking"]) <= 5
+    kinds = [
+        event["content_block"]["type"] for event in message(thinking, **fields, stream=True) if "content_block" in event
+    ]
+    assert kinds == ["thinking", "text"]
+
+
 def test_an_answer_cannot_be_begun_for_a_model_that_thinks_first(thinking: FakeServer):
     messages = [HELLO, {"role": "assistant", "content": "Once"}]
     response = thinking.post("/v1/messages", {"model": MODEL, "messages": messages, "max_tokens": 5})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.request import Delta, TokenLogprob
@@ -101,6 +101,7 @@ class OpenAI:
         generation = Generation(
             f"chatcmpl-{self._new_id()}", (chat.prompt_ids,), chat.params, n, n, body.priority or 0, call.tenant
         )
+        generation = replace(generation, cache_salt=body.cache_salt or "")
         service.check(generation, "messages")
         if body.stream:
             return Reply(
@@ -115,11 +116,17 @@ class OpenAI:
                 "message": chat_message(whole, self._new_id),
                 "logprobs": chat_logprobs(service.tokenizer, answer.logprobs) if body.logprobs else None,
                 "finish_reason": finish_name(answer.finish_reason, len(whole.calls)),
+                **({"token_ids": answer.token_ids} if body.return_token_ids else {}),
             }
             for i, (answer, whole) in enumerate(zip(answers, found, strict=True))
         ]
         num_reasoning = sum(whole.num_reasoning_tokens for whole in found)
-        return Reply(body=self._whole(service, generation, "chat.completion", choices, answers, num_reasoning))
+        told = self._whole(service, generation, "chat.completion", choices, answers, num_reasoning)
+        if body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(service.tokenizer, answers[0].prompt_logprobs or (None,))
+        if body.return_token_ids:
+            told["prompt_token_ids"] = chat.prompt_ids
+        return Reply(msgspec.json.encode(told))
 
     async def _chat_events(
         self, service: GenerationService, body: ChatBody, generation: Generation, chat: PreparedChat
@@ -129,18 +136,23 @@ class OpenAI:
         async with aclosing(service.stream(generation)) as deltas:
             async for index, delta in deltas:
                 if index not in outputs:
+                    prompt_ids = chat.prompt_ids if body.return_token_ids and not outputs else UNSET
                     outputs[index] = chat.output()
-                    yield stream.event(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+                    role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
+                    yield stream.event(role, prompt_ids=prompt_ids)
                 output = outputs[index]
                 parts = [chat_delta(event, self._new_id) for event in output.add(delta)]
                 stream.count(delta, sum(output.num_reasoning_tokens for output in outputs.values()))
                 logprobs = None
                 if body.logprobs and delta.logprobs:
                     logprobs = chat_logprobs(service.tokenizer, delta.logprobs)
+                token_ids = delta.token_ids if body.return_token_ids else UNSET
+                if logprobs or token_ids:
                     parts = parts or [ChatDelta(content="")]
                 for part in parts:
-                    yield stream.event(ChatChunkChoice(index, part, logprobs), body.wants_running_usage)
-                    logprobs = None
+                    choice = ChatChunkChoice(index, part, logprobs, token_ids=token_ids)
+                    yield stream.event(choice, body.wants_running_usage)
+                    logprobs, token_ids = None, () if body.return_token_ids else UNSET
                 if delta.finish_reason:
                     finish = finish_name(delta.finish_reason, output.num_calls)
                     choice = ChatChunkChoice(index, ChatDelta(), None, finish)
@@ -170,7 +182,7 @@ class OpenAI:
             )
         answers = await service.collect(generation)
         choices = [_text_choice(service.tokenizer, i, answer, body) for i, answer in enumerate(answers)]
-        return Reply(body=self._whole(service, generation, "text_completion", choices, answers))
+        return Reply(msgspec.json.encode(self._whole(service, generation, "text_completion", choices, answers)))
 
     async def _text_events(
         self, service: GenerationService, body: CompletionBody, generation: Generation
@@ -211,18 +223,16 @@ class OpenAI:
         choices: list[dict[str, Any]],
         answers: list[Answer],
         num_reasoning: int = 0,
-    ) -> bytes:
-        return msgspec.json.encode(
-            {
-                "id": generation.id,
-                "object": kind,
-                "created": int(self._now()),
-                "model": service.name,
-                "system_fingerprint": FINGERPRINT,
-                "choices": choices,
-                "usage": usage_of_answers(generation.prompts, answers, num_reasoning),
-            }
-        )
+    ) -> dict[str, Any]:
+        return {
+            "id": generation.id,
+            "object": kind,
+            "created": int(self._now()),
+            "model": service.name,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+            "usage": usage_of_answers(generation.prompts, answers, num_reasoning),
+        }
 
 
 def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int], is_special: bool) -> tuple[int, ...]:
@@ -272,8 +282,14 @@ class _Stream:
         self._num_output += len(delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
 
-    def event(self, choice: ChatChunkChoice | TextChunkChoice, has_usage: bool = False) -> bytes:
+    def event(
+        self,
+        choice: ChatChunkChoice | TextChunkChoice,
+        has_usage: bool = False,
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET,
+    ) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
+        self._chunk.prompt_token_ids = prompt_ids
         if has_usage:
             self._chunk.usage = self._usage()
         return event(self._encode(self._chunk))

@@ -230,7 +230,8 @@ class ChatBody(SamplingBody, kw_only=True):
         if self.max_tokens == 0:
             raise BadRequest("max_tokens", "must be at least 1")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens or default_max_tokens, None)
+        max_tokens = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        return self.sampling(logprobs, max_tokens, self.prompt_logprobs)
 
     def chat(self) -> ChatRequest:
         """Raises BadRequest naming the field."""

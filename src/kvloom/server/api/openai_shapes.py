@@ -161,6 +161,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class TextChunkChoice(msgspec.Struct):
@@ -183,3 +184,4 @@ class Chunk(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice] | list[TextChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # of a chat, in its first event
