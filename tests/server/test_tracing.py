@@ -2,6 +2,8 @@
 
 import http.server
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -223,3 +225,9 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         open_tracer("http://127.0.0.1:1", {})
     assert open_tracer("", asked) is None
     assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but tracing needs the extra otel" in caplog.text
+
+
+def test_a_server_without_it_loads_nothing_of_it():
+    script = "import kvloom.server.main, sys; print([name for name in sys.modules if 'opentelemetry' in name])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
