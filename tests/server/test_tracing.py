@@ -27,6 +27,7 @@ from tests.support.servers import MODEL, FakeServer, fake_server, until
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+OPERATIONS = {"/v1/messages": "chat", "/v1/embeddings": "embeddings", "/v1/completions": "text_completion"}
 PROMPT = "nobody may read this"
 
 
@@ -83,6 +84,19 @@ def test_it_belongs_to_the_callers_trace(traced: FakeServer, memory: InMemorySpa
     assert request.parent is not None
     assert f"{request.parent.span_id:016x}" == PARENT_ID
     assert request.context.trace_state.get("vendor") == "1"
+
+
+def test_each_route_names_its_operation(traced: FakeServer, memory: InMemorySpanExporter):
+    said = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/messages": said,
+        "/v1/embeddings": {"model": MODEL, "input": "hi"},
+        "/v1/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 2},
+    }
+    for path, body in asked.items():
+        assert traced.post(path, body).status_code == 200
+        assert set(spans_of(memory)) & {"chat", "embeddings", "text_completion"} == {OPERATIONS[path]}
+        memory.clear()
 
 
 @pytest.mark.parametrize("header", ["00-" + "0" * 32 + "-b7ad6b7169203331-01", "nonsense"])
