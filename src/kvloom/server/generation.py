@@ -206,8 +206,8 @@ class GenerationService:
         try:
             async with self._place(generation, count, timing) as running, aclosing(self._merge(running)) as deltas:
                 async for choice, delta in deltas:
-                    if delta.token_ids:
-                        timing.token()
+                    if delta.token_ids and timing.token():
+                        self.meter.began(timing)
                     if delta.finish_reason is not None:
                         reasons.append(delta.finish_reason)
                         num_cached = max(num_cached, delta.num_cached_tokens)
