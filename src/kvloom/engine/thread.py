@@ -87,7 +87,7 @@ class EngineThread:
         self._executor.close()
 
     def stats(self) -> Stats:
-        """As of the last steps: at most 20 ms old while there is work."""
+        """As of the last step; of what no request's coming or going changed, up to 20 ms older."""
         return self._stats
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
@@ -136,7 +136,7 @@ class EngineThread:
         self._deliver(self._engine.fail_all("the server is stopping"))
 
     def _note_stats(self) -> None:
-        """For other threads to read; not in every step, since a step of a small model is short."""
+        """For other threads to read: when requests came or went, else not in every step, which may be a short one."""
         now_s = time.monotonic()
         if now_s >= self._next_stats_s or not self._engine.has_work:
             self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
@@ -157,6 +157,7 @@ class EngineThread:
             self._take(self._inbox.get())
 
     def _take(self, message: _Add | _Drop | None) -> None:
+        self._next_stats_s = 0.0
         if isinstance(message, _Add):
             try:
                 self._engine.add(message.request)
@@ -179,6 +180,8 @@ class EngineThread:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._completed.delivered(deltas, self._stats)
+        if any(delta.finish_reason for delta in deltas):
+            self._next_stats_s = 0.0
         self._post([(delta.request_id, delta) for delta in deltas])
 
     def _post(self, items: list[tuple[str, Delta | ServingError]]) -> None:
