@@ -71,9 +71,9 @@ def fake_server(
     tls: ServerContext | None = None,
     has_eos: bool = True,
     keys: Sequence[str] = (),
+    tracer: Tracer | None = None,
     tokenizer: ByteTokenizer | None = None,
     max_seq_len: int = 2048,
-    tracer: Tracer | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.

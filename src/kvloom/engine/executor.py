@@ -19,6 +19,7 @@ import msgspec
 from kvloom.engine.batch import Batch, RankInfo, Runner, StepOutput
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError
+from kvloom.engine.transfers import Moves
 
 _EXIT_S = 1.0  # what a rank gets to end by itself
 
@@ -204,6 +205,8 @@ class RankExecutor:
         chosen = [[(sample.id, sample.token_id) for sample in output.samples] for output in outputs]
         if any(other != chosen[0] for other in chosen[1:]):
             raise RankDied("the ranks of the model chose different tokens")
+        outputs[0].moved = self._moves.merge([output.moved for output in outputs])
+        outputs[0].is_tier_up = all(output.is_tier_up for output in outputs)
         return outputs[0]
 
     def is_alive(self) -> bool:
@@ -230,6 +233,7 @@ class RankExecutor:
     def _start(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
+        self._moves = Moves(self._config.world_size)
         self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
         try:
             for _ in range(self._config.world_size):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import Batch, Logprob, Pooled, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.guide import Guides
@@ -24,6 +24,7 @@ from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.pooler import Pooler
 from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.shard import shard_spec
 from kvloom.engine.swapcache import SwapCache
@@ -43,6 +44,7 @@ _REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 class _State:
     history: History
     blocks: list[int] = field(default_factory=list)
+    pooler: Pooler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,8 @@ class _Rows:
     rows: list[int]
     samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
+    states: list[int]  # tokens whose states are pooled, sequence by sequence
+    pooled: list[tuple[int, int, int]]  # sequence id, start, how many of them
 
 
 class ModelRunner:
@@ -66,6 +70,8 @@ class ModelRunner:
         num_host_blocks: int = 0,
         block_size: int | None = None,
         guides: Guides | None = None,
+        hidden_size: int = 0,
+        pooling: str = "last",
     ) -> None:
         """`block_size`: tokens, a multiple of the backend's; so many of its blocks are one of the engine's.
 
@@ -83,6 +89,8 @@ class ModelRunner:
             weight_bytes=backend.weight_bytes,
             num_host_blocks=num_host_blocks,
             swap_block_s=self._swap.measure(),
+            hidden_size=hidden_size,
+            pooling=pooling,
         )
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
@@ -108,7 +116,8 @@ class ModelRunner:
             if new.params.grammar or new.params.reasoning_end:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
                 history.guide = self._guides.guide(new.params)
-            self._states[new.id] = _State(history)
+            pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
+            self._states[new.id] = _State(history, pooler=pooler)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
@@ -124,7 +133,9 @@ class ModelRunner:
         tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
-        head = self._backend.step_head(*self._inputs(works), _int32(wanted.rows), tops)
+        rows, states = _int32(wanted.rows), _int32(wanted.states)
+        head = self._backend.step_head(*self._inputs(works), rows, tops, states)
+        self._pool(head, wanted.pooled, output)
         row = 0
         for id, draft in wanted.samples:
             self._sample(head, row, id, draft, output)
@@ -135,6 +146,17 @@ class ModelRunner:
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
+
+    def _pool(self, head: Head, chunks: Sequence[tuple[int, int, int]], output: StepOutput) -> None:
+        """Add the states of each chunk to what its sequence has; report those that are whole."""
+        first = 0
+        for id, start, count in chunks:
+            pooler = self._states[id].pooler
+            assert pooler is not None
+            data = pooler.add(start, head.states[first : first + count])
+            if data is not None:
+                output.pooled.append(Pooled(id, data))
+            first += count
 
     def _num_candidates(self, id: int, num_more: int) -> int:
         return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
@@ -185,13 +207,18 @@ class ModelRunner:
         return [block * self._tiles + i for block in blocks for i in range(self._tiles)]
 
     def _rows(self, works: Sequence[Work]) -> _Rows:
-        wanted = _Rows([], [], [])
+        wanted = _Rows([], [], [], [], [])
         prompt_rows: list[int] = []
         first_row = 0
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end - len(work.draft) == len(history.token_ids):
+            pooler = self._states[work.id].pooler
+            if pooler is not None:
+                kept = pooler.wanted(work.start, end)
+                wanted.pooled.append((work.id, work.start, len(kept)))
+                wanted.states.extend(first_row + position - work.start for position in kept)
+            elif end - len(work.draft) == len(history.token_ids):
                 wanted.samples.append((work.id, work.draft))
                 end_row = first_row + work.num_tokens
                 wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
@@ -229,6 +256,8 @@ def open_runner(
             pools.num_host_blocks,
             block_size=size,
             guides=Guides(lambda: load_tokenizer(Path(config.model)), checkpoint.spec.vocab_size),
+            hidden_size=checkpoint.spec.hidden,
+            pooling=checkpoint.pooling,
         )
 
 

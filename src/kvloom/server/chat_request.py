@@ -42,6 +42,7 @@ class PreparedChat:
     style: ChatStyle
     request: ChatRequest
     is_thinking: bool  # the prompt ends with <think>
+    text: str  # that prompt_ids are
 
     def output(self) -> ChatOutput:
         """The reader of one choice."""
@@ -71,7 +72,9 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     params = replace(params, grammar=grammar)
     if is_thinking and is_limited:
         params = replace(params, reasoning_end=END_THINK, max_reasoning_tokens=request.max_reasoning_tokens)
-    return PreparedChat(tuple(tokenizer.encode(text, add_special_tokens=False)), params, style, request, is_thinking)
+    return PreparedChat(
+        tuple(tokenizer.encode(text, add_special_tokens=False)), params, style, request, is_thinking, text
+    )
 
 
 def _render(service: GenerationService, style: ChatStyle, request: ChatRequest, tools: Sequence[Tool]) -> str:

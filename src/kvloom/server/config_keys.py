@@ -176,7 +176,7 @@ _KV_POOL: dict[str, Key] = {
 LAYOUT_1: Mapping[str, Any] = {
     "OtherParam": {"ResourceParam": _RESOURCE, "LogParam": _LOG, "ServeParam": _SERVE},
     "WorkFlowParam": {"TemplateParam": _TEMPLATE},
-    "ModelDeployParam": {**_DEPLOY, "ModelParam": [_MODEL]},
+    "ModelDeployParam": {**_DEPLOY, "kvPoolConfig": _KV_POOL, "ModelParam": [_MODEL]},
     "ScheduleParam": _SCHEDULE,
 }
 

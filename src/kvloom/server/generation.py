@@ -22,6 +22,7 @@ from kvloom.server.timing import Timing
 from kvloom.server.tracing import CALLER, FINISH_NAMES, Trace, Tracer
 
 MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_EMBEDDINGS = 2048  # OpenAI's limit
 
 
 class EngineLike(Protocol):
@@ -43,8 +44,12 @@ class TokenizerLike(Protocol):
 
     @property
     def eos_ids(self) -> Set[int]: ...
+    @property
+    def vocab_size(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def token_text(self, token_id: int) -> str: ...
     def is_special(self, token_id: int) -> bool: ...
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
     def chat_template(self, has_tools: bool = False) -> str: ...
@@ -53,6 +58,8 @@ class TokenizerLike(Protocol):
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
+
+    With a `pooling` each choice is its prompt's embedding, as engine.request.Request has it.
 
     `id` is the caller's; several generations may run under one id, and stop together.
     """
@@ -64,6 +71,8 @@ class Generation:
     best_of: int = 1
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
+    pooling: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -80,6 +89,7 @@ class Answer:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
+    embedding: bytes | None = None  # as engine.request.Delta's
     timing: Timing = field(default_factory=Timing)  # of the whole generation
 
     def add(self, delta: Delta) -> None:
@@ -91,6 +101,7 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
+        self.embedding = delta.embedding
 
 
 @dataclass(slots=True, eq=False)
@@ -136,8 +147,9 @@ class GenerationService:
 
     def check(self, generation: Generation, field: str) -> None:
         """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
-        if len(generation.prompts) * generation.best_of > MAX_CHOICES:
-            raise BadRequest(field, f"asks for more than {MAX_CHOICES} answers in one request")
+        most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
+        if len(generation.prompts) * generation.best_of > most:
+            raise BadRequest(field, f"asks for more than {most} answers in one request")
         limit = self.max_input_tokens if generation.params.max_tokens != 0 else self.engine.max_seq_len
         for prompt in generation.prompts:
             if not prompt:
@@ -194,8 +206,8 @@ class GenerationService:
         try:
             async with self._place(generation, count, timing) as running, aclosing(self._merge(running)) as deltas:
                 async for choice, delta in deltas:
-                    if delta.token_ids:
-                        timing.token()
+                    if delta.token_ids and timing.token():
+                        self.meter.began(timing)
                     if delta.finish_reason is not None:
                         reasons.append(delta.finish_reason)
                         num_cached = max(num_cached, delta.num_cached_tokens)
@@ -299,7 +311,9 @@ def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
-            requests.append(Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority))
+            salt, pooling = generation.cache_salt, generation.pooling
+            request = Request(id, prompt, params, salt, generation.tenant, generation.priority, pooling=pooling)
+            requests.append(request)
     return requests
 
 

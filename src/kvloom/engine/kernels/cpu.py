@@ -81,23 +81,33 @@ class CpuBackend:
         return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows)).full
 
     def step_head(
-        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        tops: list[int],
+        states: Tensor | None = None,
     ) -> Head:
         """See kernels/backend.py. As `step`."""
+        states = torch.empty(0, dtype=torch.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
             self._logits = torch.empty(num_full, self.spec.vocab_size, dtype=torch.float32)
         shape = (len(tops), max(tops, default=0))
         if shape != self._top_values.shape:
             self._top_values, self._top_ids = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
-        head = Head(tops, self._logits[:num_full], self._top_values, self._top_ids)
+        head = Head(
+            tops, self._logits[:num_full], self._top_values, self._top_ids, torch.empty(len(states), self.spec.hidden)
+        )
         wanted = (ctypes.c_int32 * len(tops))(*tops)
-        held = [t.contiguous() for t in (ids, pos, qstart, block_table, rows)]
+        held = [t.contiguous() for t in (ids, pos, qstart, block_table, rows, states)]
         assert all(t.dtype is torch.int32 for t in held), "the inputs of a step are int32"
         batch = Batch(
             self.kv.data_ptr(),
             self.num_blocks,
-            *(t.data_ptr() for t in held),
+            *(t.data_ptr() for t in held[:-1]),
             len(ids),
             len(qstart) - 1,
             block_table.shape[1],
@@ -107,6 +117,9 @@ class CpuBackend:
             head.full.data_ptr(),
             head.values.data_ptr(),
             head.ids.data_ptr(),
+            held[-1].data_ptr(),
+            len(states),
+            head.states.data_ptr(),
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))

@@ -4,9 +4,11 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.request import Delta, TokenLogprob
@@ -22,6 +24,7 @@ from kvloom.server.api.openai_shapes import (
     chat_logprobs,
     chat_message,
     finish_name,
+    prompt_logprobs,
     usage_of,
     usage_of_answers,
 )
@@ -98,6 +101,7 @@ class OpenAI:
         generation = Generation(
             f"chatcmpl-{self._new_id()}", (chat.prompt_ids,), chat.params, n, n, body.priority or 0, call.tenant
         )
+        generation = replace(generation, cache_salt=body.cache_salt or "")
         service.check(generation, "messages")
         if body.stream:
             return Reply(
@@ -112,11 +116,17 @@ class OpenAI:
                 "message": chat_message(whole, self._new_id),
                 "logprobs": chat_logprobs(service.tokenizer, answer.logprobs) if body.logprobs else None,
                 "finish_reason": finish_name(answer.finish_reason, len(whole.calls)),
+                **({"token_ids": answer.token_ids} if body.return_token_ids else {}),
             }
             for i, (answer, whole) in enumerate(zip(answers, found, strict=True))
         ]
         num_reasoning = sum(whole.num_reasoning_tokens for whole in found)
-        return Reply(body=self._whole(service, generation, "chat.completion", choices, answers, num_reasoning))
+        told = self._whole(service, generation, "chat.completion", choices, answers, num_reasoning)
+        if body.prompt_logprobs is not None:
+            told["prompt_logprobs"] = prompt_logprobs(service.tokenizer, answers[0].prompt_logprobs or (None,))
+        if body.return_token_ids:
+            told["prompt_token_ids"] = chat.prompt_ids
+        return Reply(msgspec.json.encode(told))
 
     async def _chat_events(
         self, service: GenerationService, body: ChatBody, generation: Generation, chat: PreparedChat
@@ -126,18 +136,23 @@ class OpenAI:
         async with aclosing(service.stream(generation)) as deltas:
             async for index, delta in deltas:
                 if index not in outputs:
+                    prompt_ids = chat.prompt_ids if body.return_token_ids and not outputs else UNSET
                     outputs[index] = chat.output()
-                    yield stream.event(ChatChunkChoice(index, ChatDelta(role="assistant", content="")))
+                    role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
+                    yield stream.event(role, prompt_ids=prompt_ids)
                 output = outputs[index]
                 parts = [chat_delta(event, self._new_id) for event in output.add(delta)]
                 stream.count(delta, sum(output.num_reasoning_tokens for output in outputs.values()))
                 logprobs = None
                 if body.logprobs and delta.logprobs:
                     logprobs = chat_logprobs(service.tokenizer, delta.logprobs)
+                token_ids = delta.token_ids if body.return_token_ids else UNSET
+                if logprobs or token_ids:
                     parts = parts or [ChatDelta(content="")]
                 for part in parts:
-                    yield stream.event(ChatChunkChoice(index, part, logprobs), body.wants_running_usage)
-                    logprobs = None
+                    choice = ChatChunkChoice(index, part, logprobs, token_ids=token_ids)
+                    yield stream.event(choice, body.wants_running_usage)
+                    logprobs, token_ids = None, () if body.return_token_ids else UNSET
                 if delta.finish_reason:
                     finish = finish_name(delta.finish_reason, output.num_calls)
                     choice = ChatChunkChoice(index, ChatDelta(), None, finish)
@@ -152,11 +167,13 @@ class OpenAI:
         body = decode_body(_completion_decoder, call.body)
         service = self._models.choose(body.model)
         params = body.params()
-        prompts = tuple(_prompt_ids(service.tokenizer, item) for item in body.texts_or_ids())
+        is_special = body.add_special_tokens is not False
+        prompts = tuple(_prompt_ids(service.tokenizer, item, is_special) for item in body.texts_or_ids())
         n = body.n or 1
         generation = Generation(
             f"cmpl-{self._new_id()}", prompts, params, n, body.best_of or n, body.priority or 0, call.tenant
         )
+        generation = replace(generation, cache_salt=body.cache_salt or "")
         service.check(generation, "prompt")
         if body.stream:
             return Reply(
@@ -165,7 +182,7 @@ class OpenAI:
             )
         answers = await service.collect(generation)
         choices = [_text_choice(service.tokenizer, i, answer, body) for i, answer in enumerate(answers)]
-        return Reply(body=self._whole(service, generation, "text_completion", choices, answers))
+        return Reply(msgspec.json.encode(self._whole(service, generation, "text_completion", choices, answers)))
 
     async def _text_events(
         self, service: GenerationService, body: CompletionBody, generation: Generation
@@ -176,17 +193,22 @@ class OpenAI:
             async for index, delta in deltas:
                 stream.count(delta)
                 text, values = delta.text, list(zip(delta.token_ids, delta.logprobs, strict=False))
-                if index not in formats:
+                is_first = index not in formats
+                if is_first:
                     formats[index] = TextLogprobs(service.tokenizer)
                     if body.echo:
                         prompt = generation.prompts[index // generation.n]
                         text = _text_of(service.tokenizer, prompt) + text
                         values = [*zip(prompt, delta.prompt_logprobs or (), strict=False), *values]  # type: ignore[list-item]
-                if not (text or values or delta.finish_reason):
+                ids = delta.token_ids if body.return_token_ids else ()
+                if not (text or values or ids or delta.finish_reason):
                     continue
                 logprobs = formats[index].of(values) if body.logprobs is not None else None  # type: ignore[arg-type]
                 finish = finish_name(delta.finish_reason)
                 choice = TextChunkChoice(index, text, logprobs, finish, delta.stop_reason)
+                if body.return_token_ids:
+                    choice.token_ids = ids
+                    choice.prompt_token_ids = generation.prompts[index // generation.n] if is_first else UNSET
                 yield stream.event(choice, body.wants_running_usage)
         if body.wants_usage:
             yield stream.last()
@@ -201,22 +223,20 @@ class OpenAI:
         choices: list[dict[str, Any]],
         answers: list[Answer],
         num_reasoning: int = 0,
-    ) -> bytes:
-        return msgspec.json.encode(
-            {
-                "id": generation.id,
-                "object": kind,
-                "created": int(self._now()),
-                "model": service.name,
-                "system_fingerprint": FINGERPRINT,
-                "choices": choices,
-                "usage": usage_of_answers(generation.prompts, answers, num_reasoning),
-            }
-        )
+    ) -> dict[str, Any]:
+        return {
+            "id": generation.id,
+            "object": kind,
+            "created": int(self._now()),
+            "model": service.name,
+            "system_fingerprint": FINGERPRINT,
+            "choices": choices,
+            "usage": usage_of_answers(generation.prompts, answers, num_reasoning),
+        }
 
 
-def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int]) -> tuple[int, ...]:
-    return tuple(tokenizer.encode(item) if isinstance(item, str) else item)
+def _prompt_ids(tokenizer: TokenizerLike, item: str | list[int], is_special: bool) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(item, is_special) if isinstance(item, str) else item)
 
 
 def _text_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: CompletionBody) -> dict[str, Any]:
@@ -228,9 +248,13 @@ def _text_choice(tokenizer: TokenizerLike, index: int, answer: Answer, body: Com
             values += zip(answer.prompt_ids, answer.prompt_logprobs or (None,), strict=False)
         values += zip(answer.token_ids, answer.logprobs, strict=True)
         logprobs = TextLogprobs(tokenizer).of(values)
-    finish = finish_name(answer.finish_reason)
-    stop = answer.stop_reason
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+    choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_name(answer.finish_reason)}
+    choice["stop_reason"] = answer.stop_reason
+    if body.prompt_logprobs is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(tokenizer, answer.prompt_logprobs or (None,))
+    if body.return_token_ids:
+        choice |= {"token_ids": answer.token_ids, "prompt_token_ids": answer.prompt_ids}
+    return choice
 
 
 def _text_of(tokenizer: TokenizerLike, ids: tuple[int, ...]) -> str:
@@ -258,8 +282,14 @@ class _Stream:
         self._num_output += len(delta.token_ids)
         self._num_cached = max(self._num_cached, delta.num_cached_tokens)
 
-    def event(self, choice: ChatChunkChoice | TextChunkChoice, has_usage: bool = False) -> bytes:
+    def event(
+        self,
+        choice: ChatChunkChoice | TextChunkChoice,
+        has_usage: bool = False,
+        prompt_ids: tuple[int, ...] | UnsetType = UNSET,
+    ) -> bytes:
         self._chunk.choices = [choice]  # type: ignore[assignment]
+        self._chunk.prompt_token_ids = prompt_ids
         if has_usage:
             self._chunk.usage = self._usage()
         return event(self._encode(self._chunk))

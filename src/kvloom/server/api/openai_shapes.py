@@ -1,6 +1,6 @@
 """OpenAI answers: the structs that become JSON, and the pieces both kinds of completion share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -100,6 +100,26 @@ class TextLogprobs:
         }
 
 
+def prompt_logprobs(tokenizer: TokenizerLike, values: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has them: of each place its token and the likeliest ones, by id.
+
+    The rank of a token that is not among the likeliest is not known: null.
+    """
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+
+    found: list[dict[str, Any] | None] = []
+    for value in values:
+        if value is None:
+            found.append(None)
+            continue
+        place = {str(value.token_id): entry(value.token_id, value.logprob, None)}
+        place |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top, 1)}
+        found.append(place)
+    return found
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
@@ -141,6 +161,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class TextChunkChoice(msgspec.Struct):
@@ -149,6 +170,8 @@ class TextChunkChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # with a choice's first tokens
 
 
 class Chunk(msgspec.Struct):
@@ -161,3 +184,4 @@ class Chunk(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice] | list[TextChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # of a chat, in its first event
