@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup browser serve demo test check coverage golden mutants bench audit wheel clean
+.PHONY: setup browser serve demo test compat check coverage golden mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -25,6 +25,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# clients that need other versions than the tests: an environment over the project's, its packages first
+compat: setup
+	$(PY) -m venv .venv-compat
+	.venv-compat/bin/pip install -q --disable-pip-version-check -r tests/compat/requirements.txt
+	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
+	PYTHONPATH=src:. .venv-compat/bin/python -m pytest tests/compat/test_frameworks.py
 
 check: setup
 	$(BIN)/ruff format --check src tests tools benches examples

@@ -1,10 +1,12 @@
 """Guides: which tokens a grammar allows next. The parser is llguidance; here is its place in a rank.
 
-A guide's mask for the next token is computed on a thread of its own while the model computes that token's logits.
+A guide's mask for the next token is computed on a thread of its own while the model computes that token's logits; the
+vocabulary and each grammar are read there too, so that the other sequences of a batch do not wait for them.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -30,15 +32,17 @@ class Spelling(Protocol):
 
 
 class Guides:
-    """Makes the guides of one model. Opening the tokenizer waits for the first grammar."""
+    """Makes the guides of one model. The tokenizer is opened at once, in the background."""
 
     def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
         """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
         self._open_tokenizer, self._num_logits = open_tokenizer, num_logits
         self._spelling: Spelling | None = None
-        self._tokenizer: llguidance.LLTokenizer | None = None
+        self._lock = threading.Lock()  # of _spelling
+        self._tokenizer: llguidance.LLTokenizer | None = None  # of the pool's thread
         self._marks: dict[str, EndMark] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
+        self._pool.submit(self._open)  # when it fails, the first grammar tries again and says why
 
     def guide(self, params: SamplingParams) -> Guide | None:
         """Of a request whose grammar has been checked (server/grammars.py). None = every token may always come."""
@@ -48,10 +52,16 @@ class Guides:
         return ReasoningGuide(self._mark(params.reasoning_end), grammar, params.max_reasoning_tokens)
 
     def _grammar(self, grammar: str) -> "GrammarGuide":
+        def match() -> tuple[llguidance.LLMatcher, list[int]]:
+            tokenizer = self._open()
+            return llguidance.LLMatcher(tokenizer, grammar, log_level=0), list(tokenizer.eos_tokens)
+
+        return GrammarGuide(match, self._num_logits, self._pool)
+
+    def _open(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
             self._tokenizer = _ll_tokenizer(self._spell())
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        return GrammarGuide(matcher, self._num_logits, list(self._tokenizer.eos_tokens), self._pool)
+        return self._tokenizer
 
     def _mark(self, text: str) -> EndMark:
         if text not in self._marks:
@@ -62,19 +72,23 @@ class Guides:
         return self._marks[text]
 
     def _spell(self) -> Spelling:
-        if self._spelling is None:
-            self._spelling = self._open_tokenizer()
-        return self._spelling
+        with self._lock:
+            if self._spelling is None:
+                self._spelling = self._open_tokenizer()
+            return self._spelling
 
 
 class GrammarGuide:
     """One sequence's place in its grammar."""
 
     def __init__(
-        self, matcher: llguidance.LLMatcher, num_logits: int, eos_ids: Sequence[int], pool: ThreadPoolExecutor
+        self, match: Callable[[], tuple[llguidance.LLMatcher, list[int]]], num_logits: int, pool: ThreadPoolExecutor
     ) -> None:
-        self._matcher, self._num_logits, self._eos_ids, self._pool = matcher, num_logits, eos_ids, pool
-        self._next: Future[Mask] = pool.submit(self._compute)
+        """`match` reads the grammar, on the pool's thread; with it the tokens that end an answer."""
+        self._num_logits, self._pool = num_logits, pool
+        self._matcher: llguidance.LLMatcher
+        self._eos_ids: list[int]
+        self._next: Future[Mask] = pool.submit(self._begin, match)
 
     def mask(self) -> Mask:
         """The end of the answer is allowed when nothing else is."""
@@ -89,6 +103,10 @@ class GrammarGuide:
 
     def is_free(self, num_more: int) -> bool:
         return False
+
+    def _begin(self, match: Callable[[], tuple[llguidance.LLMatcher, list[int]]]) -> Mask:
+        self._matcher, self._eos_ids = match()
+        return self._compute()
 
     def _compute(self) -> Mask:
         mask = np.zeros(self._num_logits, np.bool_)
