@@ -24,6 +24,7 @@ from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import open_checkpoint
 from kvloom.gewu.cpushare import CpuShare
 from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Held, Job, Open, Order, Ready
+from kvloom.gewu.pages import release_blocks
 from kvloom.gewu.qos import ClassPlanner, Level
 
 _STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
@@ -89,7 +90,7 @@ class Worker:
             self._engine.abort(order.key)
         elif isinstance(order, Floor):
             self._planner.floor, self._planner.hard_floor = Level(order.floor), Level(order.hard_floor)
-            self._planner.is_dropping = order.is_dropping
+            self._planner.is_dropping, self._planner.is_trimming = order.is_dropping, order.is_trimming
         self._planner.has_steps = True
 
     def _add(self, job: Job) -> None:
@@ -140,7 +141,11 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     num_blocks, max_seq_len = _sizes(setup)
     config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
-    planner = ClassPlanner(time.monotonic, CpuShare().serve)
+    planner = ClassPlanner(
+        time.monotonic,
+        CpuShare().serve,
+        lambda blocks: release_blocks(runner.kv_memory(setup.model).layers, blocks),
+    )
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info
     ready = Ready(info.backend, info.weight_bytes, info.kv_bytes, engine.max_seq_len, num_blocks * info.block_size)
