@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.detok import Vocabulary
@@ -18,6 +18,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.errors import BadRequest, ModelError, ServingError
 from kvloom.engine.executor import Channel, InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer
+from kvloom.engine.kvtier import KvRunner
 from kvloom.engine.rank import open_runner
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.engine.tokenizer import load_tokenizer
@@ -140,7 +141,7 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     )
     num_blocks, max_seq_len = _sizes(setup)
     config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
-    runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
+    runner = cast(KvRunner, open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None))
     planner = ClassPlanner(
         time.monotonic,
         CpuShare().serve,
