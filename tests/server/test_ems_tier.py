@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ems.circuit import Circuit
 from kvloom.engine.batch import Moved, Transfer
 from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.errors import BadRequest, ModelError
@@ -22,7 +23,7 @@ from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.pool.auth import new_credential
-from kvloom.server.ems_tier import Circuit, EmsTier, open_tier
+from kvloom.server.ems_tier import EmsTier, open_tier
 from tests.support.pool import SECRET, running_agent
 from tests.support.pool_faults import AgentProcess
 from tests.support.servers import until
@@ -39,7 +40,7 @@ def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, **fields:
     async def main() -> None:
         tier = TierConfig(FACTORY, TIMEOUT_S, {"socket": str(socket)})
         config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier, **fields)  # type: ignore[arg-type]
-        engine = open_engine(config, ByteTokenizer())
+        engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
             await asyncio.wait_for(body(engine), 60)
@@ -225,7 +226,7 @@ def test_options_that_cannot_be_are_refused_by_name(options, problem):
 def test_a_rank_whose_tier_cannot_be_opened_says_so_to_whoever_starts_it():
     tier = TierConfig(FACTORY, 1.0, {"sockets": "x"})
     with pytest.raises(ModelError, match=r"^kv_tier\.options\.sockets: is not known; known are socket"):
-        open_engine(EngineConfig(backend="fake", kv_tier=tier), ByteTokenizer())
+        open_engine(EngineConfig(backend="fake", kv_tier=tier), ByteTokenizer)
 
 
 def test_tensors_of_torch_are_used_in_place():

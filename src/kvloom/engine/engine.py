@@ -43,6 +43,7 @@ class _Live:
     is_known: bool = False  # the rank has its tokens
     finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ class Engine:
         seq.max_len = self._max_len(request)
         now_s = self._clock()
         seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
-        seq.may_reuse = params.prompt_logprobs is None
+        seq.may_reuse = request.may_reuse
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
         live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s, self._lookup())
@@ -131,7 +132,7 @@ class Engine:
         self._counts["total_requests"] += 1
         self._counts["total_prompt_tokens"] += seq.num_prompt
         self._by_request[request.id] = live
-        if params.max_tokens == 0 and params.prompt_logprobs is None:  # nothing to compute
+        if request.computes_nothing:
             self._retire(live)
             self._outbox.append(self._delta(live, finish=FinishReason.LENGTH))
         else:
@@ -196,11 +197,15 @@ class Engine:
         samples: dict[int, list[Sample]] = {}
         for sample in output.samples:
             samples.setdefault(sample.id, []).append(sample)
+        for pooled in output.pooled:
+            samples[pooled.id] = []
+            if pooled.id in self._seqs:
+                self._seqs[pooled.id].embedding = pooled.data
         steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
         for step in steps:
-            self._go_on(self._seqs[step.seq.id], len(step.draft), len(samples[step.seq.id]) - 1)
+            self._go_on(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
     def stats(self) -> Stats:
         num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
@@ -270,7 +275,8 @@ class Engine:
             if not live.is_known:
                 live.is_known = True
                 self._counts["total_cached_tokens"] += step.seq.num_cached
-                new.append(NewSeq(step.seq.id, list(live.request.prompt_ids), live.request.params, live.seed))
+                request = live.request
+                new.append(NewSeq(step.seq.id, list(request.prompt_ids), request.params, live.seed, request.pooling))
         return new
 
     def _retire(self, live: _Live) -> None:
@@ -287,7 +293,7 @@ class Engine:
     def _take_samples(self, live: _Live, samples: Sequence[Sample]) -> list[int]:
         """The sampled tokens that the answer has; those beyond its end are dropped."""
         seq, params = live.seq, live.request.params
-        if params.max_tokens == 0:  # only the prompt's log-probabilities were wanted
+        if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
             live.finish = FinishReason.LENGTH
             self._fresh.append(_Fresh(live, None, None, live.finish))
             return []
@@ -382,6 +388,7 @@ class Engine:
             num_cached_tokens=live.seq.num_cached,
             seed=None if params.is_greedy else live.seed,
             error=error,
+            embedding=live.embedding,
         )
 
 

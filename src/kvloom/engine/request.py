@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvloom.engine.errors import BadRequest
+from kvloom.engine.pooling import POOLINGS
 
 
 class FinishReason(Enum):
@@ -49,6 +50,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     watermark: bool = False
     grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
+    reasoning_end: str = ""  # the answer begins with reasoning, which this text ends; then the grammar begins
+    max_reasoning_tokens: int | None = None  # after so many reasoning_end is forced; None = no limit
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -83,6 +86,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2, 2),
     ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
+    ("max_reasoning_tokens", 0, 2**31 - 1),
     ("seed", -(2**63), 2**64 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
@@ -91,7 +95,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared)."""
+    """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
+
+    With a `pooling` (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta brings the
+    prompt's pooled states.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -100,6 +108,16 @@ class Request:
     tenant: str = ""  # whom the request is for; fairness is between tenants
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
+    pooling: str = ""
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether cached blocks may stand for prompt tokens: not where something of each of them is wanted."""
+        return self.params.prompt_logprobs is None and self.pooling != "mean"
+
+    @property
+    def computes_nothing(self) -> bool:
+        return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
 
 
 def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
@@ -109,6 +127,8 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("prompt", "is empty: give at least one token")
     if length + (request.params.max_tokens != 0) > max_seq_len:
         raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
+        raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
     for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):
         bad = next((i for i in ids if not 0 <= i < vocab_size), None)
         if bad is not None:
@@ -142,3 +162,4 @@ class Delta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     seed: int | None = None  # the seed in use; None when greedy
     error: str | None = None
+    embedding: bytes | None = None  # pooled states, float32, not normalised

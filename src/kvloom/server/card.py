@@ -16,3 +16,5 @@ class ModelCard:
     cpu_mem_gb: float = 0
     world_size: int = 1
     dtype: str = "auto"  # of the weights, as the routes tell it
+    tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
+    reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says

@@ -45,6 +45,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()  # whose pages may call; none = no page of another origin
     log: LogConfig = field(default_factory=LogConfig)
     pid_file: Path | None = None
+    otlp_endpoint: str = ""  # collector of traces; "" = as OTEL_EXPORTER_OTLP_ENDPOINT says, or none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -308,6 +309,7 @@ _SERVER_FIELDS: Sequence[str] = (
     "tls",
     "api_key_hashes",
     "pid_file",
+    "otlp_endpoint",
 )
 _OPTIONS: Sequence[str] = (
     "validates_model",
@@ -317,7 +319,14 @@ _OPTIONS: Sequence[str] = (
     "is_input_echoed",
     "has_oip_health",
 )
-_CARD_FIELDS: Sequence[str] = ("instance_type", "npu_mem_gb", "cpu_mem_gb", "world_size")
+_CARD_FIELDS: Sequence[str] = (
+    "instance_type",
+    "npu_mem_gb",
+    "cpu_mem_gb",
+    "world_size",
+    "tool_parser",
+    "reasoning_parser",
+)
 _ENGINE_FIELDS: Sequence[str] = (
     "backend",
     "device",

@@ -95,6 +95,7 @@ _SERVE: dict[str, Key] = {
     ),
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
+    "otlpEndpoint": Key(str, "collector that traces go to, http://HOST:4318", setting="otlp_endpoint"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
     "e2eTimeout": Key(int, "requests end by their own limits", 1),
     "inferMode": Key(str, "one process does prefill and decode", choices=("standard",)),
@@ -118,6 +119,14 @@ _MODEL: dict[str, Key] = {
     "backendType": _needed(str, "default", "the kernels that are there are taken"),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
     "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
+    "toolParser": Key(
+        str, "how the model writes tool calls; auto = as its chat template says",
+        choices=("auto", "hermes", "qwen3_coder", "llama3"), setting="tool_parser",
+    ),
+    "reasoningParser": Key(
+        str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
+        setting="reasoning_parser",
+    ),
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
 _POLICIES = "0 first come first served, 1 by state, 3 multi-level feedback queue"
@@ -167,7 +176,7 @@ _KV_POOL: dict[str, Key] = {
 LAYOUT_1: Mapping[str, Any] = {
     "OtherParam": {"ResourceParam": _RESOURCE, "LogParam": _LOG, "ServeParam": _SERVE},
     "WorkFlowParam": {"TemplateParam": _TEMPLATE},
-    "ModelDeployParam": {**_DEPLOY, "ModelParam": [_MODEL]},
+    "ModelDeployParam": {**_DEPLOY, "kvPoolConfig": _KV_POOL, "ModelParam": [_MODEL]},
     "ScheduleParam": _SCHEDULE,
 }
 

@@ -64,13 +64,20 @@ class ReferenceBackend:
         self._dtype = dtype
         self.kv_layout = f"reference-{device}-{dtype}"
 
-    @torch.inference_mode()
     def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
         """See kernels/backend.py."""
+        return self._run(ids, pos, qstart, block_table, rows.tolist(), [])[0]
+
+    @torch.inference_mode()
+    def _run(
+        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, wanted: list[int], kept: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the tokens `wanted`, states of the tokens `kept`."""
         device = self.kv.device
         ids, pos, table = (t.to(device, torch.int64) for t in (ids, pos, block_table))
-        starts, wanted = qstart.tolist(), rows.tolist()
+        starts = qstart.tolist()
         logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
+        states = torch.empty(len(kept), self.spec.hidden, dtype=torch.float32, device=device)
         for seq, (start, end) in enumerate(pairwise(starts)):
             if start == end:
                 continue
@@ -78,7 +85,9 @@ class ReferenceBackend:
             for place, row in enumerate(wanted):
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
-        return logits
+            own = [place for place, row in enumerate(kept) if start <= row < end]
+            states[own] = hidden[[kept[place] - start for place in own]].float()
+        return logits, states
 
     @property
     def kv_parts(self) -> tuple[Tensor, ...]:
@@ -86,16 +95,24 @@ class ReferenceBackend:
         return (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
 
     def step_head(
-        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor, tops: list[int]
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        tops: list[int],
+        states: Tensor | None = None,
     ) -> Head:
         """See kernels/backend.py."""
-        logits = self.step(ids, pos, qstart, block_table, rows)
+        kept = [] if states is None else states.tolist()
+        logits, found = self._run(ids, pos, qstart, block_table, rows.tolist(), kept)
         values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
         top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
         for row, top in enumerate(tops):
             if top:
                 values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
-        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids)
+        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids, found)
 
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
