@@ -122,6 +122,12 @@ class BlockPool:
         self._block_of[key] = block
         return True
 
+    def drop_cached(self) -> list[int]:
+        """Forget every block that nobody holds. Returns the free ones, ascending: nobody needs their contents."""
+        for block in self._free:
+            self._forget(block)
+        return sorted(self._free)
+
     def clear(self) -> None:
         """Forget everything, holders included: the memory behind the blocks is gone."""
         self.__init__(self.num_blocks, self.is_caching, self.host.num_blocks)  # type: ignore[misc]
