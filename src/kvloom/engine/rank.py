@@ -8,10 +8,21 @@ import traceback
 from collections.abc import Callable
 from typing import cast
 
-from kvloom.engine.batch import Batch, Runner
+from kvloom.engine.batch import LoadAdapter, RankOrder, Runner, UnloadAdapter
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ServingError
-from kvloom.engine.executor import Channel, Done, Failed, Loading, Progress, RankSetup, Ready
+from kvloom.engine.errors import BadRequest, ServingError
+from kvloom.engine.executor import (
+    AdapterLoaded,
+    AdapterRefused,
+    Channel,
+    Done,
+    Failed,
+    Loading,
+    Progress,
+    RankMessage,
+    RankSetup,
+    Ready,
+)
 from kvloom.engine.kvtier import KvRunner, TieredRunner, open_tier
 
 OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
@@ -27,7 +38,7 @@ def open_runner(
 
 
 def serve(sock: socket.socket) -> None:
-    """Answer messages until the engine closes the socket. An exception in a step is reported and ends the process."""
+    """Answer messages until the engine closes the socket. An exception is reported and ends the process."""
     hello = Channel(sock, RankSetup)
     setup: RankSetup = hello.receive()
     try:
@@ -41,17 +52,30 @@ def serve(sock: socket.socket) -> None:
     except ServingError as error:
         hello.send(Failed(str(error)))
         return
-    channel = Channel(sock, Batch)
+    channel = Channel(sock, RankOrder)
     channel.send(Ready(runner.info))
     while True:
-        batch: Batch = channel.receive()
+        order: RankOrder = channel.receive()
         try:
-            output = runner.run(batch)
+            answer = _answer(runner, order)
         except Exception as error:
             traceback.print_exc()
             channel.send(Failed(f"the model failed in a step: {type(error).__name__}: {error}"))
             raise SystemExit(1) from None
-        channel.send(Done(output))
+        if answer is not None:
+            channel.send(answer)
+
+
+def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:
+    if isinstance(order, UnloadAdapter):
+        runner.unload_adapter(order.id)
+        return None
+    if isinstance(order, LoadAdapter):
+        try:
+            return AdapterLoaded(runner.load_adapter(order.id, order.path))
+        except BadRequest as error:
+            return AdapterRefused(error.field, error.problem)
+    return Done(runner.run(order))
 
 
 def main() -> None:

@@ -99,6 +99,7 @@ class Request:
     cache_salt: str = ""  # requests of different salts share no prefix blocks
     tenant: str = ""  # whom the request is for; fairness is between tenants
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
+    adapter: int = 0  # a LoRA adapter that the engine has loaded; 0 = none
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
 
 
@@ -109,6 +110,8 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("prompt", "is empty: give at least one token")
     if length + (request.params.max_tokens != 0) > max_seq_len:
         raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    if "\0" in request.cache_salt:
+        raise BadRequest("cache_salt", "must not contain NUL")
     for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):
         bad = next((i for i in ids if not 0 <= i < vocab_size), None)
         if bad is not None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import AdapterInfo, Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.guide import Guides
@@ -20,6 +20,7 @@ from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.lora import read_adapter
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
@@ -41,6 +42,7 @@ _REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 @dataclass(slots=True)
 class _State:
     history: History
+    adapter: int = 0
     blocks: list[int] = field(default_factory=list)
 
 
@@ -108,7 +110,7 @@ class ModelRunner:
             if new.params.grammar:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
                 history.guide = self._guides.guide(new.params.grammar)
-            self._states[new.id] = _State(history)
+            self._states[new.id] = _State(history, new.adapter)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
@@ -117,6 +119,14 @@ class ModelRunner:
         output.compute_s = time.perf_counter() - started
         return output
 
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Raises BadRequest."""
+        adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
+        return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
+
+    def unload_adapter(self, id: int) -> None:
+        self._backend.drop_adapter(id)
+
     def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
@@ -124,7 +134,9 @@ class ModelRunner:
         tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
-        head = self._backend.step_head(*self._inputs(works), torch.tensor(wanted.rows, dtype=torch.int32), tops)
+        adapters = [self._states[work.id].adapter for work in works]
+        rows = torch.tensor(wanted.rows, dtype=torch.int32)
+        head = self._backend.step_head(*self._inputs(works), rows, tops, adapters=adapters if any(adapters) else ())
         row = 0
         for id, draft in wanted.samples:
             self._sample(head, row, id, draft, output)

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from kvloom.engine.adapters import Adapter
 from kvloom.engine.batch import RankInfo
 from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
@@ -34,6 +35,20 @@ class _Drop:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    path: str
+    answer: asyncio.Future[Adapter]  # owned by the loop
+
+
+@dataclass(frozen=True, slots=True)
+class _Unload:
+    adapter: int
+
+
+_Message = _Add | _Drop | _Load | _Unload
+
+
 class EngineThread:
     """Runs an Engine on a thread of its own; streams are read from one asyncio loop.
 
@@ -43,7 +58,7 @@ class EngineThread:
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
         self._executor = executor
-        self._inbox: queue.SimpleQueue[_Add | _Drop | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._queues: dict[str, asyncio.Queue[Delta | ServingError]] = {}  # owned by the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -115,6 +130,18 @@ class EngineThread:
         """End a request with what it has: its stream's last delta says ABORT. Unknown ids are ignored."""
         self._inbox.put(_Drop(request_id))
 
+    async def load_adapter(self, path: str) -> Adapter:
+        """A LoRA adapter from a folder, loaded between two steps. Raises BadRequest, Unavailable."""
+        if not self.is_ready:
+            raise Unavailable("the model is not ready: it is starting, restarting or stopping; try again soon")
+        answer: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
+        self._inbox.put(_Load(path, answer))
+        return await answer
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Requests that run with it finish; later ones are refused. Unknown ids are ignored."""
+        self._inbox.put(_Unload(adapter))
+
     # -- on the engine's thread
 
     def _run(self) -> None:
@@ -130,6 +157,9 @@ class EngineThread:
                 self._mourn("the engine failed on a step; the server's log says how")
             self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
         self._deliver(self._engine.fail_all("the server is stopping"))
+        while not self._inbox.empty():
+            if isinstance(message := self._inbox.get(), _Load):
+                self._answer(message, Unavailable("the server is stopping"))
 
     def _take_inbox(self) -> None:
         """Requests that have arrived; waits for one when there is nothing else to do. Raises RankDied."""
@@ -145,7 +175,8 @@ class EngineThread:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: _Add | _Drop | None) -> None:
+    def _take(self, message: _Message | None) -> None:
+        """Raises RankDied."""
         if isinstance(message, _Add):
             try:
                 self._engine.add(message.request)
@@ -154,17 +185,49 @@ class EngineThread:
                 self._post([(message.request.id, error)])
         elif isinstance(message, _Drop):
             self._engine.abort(message.request_id)
+        elif isinstance(message, _Load):
+            self._load(message)
+        elif isinstance(message, _Unload):
+            self._engine.adapters.unload(message.adapter)
+
+    def _load(self, message: _Load) -> None:
+        """Raises RankDied."""
+        try:
+            self._answer(message, self._engine.adapters.load(message.path))
+        except ServingError as error:
+            self._answer(message, error)
+        except RankDied:
+            self._answer(message, Unavailable("the model process died while it loaded the adapter"))
+            raise
+
+    def _answer(self, message: _Load, result: Adapter | ServingError) -> None:
+        def settle() -> None:
+            if isinstance(result, Adapter):
+                if message.answer.cancelled():  # nobody will ever name it
+                    self.unload_adapter(result.id)
+                else:
+                    message.answer.set_result(result)
+            elif not message.answer.done():
+                message.answer.set_exception(result)
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
 
     def _mourn(self, error: str) -> None:
         """Fail what was running, then bring the rank back; requests that slip in meanwhile fail too."""
         self._ready.clear()
         log.error("%s; requests running on it fail, restarting it", error)
         self._deliver(self._engine.fail_all(error))
-        if restart_with_backoff(self._executor, self._closing.is_set, self._closing.wait):
-            self._engine.reset()
+        if restart_with_backoff(self._revive, self._closing.is_set, self._closing.wait):
             self._num_restarts += 1
             log.warning("the model is ready again")
             self._ready.set()
+
+    def _revive(self) -> None:
+        """The model and its adapters, as if just started. Raises ModelError, RankDied."""
+        self._executor.restart()
+        self._engine.reset()
+        self._engine.adapters.reload()
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._completed.delivered(deltas, self._stats)
