@@ -14,7 +14,7 @@ from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.detok import Vocabulary
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import GenerationFailed, ServingError, Unavailable
+from kvloom.engine.errors import GenerationFailed, ModelError, ServingError, Unavailable
 from kvloom.engine.executor import Executor, Progress, RankDied, RankExecutor, restart_with_backoff
 from kvloom.engine.request import Delta, FinishReason, Request
 from kvloom.engine.stats import Stats
@@ -129,6 +129,13 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """End a request with what it has: its stream's last delta says ABORT. Unknown ids are ignored."""
         self._inbox.put(_Drop(request_id))
+
+    def preload_adapter(self, path: str) -> Adapter:
+        """As load_adapter, before `start`. Raises BadRequest, ModelError."""
+        try:
+            return self._engine.adapters.load(path)
+        except RankDied as error:
+            raise ModelError(f"loading the adapter {path} failed: {error}") from error
 
     async def load_adapter(self, path: str) -> Adapter:
         """A LoRA adapter from a folder, loaded between two steps. Raises BadRequest, Unavailable."""

@@ -1,6 +1,7 @@
 """ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvloom.engine.config import EngineConfig
 
@@ -16,3 +17,4 @@ class ModelCard:
     cpu_mem_gb: float = 0
     world_size: int = 1
     dtype: str = "auto"  # of the weights, as the routes tell it
+    lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start

@@ -4,6 +4,7 @@ from importlib.metadata import version
 
 from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.generate import Generate
+from kvloom.server.api.lora import LoraAdapters
 from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
 from kvloom.server.api.openai import OpenAI
@@ -27,6 +28,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, address: str = "")
         Triton(models, health, number),
         Native(models),
         Status(models, health, stop, address),
+        LoraAdapters(models),
         Metrics(models),
     ]
     endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
