@@ -2,7 +2,7 @@
 PY ?= python3
 BIN := .venv/bin
 
-.PHONY: setup serve demo test check coverage golden mutants bench audit wheel clean
+.PHONY: setup browser serve demo test check coverage golden mutants bench audit wheel clean
 
 setup: .venv/.installed
 
@@ -12,6 +12,10 @@ setup: .venv/.installed
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --disable-pip-version-check --no-deps text-generation==0.7.0  # claims to need an old huggingface_hub
 	touch $@
+
+# What tests/browser drives; Debian's.
+browser:
+	command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium)
 
 serve: setup
 	$(BIN)/kvloom serve

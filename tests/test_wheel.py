@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.engine.kernels import build
+from kvloom.server.api.console import FILES
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = [
@@ -59,9 +60,9 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
     libraries = {name for name in names if name.endswith(".so")}
     expected = {f"kvloom/engine/kernels/lib/{build.file_name(isa)}" for isa in build.ISAS}
     assert libraries == {*expected, "kvloom/gewu/lib/libqos.so"}
-    assert {"kvloom/engine/kernels/cpu/step.cpp", "kvloom/engine/kernels/cpu/abi.h"} <= set(
-        names
-    )  # to compile for others
+    sources = {"kvloom/engine/kernels/cpu/step.cpp", "kvloom/engine/kernels/cpu/abi.h"}  # to compile for others
+    page = {f"kvloom/server/console/{name}" for name in FILES}
+    assert sources | page | {"kvloom/server/docs.html"} <= set(names)
     assert not wheel.name.endswith("any.whl")
 
 

@@ -1,105 +1,56 @@
-"""The command line: `kvloom --help` lists its commands. Options and wiring, no logic."""
+"""The command line: `kvloom --help` lists its commands. A command's module is imported when it is asked for."""
 
-import os
 import sys
+from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
-import httpx
 import typer
-from rich.console import Console
+from typer.core import TyperCommand, TyperGroup
 
-from kvloom.bench.cli import bench
-from kvloom.bench.client import BenchError
-from kvloom.engine.errors import ServingError
-from kvloom.engine.hub import MODELS
-from kvloom.gewu.cli import app as gewu_app
-from kvloom.pool.cli import app as pool_app
-from kvloom.server.auth import AccessError, hash_key, new_key, read_hashes
-from kvloom.server.cert_cli import app as cert_app
-from kvloom.server.chat import Chat, first_model, run
-from kvloom.server.config import lora_module
-from kvloom.server.config_cli import app as config_app
-from kvloom.server.keystore import KeyStoreError
-from kvloom.server.launch import DEMO_MODEL, fetch, launch, read_settings
-from kvloom.server.tls import TlsError
-from kvloom.tuning import cli as tuning_cli
+from kvloom.engine.errors import UserError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.add_typer(pool_app, name="pool", help="The elastic KV-cache pool: agent, control plane, status, bench.")
-app.add_typer(gewu_app, name="gewu", help="On-device inference sessions: daemon, status, run.")
-app.add_typer(config_app, name="config", help="config.json: check one, begin one.")
-app.add_typer(cert_app, name="cert", help="Certificates for trying out mutual TLS.")
-app.command("dataset")(tuning_cli.dataset)
-app.command("simulate")(tuning_cli.simulate)
-app.command("tune")(tuning_cli.tune)
-app.command()(bench)
-console = Console()
+_PLACES = {
+    "serve": "kvloom.server.cli:serve",
+    "chat": "kvloom.server.cli:chat",
+    "pull": "kvloom.server.cli:pull",
+    "api-key": "kvloom.server.cli:api_key",
+    "config": "kvloom.server.config_cli:app",
+    "cert": "kvloom.server.cert_cli:app",
+    "bench": "kvloom.bench.cli:bench",
+    "tune": "kvloom.tuning.cli:tune",
+    "simulate": "kvloom.tuning.cli:simulate",
+    "dataset": "kvloom.tuning.cli:dataset",
+    "pool": "kvloom.pool.cli:app",
+    "gewu": "kvloom.gewu.cli:app",
+}
 
 
-@app.command()
-def serve(
-    model: Annotated[str | None, typer.Argument(help="A folder, a .gguf file, or the name of a fetched model.")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A config.json; the other options override it.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
-    weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
-    speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
-    lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=FOLDER; may be repeated.")] = None,
-    lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
-    allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
-    log_level: Annotated[str | None, typer.Option(help="Verbose, Info, Warning, Error or None.")] = None,
-    pid_file: Annotated[Path | None, typer.Option(help="Write the process number here while serving.")] = None,
-    grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
-) -> None:
-    """Serve models over HTTP. Without MODEL, the demo model is fetched and served."""
-    settings = read_settings(config, os.environ)
-    settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
-    settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
-    settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
-    settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
-    settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
-    settings.override(lora_root=lora_root)
-    settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)
-    launch(settings)
+class _Commands(TyperGroup):
+    """Those of _PLACES: a Typer app is a group of commands, a function is one."""
+
+    def list_commands(self, ctx: object) -> list[str]:
+        return list(_PLACES)
+
+    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
+        if cmd_name not in _PLACES:
+            return None
+        module, _, name = _PLACES[cmd_name].partition(":")
+        place = getattr(import_module(module), name)
+        if not isinstance(place, typer.Typer):
+            function, place = place, typer.Typer(add_completion=False)
+            place.command()(function)
+        command = typer.main.get_command(place)
+        command.name = cmd_name
+        return command  # type: ignore[return-value]
 
 
-@app.command("api-key")
-def api_key() -> None:
-    """Make an API key: the key for its user on the first line, its hash for --api-key-file on the second."""
-    key = new_key()
-    console.print(f"{key}\n{hash_key(key)}", soft_wrap=True, highlight=False)
-
-
-@app.command()
-def chat(
-    url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:1025",
-    api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
-) -> None:
-    """Chat in the terminal with a running server."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
-        run(Chat(client, model or first_model(client)), console)
-
-
-@app.command("pull")
-def pull_command(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(MODELS)}.")] = DEMO_MODEL) -> None:
-    """Fetch a demo model into the user's cache."""
-    console.print(str(fetch(name)), soft_wrap=True, highlight=False)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        console.print(f"kvloom {version('kvloom')}", highlight=False)
+        print(f"kvloom {version('kvloom')}")
         raise typer.Exit
 
 
@@ -116,7 +67,7 @@ def main() -> None:
     """Entry point: mistakes of a user are one line and exit code 1."""
     try:
         app()
-    except (ServingError, BenchError, AccessError, TlsError, KeyStoreError) as error:
+    except UserError as error:
         print(f"kvloom: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 import openai
+import pydantic
 import pytest
 
 from tests.support.servers import MODEL, FakeServer
@@ -62,6 +63,56 @@ def test_completions_with_texts_ids_echo_and_log_probabilities(client: openai.Op
     assert scored.choices[0].logprobs is not None
     assert scored.choices[0].logprobs.tokens is not None
     assert len(scored.choices[0].logprobs.tokens) == 10
+
+
+def test_embeddings(client: openai.OpenAI):
+    """The client asks for base64 unless told otherwise."""
+    default = client.embeddings.create(model=MODEL, input=["hello", "hello there"])
+    floats = client.embeddings.create(model=MODEL, input=["hello", "hello there"], encoding_format="float")
+    assert [item.embedding for item in default.data] == [item.embedding for item in floats.data]
+    assert default.usage.total_tokens == 16
+    short = client.embeddings.create(model=MODEL, input=list(b"hello"), dimensions=4)
+    assert len(short.data[0].embedding) == 4
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        client.embeddings.create(model=MODEL, input="a", dimensions=100)
+
+
+def test_responses_and_their_streams_agree(client: openai.OpenAI):
+    fields = {"model": MODEL, "input": "hello", "instructions": "Be brief.", "temperature": 0}
+    whole = client.responses.create(**fields)
+    assert (whole.status, whole.error) == ("completed", None)
+    assert whole.output_text
+    assert whole.usage is not None
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    deltas = [event for event in client.responses.create(**fields, stream=True) if event.type.endswith("text.delta")]
+    assert "".join(event.delta for event in deltas) == whole.output_text
+    with client.responses.stream(**fields) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+    assert final.output_text == whole.output_text
+    again = client.responses.create(
+        model=MODEL, input=[{"role": "user", "content": "hello"}, *whole.output, {"role": "user", "content": "more"}]
+    )
+    assert again.output_text
+
+
+class Person(pydantic.BaseModel):
+    age: int
+    is_tall: bool
+
+
+def test_responses_are_parsed_into_models(client: openai.OpenAI):
+    answer = client.responses.parse(model=MODEL, input="who?", text_format=Person, extra_body={"seed": 2})
+    assert isinstance(answer.output_parsed, Person)
+    with client.responses.stream(model=MODEL, input="who?", text_format=Person, extra_body={"seed": 2}) as stream:
+        assert stream.get_final_response().output_parsed == answer.output_parsed
+
+
+def test_what_responses_lack_is_an_exception_that_names_it(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="keeps no responses") as bad:
+        client.responses.create(model=MODEL, input="hello", previous_response_id="resp_1")
+    assert bad.value.param == "previous_response_id"
 
 
 def test_errors_become_the_clients_exceptions(client: openai.OpenAI):

@@ -237,7 +237,7 @@ def test_a_killed_rank_comes_back_with_its_adapters(folders, tmp_path):
 
     async def body():
         config = EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.001, world_size=2)
-        engine = open_engine(config, ByteTokenizer())
+        engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
             adapters = [None, *[await engine.load_adapter(path) for path in folders]]
@@ -270,7 +270,7 @@ def test_a_killed_rank_comes_back_with_its_adapters(folders, tmp_path):
 
 def test_adapters_come_and_go_under_running_streams(folders):
     async def body():
-        engine = open_engine(EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.0005), ByteTokenizer())
+        engine = open_engine(EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.0005), ByteTokenizer)
         engine.start(asyncio.get_running_loop())
 
         async def stream(name, adapter):
@@ -310,7 +310,7 @@ def test_two_ranks_with_an_adapter_give_the_tokens_of_one(tmp_path, name):
         config = EngineConfig(
             model=str(path), backend="reference", dtype="float32", num_blocks=64, world_size=world_size
         )
-        executor = RankExecutor(config, [])
+        executor = RankExecutor(config, list)
         try:
             engine = Engine(config, executor, ByteTokenizer())
             adapter = engine.adapters.load(folder)

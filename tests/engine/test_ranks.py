@@ -32,7 +32,7 @@ PARAMS = (
 
 def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     """Tokens of three requests that run together, and the log-probabilities they asked for."""
-    executor = RankExecutor(config, [])
+    executor = RankExecutor(config, list)
     try:
         engine = Engine(config, executor, ByteTokenizer())
         requests = [Request(f"r{i}", tuple(range(3 + i, 40 + i)), params) for i, params in enumerate(PARAMS)]
@@ -81,7 +81,7 @@ def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
 def test_a_model_that_cannot_be_shared_is_one_clear_error(tmp_path, fields, error, words):
     path = save(tiny_model("llama"), tmp_path)
     with pytest.raises(error, match=words):
-        RankExecutor(EngineConfig(model=str(path), **{"backend": "reference", **fields}), [])
+        RankExecutor(EngineConfig(model=str(path), **{"backend": "reference", **fields}), list)
 
 
 def test_whichever_rank_is_killed_whenever_every_request_is_answered():
@@ -101,7 +101,7 @@ def test_whichever_rank_is_killed_whenever_every_request_is_answered():
 
     async def body() -> None:
         config = EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.001, world_size=3)
-        engine = open_engine(config, ByteTokenizer())
+        engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
             for kill in range(NUM_KILLS):

@@ -29,7 +29,7 @@ def with_engine(
 
     async def main() -> None:
         config = EngineConfig(backend="fake", **{"num_blocks": 64, "fake_step_s": 0.002, **fields})  # type: ignore[arg-type]
-        engine = open_engine(config, vocabulary or ByteTokenizer())
+        engine = open_engine(config, lambda: vocabulary or ByteTokenizer())
         engine.start(asyncio.get_running_loop())
         try:
             await asyncio.wait_for(body(engine), limit_s)
@@ -184,7 +184,7 @@ def test_closing_the_engine_ends_running_requests_and_the_process():
 
 def test_a_model_that_cannot_be_loaded_is_a_model_error():
     with pytest.raises(ModelError, match="nowhere"):
-        open_engine(EngineConfig(model="/nowhere/model.gguf", backend="reference"), ByteTokenizer())
+        open_engine(EngineConfig(model="/nowhere/model.gguf", backend="reference"), ByteTokenizer)
 
 
 def test_restarts_are_tried_again_with_growing_pauses_until_closing():

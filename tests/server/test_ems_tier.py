@@ -39,7 +39,7 @@ def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, **fields:
     async def main() -> None:
         tier = TierConfig(FACTORY, TIMEOUT_S, {"socket": str(socket)})
         config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier, **fields)  # type: ignore[arg-type]
-        engine = open_engine(config, ByteTokenizer())
+        engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
             await asyncio.wait_for(body(engine), 60)
@@ -225,7 +225,7 @@ def test_options_that_cannot_be_are_refused_by_name(options, problem):
 def test_a_rank_whose_tier_cannot_be_opened_says_so_to_whoever_starts_it():
     tier = TierConfig(FACTORY, 1.0, {"sockets": "x"})
     with pytest.raises(ModelError, match=r"^kv_tier\.options\.sockets: is not known; known are socket"):
-        open_engine(EngineConfig(backend="fake", kv_tier=tier), ByteTokenizer())
+        open_engine(EngineConfig(backend="fake", kv_tier=tier), ByteTokenizer)
 
 
 def test_tensors_of_torch_are_used_in_place():

@@ -4,7 +4,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloom.server.meter import Histogram
+from kvloom.server.meter import Histogram, Throughput
 from tests.support.servers import MODEL, FakeServer, fake_server, until
 
 
@@ -51,3 +51,13 @@ def test_a_value_on_a_bound_is_counted_below_it():
         histogram.add(value)
     assert histogram.cumulative() == [("1", 2), ("2", 4), ("+Inf", 5)]
     assert histogram.mean == 1.6
+
+
+def test_throughput_is_of_the_last_seconds_however_often_one_looks():
+    often, seldom = Throughput(0.0), Throughput(0.0)
+    assert often.rate(2.0, 20) == seldom.rate(2.0, 20) == 10
+    for tenth in range(21, 600):
+        often.rate(tenth / 10, 20)
+    assert often.rate(60.0, 120) == pytest.approx(10, rel=0.15)  # 100 more in the last 10 s
+    assert seldom.rate(60.0, 120) == pytest.approx(100 / 58)  # since the look before
+    assert often.rate(80.0, 0) == 0  # a new engine counts from 0

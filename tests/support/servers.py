@@ -19,15 +19,19 @@ from kvloom.engine.executor import InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer, FakeRunner
 from kvloom.engine.thread import EngineThread
 from kvloom.server.admission import Admission
+from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
 from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, hash_key
+from kvloom.server.browser import BrowserMiddleware
 from kvloom.server.card import ModelCard
+from kvloom.server.config import ServerConfig
 from kvloom.server.dialects import make_dialects
 from kvloom.server.generation import GenerationService
 from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.options import WireOptions
 from kvloom.server.tls import ServerContext
+from kvloom.server.tracing import CallerMiddleware, Tracer
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -67,6 +71,7 @@ def fake_server(
     tls: ServerContext | None = None,
     has_eos: bool = True,
     keys: Sequence[str] = (),
+    tracer: Tracer | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
@@ -90,13 +95,12 @@ def fake_server(
     def build() -> uvicorn.Server:
         admission = Admission(max_link_num, max_queued_tokens)
         cards = [ModelCard(name, engine_config) for name in names]
-        models = Models([GenerationService(card, engine, tokenizer, admission) for card in cards], options)
+        models = Models([GenerationService(card, engine, tokenizer, admission, tracer) for card in cards], options)
         health = Health(models)
         made.append(health)
-        dialects = make_dialects(models, health, partial(_drain, health), "test")
-        app: ASGIApp = make_app(health, dialects, max_body_bytes, on_start)
-        if keys:
-            app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]))
+        dialects = make_dialects(models, health, partial(_drain, health), ServerConfig(tuple(cards)), "test")
+        app = _guarded(make_app(health, dialects, max_body_bytes, on_start), keys)
+        app = app if tracer is None else CallerMiddleware(app)
         factory = None if tls is None else lambda settings, default: tls
         return uvicorn.Server(
             uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
@@ -117,6 +121,13 @@ def fake_server(
             server.should_exit = server.force_exit = True
             thread.join(LIMIT_S)
             engine.close()
+
+
+def _guarded(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
+    """As main.py does it: keys before the routes, browsers before the keys."""
+    if keys:
+        app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]), open_paths=CONSOLE_PATHS)
+    return BrowserMiddleware(app)
 
 
 async def _drain(health: Health, grace_s: float | None) -> None:

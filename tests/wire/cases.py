@@ -17,6 +17,9 @@ _CHAT = {
     "temperature": 0.5,
 }
 _TEXT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "seed": 7, "temperature": 0.5}
+_RESPONSE = {"model": MODEL, "instructions": "Be brief.", "input": "hi", "max_output_tokens": 3, "seed": 7}
+_MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 7}
+_EMBEDDING = {"model": MODEL, "input": [[104, 105], [106]]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
 _TENSOR = {
@@ -86,6 +89,21 @@ CASES = [
     _post("openai-completion-echo", "/v1/completions", {**_TEXT, "prompt": [104, 105], "echo": True, "logprobs": 1}),
     _post("openai-completion-stream", "/v1/completions", {**_TEXT, **_USAGE}),
     _post("openai-completion-error", "/v1/completions", {"model": MODEL}),
+    _post("responses", "/v1/responses", _RESPONSE),
+    _post("responses-stream", "/v1/responses", {**_RESPONSE, "stream": True}),
+    _post("responses-error", "/v1/responses", {**_RESPONSE, "previous_response_id": "resp_1"}),
+    _post("messages", "/v1/messages", _MESSAGE),
+    _post("messages-stream", "/v1/messages", {**_MESSAGE, "stream": True}),
+    _post("messages-count", "/v1/messages/count_tokens", {"model": MODEL, "messages": _MESSAGE["messages"]}),
+    _post("messages-error", "/v1/messages", {**_MESSAGE, "max_tokens": 0}),
+    _post("embeddings", "/v1/embeddings", {"model": MODEL, "input": ["hi", "there"]}),
+    _post("embeddings-base64", "/v1/embeddings", {**_EMBEDDING, "encoding_format": "base64", "dimensions": 3}),
+    _post("embeddings-error", "/v1/embeddings", {**_EMBEDDING, "dimensions": 9}),
+    _post("tokenize-prompt", "/tokenize", {"model": MODEL, "prompt": "hi!", "return_token_strs": True}),
+    _post("tokenize-messages", "/tokenize", {"model": MODEL, "messages": _CHAT["messages"]}),
+    _post("tokenize-error", "/tokenize", {"model": MODEL}),
+    _post("detokenize", "/detokenize", {"model": MODEL, "tokens": [104, 105, 257]}),
+    _post("detokenize-error", "/detokenize", {"model": MODEL, "tokens": [104, 258]}),
     _get("openai-error-route", "/v1/nothing"),
     _get("triton-server", "/v2"),
     _get("triton-server-oip", "/v2?format=oip"),

@@ -18,9 +18,9 @@ from tests.wire.cases import CASES, MODEL, Case
 FOLDER = Path(__file__).parent / "golden"
 KEPT_HEADERS = ("content-type", "retry-after", "allow", "x-accel-buffering", "cache-control", "x-compute-type")
 _UNSTABLE = (
-    (r'"(chatcmpl|cmpl)-[0-9a-f]{32}"', r'"\1-ID"'),
+    (r'"(chatcmpl-|cmpl-|resp_|msg_)[0-9a-f]{32}"', r'"\1ID"'),
     (r'"id":"[0-9a-f]{32}"', '"id":"ID"'),
-    (r'"created":\d+', '"created":TIME'),
+    (r'"(created|created_at)":\d+', r'"\1":TIME'),
     (r'"(first_token_cost|decode_cost|queue_wait_time)":[\d.e-]+', r'"\1":MS'),
     (r'("__name__":"(?:TTFT|TBT)"[^]]*\],"value":)"[\d.e+-]+"', r'\1"MS"'),
     (r'"version":"\d+\.\d+[^"]*"', '"version":"VERSION"'),

@@ -10,8 +10,10 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from kvloom.engine.errors import UserError
 
-class BenchError(Exception):
+
+class BenchError(UserError):
     """Nothing can be measured; the message is for people."""
 
 

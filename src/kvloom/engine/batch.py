@@ -17,6 +17,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     token_ids: list[int]  # the prompt
     params: SamplingParams
     seed: int
+    pooling: str = ""  # of Request: an embedding is wanted, no token
     adapter: int = 0  # of LoadAdapter; 0 = the base model
 
 
@@ -85,6 +86,13 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     values: list[Logprob]
 
 
+class Pooled(msgspec.Struct, array_like=True):
+    """The pooled states of sequence `id`, float32: its whole prompt is computed."""
+
+    id: int
+    data: bytes
+
+
 class Moved(msgspec.Struct, array_like=True):
     """Transfer `id` is finished: its first `num_blocks` blocks were moved, the contents of others are unknown."""
 
@@ -98,6 +106,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     compute_s: float  # time the rank spent on the step
     moved: list[Moved] = []
     is_tier_up: bool = False  # whether the outer KV tier answers
+    pooled: list[Pooled] = []
 
 
 class RankInfo(msgspec.Struct, array_like=True):
@@ -112,6 +121,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     weight_bytes: int = 0
     num_host_blocks: int = 0  # of the pool for what is swapped out
     swap_block_s: float = 0.0  # copying one block to the host or back, measured
+    hidden_size: int = 0  # numbers of a token's state, and of an embedding
+    pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
 
 
 class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter"):

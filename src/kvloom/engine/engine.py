@@ -9,7 +9,7 @@ A step has two halves, so that work for people overlaps work for the model:
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
 from kvloom.engine.adapters import Adapters
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
@@ -20,7 +20,7 @@ from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
 from kvloom.engine.lookup import PromptLookup
 from kvloom.engine.policies import Turns, policy_of
-from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, check_request
+from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, capped, check_request
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
@@ -44,6 +44,7 @@ class _Live:
     is_known: bool = False  # the rank has its tokens
     finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class Engine:
         check_request(request, self.max_seq_len, self._executor.info.vocab_size)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
-        request = self._capped(request)
+        request = capped(request, self.config.max_iter_times)
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
         salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
@@ -126,7 +127,7 @@ class Engine:
         seq.max_len = self._max_len(request)
         now_s = self._clock()
         seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
-        seq.may_reuse = params.prompt_logprobs is None
+        seq.may_reuse = request.may_reuse
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
         live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s, self._lookup())
@@ -134,7 +135,7 @@ class Engine:
         self._counts["total_requests"] += 1
         self._counts["total_prompt_tokens"] += seq.num_prompt
         self._by_request[request.id] = live
-        if params.max_tokens == 0 and params.prompt_logprobs is None:  # nothing to compute
+        if request.computes_nothing:
             self._retire(live)
             self._outbox.append(self._delta(live, finish=FinishReason.LENGTH))
         else:
@@ -200,11 +201,15 @@ class Engine:
         samples: dict[int, list[Sample]] = {}
         for sample in output.samples:
             samples.setdefault(sample.id, []).append(sample)
+        for pooled in output.pooled:
+            samples[pooled.id] = []
+            if pooled.id in self._seqs:
+                self._seqs[pooled.id].embedding = pooled.data
         steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
         for step in steps:
-            self._go_on(self._seqs[step.seq.id], len(step.draft), len(samples[step.seq.id]) - 1)
+            self._go_on(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
     def stats(self) -> Stats:
         num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
@@ -229,13 +234,6 @@ class Engine:
         check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
     # -- requests
-
-    def _capped(self, request: Request) -> Request:
-        """The request with its answer no longer than max_iter_times."""
-        cap, wanted = self.config.max_iter_times, request.params.max_tokens
-        if cap is None or (wanted is not None and wanted <= cap):
-            return request
-        return replace(request, params=replace(request.params, max_tokens=cap))
 
     def _max_len(self, request: Request) -> int:
         """Tokens that prompt and answer can have together."""
@@ -275,7 +273,8 @@ class Engine:
                 live.is_known = True
                 self._counts["total_cached_tokens"] += step.seq.num_cached
                 request = live.request
-                new.append(NewSeq(live.seq.id, list(request.prompt_ids), request.params, live.seed, request.adapter))
+                prompt_ids = list(request.prompt_ids)
+                new.append(NewSeq(live.seq.id, prompt_ids, request.params, live.seed, request.pooling, request.adapter))
         return new
 
     def _retire(self, live: _Live) -> None:
@@ -292,7 +291,7 @@ class Engine:
     def _take_samples(self, live: _Live, samples: Sequence[Sample]) -> list[int]:
         """The sampled tokens that the answer has; those beyond its end are dropped."""
         seq, params = live.seq, live.request.params
-        if params.max_tokens == 0:  # only the prompt's log-probabilities were wanted
+        if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
             live.finish = FinishReason.LENGTH
             self._fresh.append(_Fresh(live, None, None, live.finish))
             return []
@@ -387,6 +386,7 @@ class Engine:
             num_cached_tokens=live.seq.num_cached,
             seed=None if params.is_greedy else live.seed,
             error=error,
+            embedding=live.embedding,
         )
 
 

@@ -1,5 +1,6 @@
 """What a caller of the engine may see go wrong.
 
+UserError             a command prints it, one line, and ends with 1
 ServingError
  +- BadRequest       a value of the request is out of range or of the wrong form
  +- NotFound         no such model or request
@@ -11,7 +12,11 @@ ServingError
 """
 
 
-class ServingError(Exception):
+class UserError(Exception):
+    """Something that a person can put right; one sentence says how. Never holds a secret."""
+
+
+class ServingError(UserError):
     """Base of what a caller may see. `kind` picks the HTTP status; the message is for people."""
 
     kind = "internal"

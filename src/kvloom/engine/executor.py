@@ -3,6 +3,7 @@
 submit and collect alternate; between them the engine does other work.
 """
 
+import functools
 import select
 import socket
 import struct
@@ -134,10 +135,16 @@ class Channel:
     """MessagePack messages over a stream socket, each behind its length (u32, little-endian)."""
 
     _LENGTH = struct.Struct("<I")
+    _READ_BYTES = 1 << 16
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
         self._sock = sock
         self._encoder = msgspec.msgpack.Encoder()
+        self.expect(receives)
+        self._read = bytearray()  # and not yet given out
+
+    def expect(self, receives: Any) -> None:
+        """The type of the messages from now on."""
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
@@ -149,30 +156,39 @@ class Channel:
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises EOFError when the other end is gone, TimeoutError when it is silent."""
-        self._sock.settimeout(timeout_s)
-        try:
-            (length,) = self._LENGTH.unpack(self._read(self._LENGTH.size))
-            return self._decoder.decode(self._read(length))
-        except ConnectionError as error:
-            raise EOFError(str(error)) from error
-        finally:
-            self._sock.settimeout(None)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.has_message:
+            if deadline is not None and not self.is_readable(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no message within {timeout_s:g} s")
+            self._fill()
+        end = self._message_end()
+        body = bytes(self._read[self._LENGTH.size : end])
+        del self._read[:end]
+        return self._decoder.decode(body)
 
-    def is_readable(self) -> bool:
-        return bool(select.select([self._sock], [], [], 0)[0])
+    @property
+    def has_message(self) -> bool:
+        """A whole message has been read: `receive` returns at once, though the socket may have nothing to read."""
+        return len(self._read) >= self._LENGTH.size and len(self._read) >= self._message_end()
+
+    def is_readable(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether a message, or a part of one, or the end, is there within that time; None = wait for ever."""
+        return self.has_message or bool(select.select([self._sock], [], [], timeout_s)[0])
 
     def close(self) -> None:
         self._sock.close()
 
-    def _read(self, count: int) -> bytes:
-        buffer = bytearray(count)
-        view = memoryview(buffer)
-        while view:
-            received = self._sock.recv_into(view)
-            if received == 0:
-                raise EOFError("the other end closed the connection")
-            view = view[received:]
-        return bytes(buffer)
+    def _message_end(self) -> int:
+        return self._LENGTH.size + int(self._LENGTH.unpack_from(self._read)[0])
+
+    def _fill(self) -> None:
+        try:
+            received = self._sock.recv(self._READ_BYTES)
+        except ConnectionError as error:
+            raise EOFError(str(error)) from error
+        if not received:
+            raise EOFError("the other end closed the connection")
+        self._read += received
 
 
 class RankExecutor:
@@ -181,9 +197,14 @@ class RankExecutor:
     All ranks get every batch and choose the same tokens; rank 0's output counts. One that dies takes the others along.
     """
 
-    def __init__(self, config: EngineConfig, eos_ids: list[int], progress: Progress | None = None) -> None:
-        """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be."""
-        self._config, self._eos_ids = config, eos_ids
+    def __init__(
+        self, config: EngineConfig, eos_ids: Callable[[], list[int]], progress: Progress | None = None
+    ) -> None:
+        """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be.
+
+        `eos_ids` is called while they start: reading a tokenizer takes as long as importing torch.
+        """
+        self._config, self._eos_ids = config, functools.cache(eos_ids)
         self._progress = progress
         self.is_busy = False
         self._start()
@@ -250,8 +271,10 @@ class RankExecutor:
         self._channels: list[Channel] = []
         self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
         try:
-            for rank in range(self._config.world_size):
-                self._spawn(rank)
+            for _ in range(self._config.world_size):
+                self._spawn()
+            for rank, channel in enumerate(self._channels):
+                channel.send(RankSetup(self._config, self._eos_ids(), rank, f"{self._meeting.name}/meeting"))
             self.info = self._wait_ready()
         except (RankDied, OSError) as error:
             epitaph = str(error) if isinstance(error, RankDied) else self._epitaph()
@@ -261,14 +284,13 @@ class RankExecutor:
             self.close()
             raise
 
-    def _spawn(self, rank: int) -> None:
+    def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "kvloom.engine.rank", str(theirs.fileno())]
+            command = [sys.executable, "-m", "kvloom.engine.rank", str(theirs.fileno()), self._config.backend]
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._processes.append(process)
         self._channels.append(Channel(ours, RankMessage))
-        self._channels[-1].send(RankSetup(self._config, self._eos_ids, rank, f"{self._meeting.name}/meeting"))
 
     def _send(self, order: Batch | LoadAdapter | UnloadAdapter) -> None:
         """To every rank. Raises RankDied."""
@@ -306,7 +328,7 @@ class RankExecutor:
 
     def _readable(self, waiting: Sequence[Channel], timeout_s: float | None) -> Iterator[tuple[int, Any]]:
         """(rank, message) of those that have something to say. Raises RankDied."""
-        ready = select.select(waiting, [], [], timeout_s)[0]
+        ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
         if not ready:
             raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s")
         for channel in ready:

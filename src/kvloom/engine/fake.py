@@ -13,7 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloom.engine.batch import AdapterInfo, Batch, Logprob, NewSeq, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import (
+    AdapterInfo,
+    Batch,
+    Logprob,
+    NewSeq,
+    Pooled,
+    PromptLogprobs,
+    RankInfo,
+    Sample,
+    StepOutput,
+    Work,
+)
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.guide import Guide, Guides
@@ -23,6 +34,7 @@ from kvloom.engine.request import SamplingParams
 
 BOS_ID, EOS_ID = 256, 257
 VOCAB_SIZE = 258
+HIDDEN_SIZE = 8
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz      ,.\n"
 _EOS_EVERY = 97  # one context in so many ends the answer
 _FAKE_LOGPROB = -0.5
@@ -88,6 +100,18 @@ def adapter_mark(digest: str) -> int:
     return int(digest[:7], 16) << 32 if digest else 0
 
 
+def fake_state(checksum: int) -> list[int]:
+    """A token's state: the eight half-bytes of the checksum of all tokens up to it, around 0."""
+    return [(checksum >> 4 * place & 15) - 7 for place in range(HIDDEN_SIZE)]
+
+
+def fake_embedding(prompt_ids: Sequence[int], pooling: str) -> list[float]:
+    """What FakeRunner must pool, computed without blocks, batches or steps."""
+    states = [fake_state(zlib.crc32(array("q", prompt_ids[: i + 1]).tobytes())) for i in range(len(prompt_ids))]
+    chosen = states if pooling == "mean" else states[-1:]
+    return list(array("f", [sum(column) / len(chosen) for column in zip(*chosen, strict=True)]))
+
+
 @dataclass(slots=True)
 class _State:
     token_ids: list[int]
@@ -97,6 +121,9 @@ class _State:
     blocks: list[int] = field(default_factory=list)
     guide: Guide | None = None
     mark: int = 0  # of its adapter
+    pooling: str = ""
+    num_pooled: int = 0
+    sums: list[int] = field(default_factory=list)  # of the states pooled so far
 
 
 class FakeRunner:
@@ -111,8 +138,18 @@ class FakeRunner:
         token_s: float = 0.0,
         sleep: Callable[[float], None] = time.sleep,
         num_host_blocks: int = 0,
+        pooling: str = "last",
     ) -> None:
-        self.info = RankInfo(num_blocks, block_size, VOCAB_SIZE, max_seq_len, "fake", num_host_blocks=num_host_blocks)
+        self.info = RankInfo(
+            num_blocks,
+            block_size,
+            VOCAB_SIZE,
+            max_seq_len,
+            "fake",
+            num_host_blocks=num_host_blocks,
+            hidden_size=HIDDEN_SIZE,
+            pooling=pooling,
+        )
         self._slots = array("q", [-1]) * (num_blocks * block_size)
         self._host = array("q", [-1]) * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
@@ -156,6 +193,7 @@ class FakeRunner:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
         state.mark = self._marks[new.adapter]
+        state.pooling = new.pooling
         if new.params.grammar:
             state.guide = self._guides.guide(new.params.grammar)
 
@@ -169,6 +207,9 @@ class FakeRunner:
     def _read(self, work: Work, output: StepOutput) -> None:
         state = self._states[work.id]
         end = work.start + work.num_tokens
+        if state.pooling:
+            self._pool(work, state, output)
+            return
         if state.params.prompt_logprobs is not None and work.start < state.num_prompt:
             following = state.token_ids[work.start + 1 : min(end, state.num_prompt - 1) + 1]
             output.prompt_logprobs.append(
@@ -176,6 +217,23 @@ class FakeRunner:
             )
         if end - len(work.draft) == len(state.token_ids):
             self._sample(work, state, output)
+
+    def _pool(self, work: Work, state: _State, output: StepOutput) -> None:
+        """The states of the work's tokens, from what the blocks hold."""
+        end = work.start + work.num_tokens
+        if work.start == 0:
+            state.num_pooled, state.sums = 0, [0] * HIDDEN_SIZE
+        assert state.pooling != "mean" or work.start == state.num_pooled, "the mean leaves out or repeats a token"
+        checksum, last = 0, [0] * HIDDEN_SIZE
+        for pos in range(end):
+            checksum = zlib.crc32(array("q", [self._slots[self._slot(state, pos)]]).tobytes(), checksum)
+            if pos >= work.start:
+                last = fake_state(checksum)
+                state.sums = [total + value for total, value in zip(state.sums, last, strict=False)] or last
+                state.num_pooled += 1
+        if end == state.num_prompt:
+            mean = [total / state.num_pooled for total in state.sums]
+            output.pooled.append(Pooled(work.id, array("f", mean if state.pooling == "mean" else last).tobytes()))
 
     def _sample(self, work: Work, state: _State, output: StepOutput) -> None:
         """The next token; and, while the draft foretold it, the one after."""

@@ -1,4 +1,4 @@
-"""The rank process: `python -m kvloom.engine.rank FD` loads a model and runs batches until its socket closes."""
+"""The rank process, `python -m kvloom.engine.rank FD BACKEND`: loads a model, runs batches until its socket closes."""
 
 import importlib
 import signal
@@ -32,27 +32,31 @@ def open_runner(
     config: EngineConfig, eos_ids: list[int], progress: Progress, rank: int = 0, rendezvous: str = ""
 ) -> Runner:
     """The runner of `config.backend`. The fake one is opened without importing torch. Raises ServingError."""
-    module = importlib.import_module("kvloom.engine.fake" if config.backend == "fake" else "kvloom.engine.runner")
-    runner = cast(OpenRunner, module.open_runner)(config, eos_ids, progress, rank, rendezvous)
+    runner = _opener(config.backend)(config, eos_ids, progress, rank, rendezvous)
     return TieredRunner(runner, open_tier(config.kv_tier, runner.kv_memory(config.model))) if config.kv_tier else runner
+
+
+def _opener(backend: str) -> OpenRunner:
+    module = importlib.import_module("kvloom.engine.fake" if backend == "fake" else "kvloom.engine.runner")
+    return cast(OpenRunner, module.open_runner)
 
 
 def serve(sock: socket.socket) -> None:
     """Answer messages until the engine closes the socket. An exception is reported and ends the process."""
-    hello = Channel(sock, RankSetup)
-    setup: RankSetup = hello.receive()
+    channel = Channel(sock, RankSetup)
+    setup: RankSetup = channel.receive()
+    channel.expect(RankOrder)
     try:
         runner = open_runner(
             setup.config,
             setup.eos_ids,
-            lambda done, total: hello.send(Loading(done, total)),
+            lambda done, total: channel.send(Loading(done, total)),
             setup.rank,
             setup.rendezvous,
         )
     except ServingError as error:
-        hello.send(Failed(str(error)))
+        channel.send(Failed(str(error)))
         return
-    channel = Channel(sock, RankOrder)
     channel.send(Ready(runner.info))
     while True:
         order: RankOrder = channel.receive()
@@ -80,9 +84,10 @@ def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:
 
 def main() -> None:
     """Also `mindieservice_backend_connector`, the documented name; only a server starts it."""
-    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
-        sys.exit("a rank is started by its server, with the number of an open socket")
+    if len(sys.argv) != 3 or not sys.argv[1].isdecimal():
+        sys.exit("a rank is started by its server, with the number of an open socket and the backend's name")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    _opener(sys.argv[2])  # imports torch while the server reads the tokenizer
     try:
         serve(socket.socket(fileno=int(sys.argv[1])))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -1,10 +1,11 @@
 """What goes into the engine and what comes out: SamplingParams, Request, Delta."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvloom.engine.errors import BadRequest
+from kvloom.engine.pooling import POOLINGS
 
 
 class FinishReason(Enum):
@@ -91,7 +92,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared)."""
+    """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
+
+    With a `pooling` (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta brings the
+    prompt's pooled states.
+    """
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -101,6 +106,24 @@ class Request:
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
     adapter: int = 0  # a LoRA adapter that the engine has loaded; 0 = none
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
+    pooling: str = ""
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether cached blocks may stand for prompt tokens: not where something of each of them is wanted."""
+        return self.params.prompt_logprobs is None and self.pooling != "mean"
+
+    @property
+    def computes_nothing(self) -> bool:
+        return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
+
+
+def capped(request: Request, max_tokens: int | None) -> Request:
+    """The request with its answer no longer than `max_tokens`; None = as it is."""
+    wanted = request.params.max_tokens
+    if max_tokens is None or (wanted is not None and wanted <= max_tokens):
+        return request
+    return replace(request, params=replace(request.params, max_tokens=max_tokens))
 
 
 def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
@@ -112,6 +135,8 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
     if "\0" in request.cache_salt:
         raise BadRequest("cache_salt", "must not contain NUL")
+    if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
+        raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
     for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):
         bad = next((i for i in ids if not 0 <= i < vocab_size), None)
         if bad is not None:
@@ -145,3 +170,4 @@ class Delta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     seed: int | None = None  # the seed in use; None when greedy
     error: str | None = None
+    embedding: bytes | None = None  # pooled states, float32, not normalised

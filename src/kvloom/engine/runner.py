@@ -1,18 +1,27 @@
 """ModelRunner: batches to tensors, tensors to logits, logits to tokens. Lives in a rank process."""
 
-import contextlib
 import logging
 import math
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import AdapterInfo, Batch, Logprob, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import (
+    AdapterInfo,
+    Batch,
+    Logprob,
+    Pooled,
+    PromptLogprobs,
+    RankInfo,
+    Sample,
+    StepOutput,
+    Work,
+)
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.guide import Guides
@@ -21,9 +30,11 @@ from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.lora import read_adapter
+from kvloom.engine.machine import available_bytes, says_what_to_lower
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.pooler import Pooler
 from kvloom.engine.sampler import History, describe, num_candidates, sample, sample_top
 from kvloom.engine.shard import shard_spec
 from kvloom.engine.swapcache import SwapCache
@@ -34,7 +45,6 @@ from kvloom.engine.weights.fingerprint import fingerprint
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 _WEIGHT_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -44,6 +54,7 @@ class _State:
     history: History
     adapter: int = 0
     blocks: list[int] = field(default_factory=list)
+    pooler: Pooler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,8 @@ class _Rows:
     rows: list[int]
     samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
+    states: list[int]  # tokens whose states are pooled, sequence by sequence
+    pooled: list[tuple[int, int, int]]  # sequence id, start, how many of them
 
 
 class ModelRunner:
@@ -67,6 +80,8 @@ class ModelRunner:
         num_host_blocks: int = 0,
         block_size: int | None = None,
         guides: Guides | None = None,
+        hidden_size: int = 0,
+        pooling: str = "last",
     ) -> None:
         """`block_size`: tokens, a multiple of the backend's; so many of its blocks are one of the engine's.
 
@@ -84,6 +99,8 @@ class ModelRunner:
             weight_bytes=backend.weight_bytes,
             num_host_blocks=num_host_blocks,
             swap_block_s=self._swap.measure(),
+            hidden_size=hidden_size,
+            pooling=pooling,
         )
         self._backend = backend
         self._eos_ids = [id for id in eos_ids if id < vocab_size]
@@ -100,7 +117,6 @@ class ModelRunner:
         dtypes = "-".join(str(part.dtype) for part in backend.kv_parts)
         return KvMemory(layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()
         for id in batch.drop:
@@ -110,7 +126,8 @@ class ModelRunner:
             if new.params.grammar:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
                 history.guide = self._guides.guide(new.params.grammar)
-            self._states[new.id] = _State(history, new.adapter)
+            pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
+            self._states[new.id] = _State(history, new.adapter, pooler=pooler)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
@@ -134,9 +151,10 @@ class ModelRunner:
         tops = [self._num_candidates(id, place) for id, draft in wanted.samples for place in range(len(draft) + 1)]
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
-        adapters = [self._states[work.id].adapter for work in works]
-        rows = torch.tensor(wanted.rows, dtype=torch.int32)
-        head = self._backend.step_head(*self._inputs(works), rows, tops, adapters=adapters if any(adapters) else ())
+        rows, states = _int32(wanted.rows), _int32(wanted.states)
+        used = [self._states[work.id].adapter for work in works]
+        head = self._backend.step_head(*self._inputs(works), rows, tops, states, adapters=used if any(used) else ())
+        self._pool(head, wanted.pooled, output)
         row = 0
         for id, draft in wanted.samples:
             self._sample(head, row, id, draft, output)
@@ -147,6 +165,17 @@ class ModelRunner:
             values = [describe(logprobs[i], token_id, num_top) for i, token_id in enumerate(following)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
+
+    def _pool(self, head: Head, chunks: Sequence[tuple[int, int, int]], output: StepOutput) -> None:
+        """Add the states of each chunk to what its sequence has; report those that are whole."""
+        first = 0
+        for id, start, count in chunks:
+            pooler = self._states[id].pooler
+            assert pooler is not None
+            data = pooler.add(start, head.states[first : first + count])
+            if data is not None:
+                output.pooled.append(Pooled(id, data))
+            first += count
 
     def _num_candidates(self, id: int, num_more: int) -> int:
         return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
@@ -165,6 +194,8 @@ class ModelRunner:
     def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
         """The token after row `row`, of its candidates or of all its logits."""
         top = head.tops[row]
+        if top == 1:  # nothing is left to choose
+            return int(head.ids[row, 0]), None
         if top:
             return sample_top(
                 head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
@@ -186,8 +217,7 @@ class ModelRunner:
         tables = [self._table(self._states[work.id].blocks) for work in works]
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        ids_, pos_, qstart_, table_ = (torch.tensor(values, dtype=torch.int32) for values in (ids, pos, qstart, padded))
-        return ids_, pos_, qstart_, table_
+        return _int32(ids), _int32(pos), _int32(qstart), _int32([id for row in padded for id in row]).view(-1, width)
 
     def _table(self, blocks: list[int]) -> list[int]:
         """The backend's blocks of the engine's."""
@@ -196,13 +226,18 @@ class ModelRunner:
         return [block * self._tiles + i for block in blocks for i in range(self._tiles)]
 
     def _rows(self, works: Sequence[Work]) -> _Rows:
-        wanted = _Rows([], [], [])
+        wanted = _Rows([], [], [], [], [])
         prompt_rows: list[int] = []
         first_row = 0
         for work in works:
             history = self._states[work.id].history
             end = work.start + work.num_tokens
-            if end - len(work.draft) == len(history.token_ids):
+            pooler = self._states[work.id].pooler
+            if pooler is not None:
+                kept = pooler.wanted(work.start, end)
+                wanted.pooled.append((work.id, work.start, len(kept)))
+                wanted.states.extend(first_row + position - work.start for position in kept)
+            elif end - len(work.draft) == len(history.token_ids):
                 wanted.samples.append((work.id, work.draft))
                 end_row = first_row + work.num_tokens
                 wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
@@ -215,6 +250,11 @@ class ModelRunner:
         return wanted
 
 
+def _int32(values: list[int]) -> torch.Tensor:
+    """As torch.tensor, several times quicker for the short lists of a step."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32) if values else torch.empty(0, dtype=torch.int32)
+
+
 def open_runner(
     config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
 ) -> ModelRunner:
@@ -225,7 +265,7 @@ def open_runner(
     checkpoint = open_checkpoint(Path(config.model))
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
     mesh = join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
-    with _says_what_to_lower():
+    with says_what_to_lower():
         backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress, mesh)
         return ModelRunner(
             backend,
@@ -235,22 +275,9 @@ def open_runner(
             pools.num_host_blocks,
             block_size=size,
             guides=Guides(lambda: load_tokenizer(Path(config.model)), checkpoint.spec.vocab_size),
+            hidden_size=checkpoint.spec.hidden,
+            pooling=checkpoint.pooling,
         )
-
-
-@contextlib.contextmanager
-def _says_what_to_lower() -> Iterator[None]:
-    """An allocation that failed although the sizes were planned: somebody else took the memory meanwhile."""
-    try:
-        yield
-    except (MemoryError, OSError, RuntimeError) as error:
-        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))
-        if not is_memory:
-            raise
-        raise OutOfMemory(
-            "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
-            f"host_cache_bytes (cpuMemSize) where it is given ({error})"
-        ) from error
 
 
 def _open_backend(
@@ -356,15 +383,3 @@ def _pools_for(
     is_shared = torch.device(config.device).type == "cpu"
     free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]
     return plan_pools(wish, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or of the control group where that is less."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
-    return free

@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import threading
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
 from kvloom.engine.adapters import Adapter
@@ -22,6 +24,7 @@ from kvloom.engine.stats import Stats
 log = logging.getLogger(__name__)
 
 _TIER_POLL_S = 0.002  # how soon an engine with nothing to compute notices what the outer KV tier has brought
+_STATS_S = 0.02
 _IDLE_POLL_S = 0.2  # how soon an idle engine notices that its rank died
 
 
@@ -65,6 +68,7 @@ class EngineThread:
         self._closing = threading.Event()
         self._ready = threading.Event()
         self._stats = engine.stats()
+        self._next_stats_s = 0.0
         self._num_restarts = 0
         self._completed = CompletedLog(executor.info.block_size)
 
@@ -98,7 +102,7 @@ class EngineThread:
         self._executor.close()
 
     def stats(self) -> Stats:
-        """As of the last step."""
+        """As of the last steps: at most 20 ms old while there is work."""
         return self._stats
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
@@ -162,11 +166,18 @@ class EngineThread:
             except Exception:  # our mistake; whoever waits must still be answered
                 log.exception("the engine failed on a step")
                 self._mourn("the engine failed on a step; the server's log says how")
-            self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
+            self._note_stats()
         self._deliver(self._engine.fail_all("the server is stopping"))
         while not self._inbox.empty():
             if isinstance(message := self._inbox.get(), _Load):
                 self._answer(message, Unavailable("the server is stopping"))
+
+    def _note_stats(self) -> None:
+        """For other threads to read; not in every step, since a step of a small model is short."""
+        now_s = time.monotonic()
+        if now_s >= self._next_stats_s or not self._engine.has_work:
+            self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
+            self._next_stats_s = now_s + _STATS_S
 
     def _take_inbox(self) -> None:
         """Requests that have arrived; waits for one when there is nothing else to do. Raises RankDied."""
@@ -250,10 +261,13 @@ class EngineThread:
                 self._queues[request_id].put_nowait(item)
 
 
-def open_engine(config: EngineConfig, vocabulary: Vocabulary, progress: Progress | None = None) -> EngineThread:
+def open_engine(
+    config: EngineConfig, vocabulary: Callable[[], Vocabulary], progress: Progress | None = None
+) -> EngineThread:
     """Start a rank process, load the model in it, and put an engine thread on top. Raises ModelError.
 
-    `progress(done_bytes, total_bytes)` is called while weights are loaded.
+    `vocabulary` is called while the process starts; `progress(done_bytes, total_bytes)` while weights are loaded.
     """
-    executor = RankExecutor(config, sorted(vocabulary.eos_ids), progress)
-    return EngineThread(Engine(config, executor, vocabulary), executor)
+    vocabulary = functools.cache(vocabulary)
+    executor = RankExecutor(config, lambda: sorted(vocabulary().eos_ids), progress)
+    return EngineThread(Engine(config, executor, vocabulary()), executor)

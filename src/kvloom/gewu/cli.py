@@ -19,7 +19,7 @@ from kvloom.gewu.frames import Frame, FrameDecoder, encode
 from kvloom.gewu.session import Session
 from kvloom.gewu.settings import find_socket, read_settings
 
-app = typer.Typer(help="On-device inference sessions behind a C ABI.", no_args_is_help=True)
+app = typer.Typer(help="On-device inference sessions behind a C ABI.", no_args_is_help=True, add_completion=False)
 
 _STATUS_TIMEOUT_S = 5.0
 

@@ -3,7 +3,6 @@
 One thread: it reads orders between two steps and sends what each step brought.
 """
 
-import select
 import signal
 import socket
 import sys
@@ -55,11 +54,11 @@ class Worker:
         self._held: dict[str, int] = {}  # as the daemon knows it
         self._early: list[Event] = []  # of jobs that never reach the engine
 
-    def serve(self, channel: Channel, sock: socket.socket) -> None:
+    def serve(self, channel: Channel) -> None:
         """Until the daemon closes the socket, which raises EOFError."""
         while True:
             patience_s = self._patience_s()
-            while select.select([sock], [], [], patience_s)[0]:
+            while channel.is_readable(patience_s):
                 self._take(channel.receive())
                 patience_s = 0.0
             deltas = self._engine.start_step()
@@ -164,15 +163,16 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which then closes the socket
     sock = socket.socket(fileno=int(sys.argv[1]))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        setup: Open = Channel(sock, Open).receive()
-        channel = Channel(sock, Order)
+        channel = Channel(sock, Open)
+        setup: Open = channel.receive()
+        channel.expect(Order)
         try:
             worker, ready = open_worker(setup)
         except ServingError as error:
             channel.send(Failed(str(error)))
             return
         channel.send(ready)
-        worker.serve(channel, sock)
+        worker.serve(channel)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from kvloom.pool.control import build_app
 from kvloom.pool.control_state import ControlState
 from kvloom.pool.segments import SharedMemory
 
-app = typer.Typer(help="The elastic KV-cache pool: node agent, control plane, checks.", no_args_is_help=True)
+app = typer.Typer(
+    help="The elastic KV-cache pool: node agent, control plane, checks.", no_args_is_help=True, add_completion=False
+)
 _console = Console()
 _PROBE_S = 2.0
 

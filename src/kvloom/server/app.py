@@ -4,7 +4,7 @@ import asyncio
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvloom.server.auth import TENANT
 from kvloom.server.errors import BUG_TEXT, ErrorReply, NoRoute, TooLarge, WrongMethod, reply_for_path
 from kvloom.server.health import Health
 from kvloom.server.logs import current_request_id
-from kvloom.server.reply import Call, Dialect, Endpoint, Events, Reply
+from kvloom.server.reply import Call, Dialect, Endpoint, Reply
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,10 @@ class EventResponse(StreamingResponse):
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
-            await super().stream_response(send)
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for chunk in self.body_iterator:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def make_app(
@@ -46,7 +49,8 @@ def make_app(
 ) -> Starlette:
     """The app. `on_start` runs on the loop before the first request.
 
-    With a `management_port`, management routes exist on that port only, and the others everywhere else.
+    With a `management_port`, management routes exist on that port only, and the others everywhere else; the console's
+    page is on both.
     """
 
     @asynccontextmanager
@@ -93,7 +97,7 @@ def _handler(
 def _check_port(request: Request, endpoint: Endpoint, management_port: int) -> None:
     """Raises NoRoute when this route is not on the port that the request came in by."""
     is_here = request.scope["server"][1] == management_port
-    if endpoint.is_management != is_here:
+    if endpoint.is_management != is_here and not endpoint.is_everywhere:
         raise NoRoute(f"there is no route {request.url.path} on this port")
 
 
@@ -107,16 +111,8 @@ async def _respond(
     call = Call(body, request.path_params, request.query_params, headers, request.scope.get(TENANT, ""))
     reply = await (_unless_gone(request, endpoint.answer(call)) if endpoint.is_generating else endpoint.answer(call))
     if reply.events is not None:
-        return EventResponse(
-            _chunks(reply.events), media_type=reply.media_type, headers={**reply.headers, **sse.HEADERS}
-        )
+        return EventResponse(reply.events, media_type=reply.media_type, headers={**reply.headers, **sse.HEADERS})
     return Response(reply.body, reply.status, reply.headers, reply.media_type)
-
-
-async def _chunks(events: Events) -> AsyncGenerator[bytes]:
-    async with aclosing(events):
-        async for chunk in events:
-            yield chunk
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

@@ -16,6 +16,9 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvloom.engine.errors import UserError
+from kvloom.server.errors import family_of
+
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
 SALT_BYTES = 16
@@ -23,7 +26,7 @@ TENANT = "kvloom.tenant"  # in an ASGI scope
 _SCHEME = "sha256"
 
 
-class AccessError(Exception):
+class AccessError(UserError):
     """The configuration would open the server wider than it says. Never holds a key."""
 
 
@@ -115,7 +118,10 @@ def check_bind(address: str, is_all_allowed: bool) -> None:
 def _unauthorized(path: str) -> Response:
     text = "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY"
     body: dict[str, object] = {"error": text, "error_type": "authentication"}
-    if path.startswith("/v1/"):
+    family = family_of(path)
+    if family == "anthropic":
+        body = {"type": "error", "error": {"type": "authentication_error", "message": text}}
+    elif family == "openai":
         body = {
             "error": {"message": text, "type": "authentication_error", "param": None, "code": "invalid_api_key"},
         }

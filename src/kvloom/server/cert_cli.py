@@ -10,7 +10,7 @@ from kvloom.server.devcerts import issue, make_authority, make_crl
 from kvloom.server.keystore import KeyStore, write_private
 from kvloom.server.tls import TlsConfig
 
-app = typer.Typer(help="Certificates for trying TLS out.", no_args_is_help=True)
+app = typer.Typer(help="Certificates for trying TLS out.", no_args_is_help=True, add_completion=False)
 
 TLS_DOMAIN = 1
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")

@@ -45,6 +45,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()  # whose pages may call; none = no page of another origin
     log: LogConfig = field(default_factory=LogConfig)
     pid_file: Path | None = None
+    otlp_endpoint: str = ""  # collector of traces; "" = as OTEL_EXPORTER_OTLP_ENDPOINT says, or none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -323,6 +324,7 @@ _SERVER_FIELDS: Sequence[str] = (
     "tls",
     "api_key_hashes",
     "pid_file",
+    "otlp_endpoint",
 )
 _OPTIONS: Sequence[str] = (
     "validates_model",

@@ -14,7 +14,7 @@ from kvloom.server.auth import check_bind
 from kvloom.server.config import Settings, load_settings
 from kvloom.server.config_keys import LAYOUT_1, Key
 
-app = typer.Typer(no_args_is_help=True)
+app = typer.Typer(help="config.json: check one, begin one.", no_args_is_help=True, add_completion=False)
 console = Console()
 
 

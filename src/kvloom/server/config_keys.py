@@ -96,6 +96,7 @@ _SERVE: dict[str, Key] = {
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
     "loraRoot": Key(str, "folder below which LoRA adapters may be loaded at run time", setting="lora_root"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
+    "otlpEndpoint": Key(str, "collector that traces go to, http://HOST:4318", setting="otlp_endpoint"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
     "e2eTimeout": Key(int, "requests end by their own limits", 1),
     "inferMode": Key(str, "one process does prefill and decode", choices=("standard",)),

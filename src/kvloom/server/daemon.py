@@ -5,11 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from kvloom.engine.errors import ServingError
-from kvloom.server.auth import AccessError
-from kvloom.server.keystore import KeyStoreError
+from kvloom.engine.errors import UserError
 from kvloom.server.launch import launch, read_settings
-from kvloom.server.tls import TlsError
 
 
 def main() -> None:
@@ -23,7 +20,7 @@ def main() -> None:
         settings = read_settings(config, {"MIES_PYTHON_LOG_TO_STDOUT": "0", **os.environ})
         settings.override(pid_file=given.pid_file)
         launch(settings)
-    except (ServingError, AccessError, TlsError, KeyStoreError) as error:
+    except UserError as error:
         print(f"mindieservice_daemon: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -1,7 +1,7 @@
 """Which status an error has in each family of routes, and how its body looks. The one table."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -28,6 +28,14 @@ _OPENAI_TYPE = {
     "too_large": "invalid_request_error",
     "method": "invalid_request_error",
     "overloaded": "rate_limit_error",
+}
+_ANTHROPIC_TYPE = {
+    "invalid": "invalid_request_error",
+    "not_found": "not_found_error",
+    "too_large": "request_too_large",
+    "method": "invalid_request_error",
+    "overloaded": "rate_limit_error",
+    "unavailable": "overloaded_error",
 }
 _OPENAI_CODE = {"not_found": "model_not_found", "overloaded": "rate_limit_exceeded"}
 
@@ -70,6 +78,16 @@ def openai_reply(error: ServingError) -> ErrorReply:
     return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(openai_error(error)), _headers(error))
 
 
+def anthropic_error(error: ServingError) -> dict[str, Any]:
+    """Anthropic's error object."""
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPE.get(error.kind, "api_error"), "message": str(error)}}
+
+
+def anthropic_reply(error: ServingError) -> ErrorReply:
+    """Statuses are those of /v1."""
+    return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(anthropic_error(error)), _headers(error))
+
+
 def tgi_error(error: ServingError) -> dict[str, Any]:
     """TGI's error object, which is Open Inference Protocol's too."""
     text = str(error)
@@ -80,9 +98,17 @@ def tgi_reply(error: ServingError) -> ErrorReply:
     return ErrorReply(TABLE[error.kind][1], msgspec.json.encode(tgi_error(error)), _headers(error))
 
 
+def family_of(path: str) -> Literal["openai", "anthropic", "tgi"]:
+    """Whose errors a path has."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return "anthropic"
+    return "openai" if path.startswith("/v1/") or path in ("/tokenize", "/detokenize") else "tgi"
+
+
 def reply_for_path(path: str, error: ServingError) -> ErrorReply:
     """An error outside of any dialect: no route, a bug."""
-    return openai_reply(error) if path.startswith("/v1/") else tgi_reply(error)
+    replies = {"openai": openai_reply, "anthropic": anthropic_reply, "tgi": tgi_reply}
+    return replies[family_of(path)](error)
 
 
 def _headers(error: ServingError) -> dict[str, str]:

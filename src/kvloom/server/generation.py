@@ -21,8 +21,10 @@ from kvloom.server.admission import Admission, Ticket
 from kvloom.server.card import ModelCard
 from kvloom.server.meter import Meter
 from kvloom.server.timing import Timing
+from kvloom.server.tracing import CALLER, FINISH_NAMES, Trace, Tracer
 
 MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_EMBEDDINGS = 2048  # OpenAI's limit
 
 
 class EngineLike(Protocol):
@@ -46,8 +48,12 @@ class TokenizerLike(Protocol):
 
     @property
     def eos_ids(self) -> Set[int]: ...
+    @property
+    def vocab_size(self) -> int: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
     def token_bytes(self, token_id: int) -> bytes: ...
+    def token_text(self, token_id: int) -> str: ...
     def is_special(self, token_id: int) -> bool: ...
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
 
@@ -55,6 +61,8 @@ class TokenizerLike(Protocol):
 @dataclass(frozen=True, slots=True)
 class Generation:
     """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
+
+    With a `pooling` each choice is its prompt's embedding, as engine.request.Request has it.
 
     `id` is the caller's; several generations may run under one id, and stop together.
     """
@@ -66,6 +74,7 @@ class Generation:
     best_of: int = 1
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
+    pooling: str = ""
 
 
 @dataclass(slots=True)
@@ -82,6 +91,7 @@ class Answer:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
+    embedding: bytes | None = None  # as engine.request.Delta's
     timing: Timing = field(default_factory=Timing)  # of the whole generation
 
     def add(self, delta: Delta) -> None:
@@ -93,23 +103,33 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
+        self.embedding = delta.embedding
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
-    """One generation under way: its place, and its engine requests once it has one."""
+class Running:
+    """One generation under way: its place, its engine requests once it has one, and how far it is."""
 
     ticket: Ticket
     requests: list[Request]
+    generation: Generation
+    timing: Timing
 
 
 class GenerationService:
     """Runs Generations on the engine of one model, with one of its adapters or none."""
 
-    def __init__(self, card: ModelCard, engine: EngineLike, tokenizer: TokenizerLike, admission: Admission) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        engine: EngineLike,
+        tokenizer: TokenizerLike,
+        admission: Admission,
+        tracer: Tracer | None = None,
+    ) -> None:
         self.card, self.engine, self.tokenizer = card, engine, tokenizer
-        self.admission = admission
-        self._running: dict[str, set[_Running]] = {}
+        self.admission, self._tracer = admission, tracer
+        self._running: dict[str, set[Running]] = {}
         self._serial = itertools.count()
         self.meter = Meter()
         self.adapter = 0  # as engine.request.Request's
@@ -139,8 +159,9 @@ class GenerationService:
 
     def check(self, generation: Generation, field: str) -> None:
         """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
-        if len(generation.prompts) * generation.best_of > MAX_CHOICES:
-            raise BadRequest(field, f"asks for more than {MAX_CHOICES} answers in one request")
+        most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
+        if len(generation.prompts) * generation.best_of > most:
+            raise BadRequest(field, f"asks for more than {most} answers in one request")
         limit = self.max_input_tokens if generation.params.max_tokens != 0 else self.engine.max_seq_len
         for prompt in generation.prompts:
             if not prompt:
@@ -152,6 +173,11 @@ class GenerationService:
         """Raises Unavailable."""
         if not self.engine.is_ready:
             raise Unavailable(f"the model {self.name} is not ready: it is starting, restarting or stopping")
+
+    def running(self) -> list[Running]:
+        """What is under way, oldest first."""
+        items = [item for same_id in self._running.values() for item in same_id]
+        return sorted(items, key=lambda item: -item.timing.age_s)
 
     def stop(self, id: str) -> bool:
         """End what runs under `id` with the tokens it has; whether there was anything."""
@@ -184,8 +210,9 @@ class GenerationService:
         return [answer for group in groups for answer in _best(group, generation.n)]
 
     async def _run(self, generation: Generation, count: int, timing: Timing) -> AsyncGenerator[tuple[int, Delta]]:
-        """`count` choices a prompt, timed and counted."""
+        """`count` choices a prompt, timed, counted and traced."""
         reasons: list[FinishReason] = []
+        num_cached, error = 0, ""
         num_choices = len(generation.prompts) * count
         self.meter.num_received += 1
         try:
@@ -195,21 +222,44 @@ class GenerationService:
                         timing.token()
                     if delta.finish_reason is not None:
                         reasons.append(delta.finish_reason)
+                        num_cached = max(num_cached, delta.num_cached_tokens)
                         if len(reasons) == num_choices:
                             self.meter.finished(timing, sum(map(len, generation.prompts)), num_choices, reasons)
                     yield choice, delta
-        except ServingError:
+        except ServingError as problem:
             self.meter.num_failed += 1
+            error = problem.kind
             raise
         except (GeneratorExit, asyncio.CancelledError):
             self.meter.num_aborted += len(reasons) < num_choices
             raise
+        finally:
+            if self._tracer is not None:
+                self._trace(self._tracer, generation, timing, num_cached, reasons, error)
+
+    def _trace(
+        self,
+        tracer: Tracer,
+        generation: Generation,
+        timing: Timing,
+        num_cached: int,
+        reasons: list[FinishReason],
+        error: str,
+    ) -> None:
+        """Tell the tracer of a generation that has ended; choices without an end were given up by the client."""
+        num_prompt = sum(map(len, generation.prompts))
+        names = [FINISH_NAMES[reason] for reason in reasons] or ([] if error else [FINISH_NAMES[FinishReason.ABORT]])
+        trace = Trace(
+            CALLER.get(), generation.id, self.name, generation.params, num_prompt, num_cached, timing, names, error
+        )
+        tracer.ended(trace)
 
     @asynccontextmanager
-    async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[_Running]:
+    async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[Running]:
         """A place among those served, and the engine requests to run in it; stoppable meanwhile."""
         ticket = Ticket(num_tokens=sum(map(len, generation.prompts)))
-        running = _Running(ticket, _requests(generation, count, next(self._serial), self.adapter))
+        requests = _requests(generation, count, next(self._serial), self.adapter)
+        running = Running(ticket, requests, generation, timing)
         same_id = self._running.setdefault(generation.id, set())
         same_id.add(running)
         try:
@@ -221,7 +271,7 @@ class GenerationService:
             if not same_id:
                 self._running.pop(generation.id, None)
 
-    async def _merge(self, running: _Running) -> AsyncGenerator[tuple[int, Delta]]:
+    async def _merge(self, running: Running) -> AsyncGenerator[tuple[int, Delta]]:
         if len(running.requests) == 1:
             async with aclosing(self._deltas(running, 0)) as deltas:
                 async for delta in deltas:
@@ -243,7 +293,7 @@ class GenerationService:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(
-        self, running: _Running, choice: int, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
+        self, running: Running, choice: int, queue: "asyncio.Queue[tuple[int, Delta] | ServingError]"
     ) -> None:
         try:
             async with aclosing(self._deltas(running, choice)) as deltas:
@@ -252,7 +302,7 @@ class GenerationService:
         except ServingError as error:
             queue.put_nowait(error)
 
-    async def _deltas(self, running: _Running, choice: int) -> AsyncGenerator[Delta]:
+    async def _deltas(self, running: Running, choice: int) -> AsyncGenerator[Delta]:
         request = running.requests[choice]
         if running.ticket.is_stopped:  # before the engine has heard of it
             yield Delta(request.id, finish_reason=FinishReason.ABORT)
@@ -275,7 +325,9 @@ def _requests(generation: Generation, count: int, serial: int, adapter: int) -> 
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
             request = Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority)
-            requests.append(replace(request, adapter=adapter) if adapter else request)
+            if adapter or generation.pooling:
+                request = replace(request, adapter=adapter, pooling=generation.pooling)
+            requests.append(request)
     return requests
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -19,9 +20,11 @@ from kvloom.engine.fake import ByteTokenizer
 from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
 from kvloom.server.admission import Admission
+from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
 from kvloom.server.api.lora import check_name
 from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, check_bind
+from kvloom.server.browser import BrowserMiddleware
 from kvloom.server.card import ModelCard
 from kvloom.server.config import ServerConfig
 from kvloom.server.dialects import make_dialects
@@ -31,12 +34,13 @@ from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
+from kvloom.server.tracing import CallerMiddleware, Tracer, open_tracer
 
 log = logging.getLogger(__name__)
 
 READY_LINE = "Daemon start success!"
 # answered without an API key
-OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs")
+OPEN_PATHS = ("/health", "/ping", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", *CONSOLE_PATHS)
 
 
 def serve(config: ServerConfig) -> None:
@@ -47,12 +51,16 @@ def serve(config: ServerConfig) -> None:
     with contextlib.ExitStack() as stack:
         listeners = [stack.enter_context(_listener(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
+        tracer = open_tracer(config.otlp_endpoint, os.environ)
+        if tracer is not None:
+            stack.callback(tracer.close)
         engines = []
         for card in config.models:
             tokenizer, engine = _open_engine(card)
             stack.callback(engine.close)
             engines.append((card, engine, tokenizer))
-        server = _make_server(config, engines, tls, keys, [listener.getsockname()[1] for listener in listeners])
+        ports = [listener.getsockname()[1] for listener in listeners]
+        server = _make_server(config, engines, tls, keys, ports, tracer)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=listeners)
 
@@ -63,9 +71,10 @@ def _make_server(
     tls: ServerContext | None,
     keys: KeyRing | None,
     ports: Sequence[int],
+    tracer: Tracer | None,
 ) -> DrainingServer:
     admission = Admission(config.max_link_num, config.max_queued_tokens)
-    services = [GenerationService(card, engine, tokenizer, admission) for card, engine, tokenizer in engines]
+    services = [GenerationService(card, engine, tokenizer, admission, tracer) for card, engine, tokenizer in engines]
     models = Models(services, config.options)
     for service, (card, engine, _) in zip(services, engines, strict=True):
         _load_adapters(models, service, card, engine)
@@ -83,14 +92,17 @@ def _make_server(
         assert server is not None
         await server.stop(config.grace_s if grace_s is None else grace_s)
 
-    dialects = make_dialects(models, health, stop, f"{config.host}:{ports[0]}")
+    dialects = make_dialects(models, health, stop, config, f"{config.host}:{ports[0]}")
     management_port = ports[1] if len(ports) > 1 else None
     app: ASGIApp = make_app(health, dialects, config.max_body_bytes, on_start, management_port)
+    if tracer is not None:
+        app = CallerMiddleware(app)
     app = BodyTimeoutMiddleware(app)
     if config.cors_origins:
         app = CORSMiddleware(app, config.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     if keys is not None:
         app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)
+    app = BrowserMiddleware(app)
     settings = uvicorn.Config(
         app,
         http=GuardedProtocol,
@@ -148,13 +160,13 @@ def _pid_file(path: Path | None) -> Iterator[None]:
 
 def _open_engine(card: ModelCard) -> tuple[Tokenizer | ByteTokenizer, EngineThread]:
     """The engine with its model loaded, a progress bar meanwhile when someone looks at a terminal."""
-    tokenizer = load_tokenizer(card.engine.model) if card.engine.model else ByteTokenizer()
+    load = functools.cache(lambda: load_tokenizer(card.engine.model) if card.engine.model else ByteTokenizer())
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"loading {card.name}", total=None)
-        engine = open_engine(card.engine, tokenizer, lambda done, total: bar.update(task, completed=done, total=total))
-    return tokenizer, engine
+        engine = open_engine(card.engine, load, lambda done, total: bar.update(task, completed=done, total=total))
+    return load(), engine
 
 
 def _greeting(config: ServerConfig, port: int) -> str:

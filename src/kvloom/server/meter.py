@@ -1,7 +1,7 @@
 """Meter: what is counted and timed of the generations of one model, for /metrics and /metrics-json."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +38,23 @@ class Histogram:
         return rows
 
 
+class Throughput:
+    """What a total gained a second, over RATE_S or the time between two looks, whichever is longer."""
+
+    RATE_S = 10.0
+
+    def __init__(self, now_s: float) -> None:
+        self._looks: deque[tuple[float, float]] = deque([(now_s, 0.0)])  # (time, total), one older than RATE_S
+
+    def rate(self, now_s: float, total: float) -> float:
+        while len(self._looks) > 1 and now_s - self._looks[1][0] >= self.RATE_S:
+            self._looks.popleft()
+        since_s, before = self._looks[0]
+        if now_s - self._looks[-1][0] >= 1.0:  # a scrape more often than that is no new look
+            self._looks.append((now_s, total))
+        return max(0.0, total - before) / max(now_s - since_s, 1e-3)
+
+
 @dataclass(slots=True)
 class Meter:
     """Owned by the server's loop. Times in seconds, of whole generations (all their choices together)."""
@@ -49,6 +66,8 @@ class Meter:
     first_token: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))  # with the wait for a place
     between_tokens: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))
     queue: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))
+    prefill: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))  # from the place to the first token
+    decode: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))
     whole: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
@@ -61,6 +80,8 @@ class Meter:
         self.queue.add(timing.queue_s)
         if timing.first_token_s is not None:
             self.first_token.add(timing.queue_s + timing.first_token_s)
+            self.prefill.add(timing.first_token_s)
+            self.decode.add(timing.decode_s)
             self.whole.add(timing.queue_s + timing.first_token_s + timing.decode_s)
         num_gaps = timing.num_tokens / num_choices - 1
         if num_gaps > 0:

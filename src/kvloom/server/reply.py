@@ -95,8 +95,8 @@ class Reply:
 class Endpoint:
     """One route. `is_generating`: refused while the server drains, cancelled with its client.
 
-    `is_management`: moves to the management port when there is one. `summary`, `bodies` (the structs that parse the
-    body; any of them) and `is_streaming` are for the documentation.
+    `is_management`: moves to the management port when there is one; `is_everywhere`: is on both. `summary`, `bodies`
+    (the structs that parse the body; any of them) and `is_streaming` are for the documentation.
     """
 
     method: str
@@ -106,6 +106,7 @@ class Endpoint:
     bodies: tuple[type, ...] = ()
     is_generating: bool = False
     is_management: bool = False
+    is_everywhere: bool = False
     is_streaming: bool = False
 
 

@@ -8,3 +8,8 @@ MEDIA_TYPE = "text/event-stream"
 def event(data: bytes) -> bytes:
     """One event; `data` is JSON and so holds no line break."""
     return b"data: " + data + b"\n\n"
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, as `event`."""
+    return b"event: " + name.encode() + b"\n" + event(data)

@@ -12,11 +12,17 @@ class Timing:
     first_token_s: float | None = None
     decode_s: float = 0.0
     num_tokens: int = 0
+    has_place: bool = False
     _began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def age_s(self) -> float:
+        """Since the request came."""
+        return self.queue_s + time.perf_counter() - self._began
 
     def place_given(self) -> None:
         now = time.perf_counter()
-        self.queue_s, self._began = now - self._began, now
+        self.queue_s, self._began, self.has_place = now - self._began, now, True
 
     def token(self) -> None:
         passed = time.perf_counter() - self._began

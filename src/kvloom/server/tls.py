@@ -14,6 +14,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
+from kvloom.engine.errors import UserError
 from kvloom.server.keystore import KeyStore, KeyStoreError, is_encrypted
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ WRITABLE_BY_OWNER = 0o022  # bits that a public file may not have
 PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
 
 
-class TlsError(Exception):
+class TlsError(UserError):
     """One sentence that names the file and what to do. Never holds a secret."""
 
 

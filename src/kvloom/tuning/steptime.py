@@ -122,7 +122,7 @@ def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]
 
 def measure(config: EngineConfig, progress: Progress = lambda done, total: None) -> StepTimes:
     """Load the model and time steps of many batch sizes and prompt lengths: some seconds to a minute."""
-    executor, recorder = RankExecutor(config, []), _Recorder()
+    executor, recorder = RankExecutor(config, list), _Recorder()
     try:
         engine = Engine(config, executor, ByteTokenizer(), recorder)
         loads, seconds = [], []

@@ -199,7 +199,7 @@ class Native {
         std::vector<int32_t> top_ids(values.size());
         const kvl_batch batch{cache.data(), kBlocks, ids.data(), pos.data(), qstart.data(), table.data(), rows.data(),
                               int32_t(ids.size()), int32_t(parts.size()), kMaxBlocks, int32_t(rows.size()), tops.data(),
-                              max_top, logits.data(), values.data(), top_ids.data()};
+                              max_top, logits.data(), values.data(), top_ids.data(), nullptr, 0, nullptr};
         kvl_step(model.get(), &batch);
         const float* full = logits.data();
         double difference = 0, size = 1e-9;

@@ -117,6 +117,25 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
     assert torch.equal(backend.step(ids, pos, qstart, table, some).clone(), every[some.long()])
 
 
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
+def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weight_format, limit):
+    spec = SPECS[name]
+    weights = random_weights(spec)
+    backend = CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+    ids, pos, qstart, table, every = ragged(prompts())
+    rows, kept = every[::7], every.flip(0)[::3]
+    got = backend.step_head(ids, pos, qstart, table, rows, [0] * len(rows), kept)
+    logits, states = got.full.clone(), got.states
+    want = ReferenceBackend(spec, weights, 64).step_head(ids, pos, qstart, table, rows, [0] * len(rows), kept).states
+    assert relative_error(states, want) < limit
+    assert torch.equal(backend.step(ids, pos, qstart, table, rows), logits)
+    none = every[:0]
+    alone = backend.step_head(ids, pos, qstart, table, none, [], kept).states
+    assert torch.equal(alone, states), "nobody's logits are asked for"
+
+
 def assert_same_head(got, want, tops):
     """`got` asked for candidates of some rows of the logits `want`, and has exactly those that a full sort finds."""
     full = iter(got.full)

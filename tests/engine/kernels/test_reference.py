@@ -59,6 +59,18 @@ def test_only_the_rows_asked_for_are_returned(llama):
     assert torch.equal(llama.step(*step), everything[[39, 3]])
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral, window of 7", "qwen2", "qwen3"])
+def test_states_are_the_last_hidden_states_of_transformers(name, tmp_path):
+    model = tiny_model(name)
+    backend = open_backend(save(model, tmp_path))
+    with torch.no_grad():
+        wanted = model.model(torch.tensor([PROMPT])).last_hidden_state[0]
+    step = [torch.tensor(v, dtype=torch.int32) for v in (PROMPT, list(range(40)), [0, 40], [[5, 2, 9]], [])]
+    kept = [39, 0, 7, 7]
+    states = backend.step_head(*step, [], torch.tensor(kept, dtype=torch.int32)).states
+    torch.testing.assert_close(states, wanted[kept], atol=2e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("top", [1, 2, 17, VOCAB_SIZE])
 def test_the_largest_logits_are_those_of_the_whole_row(llama, top):
     everything = run_step(llama, [PROMPT], [[5, 2, 9]])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import logging
 import threading
@@ -79,11 +80,11 @@ class InferenceEngine:
                 return Status(Code.ERROR, "the engine is initialised already; finalize it first")
             try:
                 config = config_path if isinstance(config_path, EngineConfig) else _read_config(config_path)
-                tokenizer = load_tokenizer(Path(config.model)) if config.model else ByteTokenizer()
-                self._engine = open_engine(config, tokenizer)
+                load = functools.cache(lambda: load_tokenizer(Path(config.model)) if config.model else ByteTokenizer())
+                self._engine = open_engine(config, load)
             except (ServingError, OSError) as error:
                 return Status(Code.INVALID_ARG if isinstance(error, BadRequest) else Code.ERROR, str(error))
-            self._config, self._callback, self._tokenizer = config, callback, tokenizer
+            self._config, self._callback, self._tokenizer = config, callback, load()
             self._callback_error = None
             self._loop = asyncio.new_event_loop()
             self._thread = threading.Thread(target=self._loop.run_forever, name="engine-api", daemon=True)

@@ -16,13 +16,15 @@ class Head:
     """What a step found of the rows asked for; valid until the next step.
 
     tops [R]: 0 = all logits of the row, in `full` [rows with 0, vocab] float32, in order; k = the k largest, largest
-    first, of equal ones the smaller token first: values [R, >= k] float32 and ids [R, >= k] int32.
+    first, of equal ones the smaller token first: values [R, >= k] float32 and ids [R, >= k] int32. states [N, hidden]
+    float32: of the tokens whose states were asked for, behind the last norm.
     """
 
     tops: list[int]
     full: Tensor
     values: Tensor
     ids: Tensor
+    states: Tensor
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -101,8 +103,12 @@ class Backend(Protocol):
         block_table: Tensor,
         rows: Tensor,
         tops: list[int],
+        states: Tensor | None = None,
         *,
         adapters: Sequence[int] = (),
     ) -> Head:
-        """The same step, with only the tops[r] <= vocab largest logits of row r where that is not 0."""
+        """The same step, with only the tops[r] <= vocab largest logits of row r where that is not 0.
+
+        states [N] int32: which tokens' states are wanted, None = of none.
+        """
         ...

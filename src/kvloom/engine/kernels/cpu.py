@@ -4,6 +4,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.engine.lora import FIELD, AdapterFile
 from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.lora import pairs_of
-from kvloom.engine.weights.source import RawTensor, WeightSource
+from kvloom.engine.weights.source import WeightSource
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16}
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
@@ -77,6 +78,7 @@ class CpuBackend:
         self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
         self.kv_bytes = self.kv.nbytes
         self._logits = torch.empty(0, spec.vocab_size, dtype=torch.float32)
+        self._top_values, self._top_ids = torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int32)
         self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
     def step(
@@ -100,36 +102,42 @@ class CpuBackend:
         block_table: Tensor,
         rows: Tensor,
         tops: list[int],
+        states: Tensor | None = None,
         *,
         adapters: Sequence[int] = (),
     ) -> Head:
         """See kernels/backend.py. As `step`."""
+        states = torch.empty(0, dtype=torch.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
             self._logits = torch.empty(num_full, self.spec.vocab_size, dtype=torch.float32)
+        shape = (len(tops), max(tops, default=0))
+        if shape != self._top_values.shape:
+            self._top_values, self._top_ids = torch.empty(shape), torch.empty(shape, dtype=torch.int32)
         head = Head(
-            tops,
-            self._logits[:num_full],
-            torch.empty(len(tops), max(tops, default=0), dtype=torch.float32),
-            torch.empty(len(tops), max(tops, default=0), dtype=torch.int32),
+            tops, self._logits[:num_full], self._top_values, self._top_ids, torch.empty(len(states), self.spec.hidden)
         )
-        wanted = torch.tensor(tops, dtype=torch.int32)
-        own = torch.tensor([self._adapters[id] if id else -1 for id in adapters], dtype=torch.int32)
-        held = [t.to("cpu", torch.int32).contiguous() for t in (ids, pos, qstart, block_table, rows)]
+        own = (ctypes.c_int32 * len(adapters))(*(self._adapters[id] if id else -1 for id in adapters))
+        wanted = (ctypes.c_int32 * len(tops))(*tops)
+        held = [t.contiguous() for t in (ids, pos, qstart, block_table, rows, states)]
+        assert all(t.dtype is torch.int32 for t in held), "the inputs of a step are int32"
         batch = Batch(
             self.kv.data_ptr(),
             self.num_blocks,
-            *(t.data_ptr() for t in held),
+            *(t.data_ptr() for t in held[:-1]),
             len(ids),
             len(qstart) - 1,
             block_table.shape[1],
             len(rows),
-            wanted.data_ptr(),
-            head.values.shape[1],
+            ctypes.addressof(wanted),
+            shape[1],
             head.full.data_ptr(),
             head.values.data_ptr(),
             head.ids.data_ptr(),
-            own.data_ptr() if any(adapters) else None,
+            held[-1].data_ptr(),
+            len(states),
+            head.states.data_ptr(),
+            ctypes.addressof(own) if adapters else None,
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
@@ -199,6 +207,7 @@ class _Packer:
     ) -> None:
         self._lib, self._model, self._spec = backend._lib, backend._model, backend.spec
         self._weights, self._format, self._progress = weights, layer_format, progress
+        self._num_threads = backend.num_threads
         self._fills: list[tuple[int, str, int, int]] = []  # linear, tensor, first channel, interleave
         self.program: list[Instruction] = []
         self.packed_bytes = 0
@@ -225,7 +234,7 @@ class _Packer:
             raise ModelError("no memory for the packed weights")
 
     def fill(self) -> None:
-        """Reads each tensor once, piece by piece, packs it and forgets it."""
+        """Reads each tensor once, piece by piece, packs it and forgets it; several tensors at a time."""
         spec = self._spec
         shapes = spec.tensor_shapes()
         self.embed = torch.empty(shapes["embed"], dtype=torch.bfloat16)
@@ -233,11 +242,11 @@ class _Packer:
             for at, values in self._weights.tensor("embed").float32_pieces():
                 self.embed[at : at + len(values)] = values
         total, done = sum(int(np.prod(shapes[name])) for _, name, _, _ in self._fills), 0
-        for linear, name, first, interleave in self._fills:
-            self._fill(linear, self._weights.tensor(name), first, interleave)
-            done += int(np.prod(shapes[name]))
-            if self._progress:
-                self._progress(self.packed_bytes * done // total, self.packed_bytes)
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            for name in threads.map(self._fill, self._fills):
+                done += int(np.prod(shapes[name]))
+                if self._progress:
+                    self._progress(self.packed_bytes * done // total, self.packed_bytes)
 
     def _declare_attention(self, layer: int, at: str) -> None:
         spec = self._spec
@@ -292,7 +301,10 @@ class _Packer:
     ) -> None:
         self.program.append(Instruction(kind, layer, linear, epilogue, vector, vector2, source))
 
-    def _fill(self, linear: int, raw: RawTensor, first: int, interleave: int) -> None:
+    def _fill(self, fill: tuple[int, str, int, int]) -> str:
+        """One tensor, in a thread of its own: decoding and packing let other threads run. Returns its name."""
+        linear, name, first, interleave = fill
+        raw = self._weights.tensor(name)
         if self._format == cpu_abi.INT4 and raw.kind in ("q4_0", "q4_1") and raw.name != "head":
             blocks = np.ascontiguousarray(raw.data)
             has_min = int(raw.kind == "q4_1")
@@ -302,6 +314,7 @@ class _Packer:
                 if raw.name == "embed":  # the head of a model that ties them: read once for both
                     self.embed[at : at + len(values)] = values
                 self._lib.kvl_fill_f32(self._model, linear, values.data_ptr(), len(values), first + at, interleave)
+        return name
 
 
 def kv_token_bytes(kv_dtype: str, head_dim: int) -> int:

@@ -39,6 +39,9 @@ class Batch(ctypes.Structure):
         ("logits", _POINTER),
         ("top_values", _POINTER),
         ("top_ids", _POINTER),
+        ("state_rows", _POINTER),
+        ("num_states", _I32),
+        ("states", _POINTER),
         ("adapters", _POINTER),
     )
 

@@ -68,7 +68,6 @@ class ReferenceBackend:
         self._adapter: Mapping[str, LoraPair] = {}  # of the sequence that is computed
         self.kv_layout = f"reference-{device}-{dtype}"
 
-    @torch.inference_mode()
     def step(
         self,
         ids: Tensor,
@@ -80,10 +79,25 @@ class ReferenceBackend:
         adapters: Sequence[int] = (),
     ) -> Tensor:
         """See kernels/backend.py."""
+        return self._run(ids, pos, qstart, block_table, rows.tolist(), [], adapters)[0]
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        wanted: list[int],
+        kept: list[int],
+        adapters: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the tokens `wanted`, states of the tokens `kept`."""
         device = self.kv.device
         ids, pos, table = (t.to(device, torch.int64) for t in (ids, pos, block_table))
-        starts, wanted = qstart.tolist(), rows.tolist()
+        starts = qstart.tolist()
         logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
+        states = torch.empty(len(kept), self.spec.hidden, dtype=torch.float32, device=device)
         for seq, (start, end) in enumerate(pairwise(starts)):
             if start == end:
                 continue
@@ -92,7 +106,9 @@ class ReferenceBackend:
             for place, row in enumerate(wanted):
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
                     logits[place] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
-        return logits
+            own = [place for place, row in enumerate(kept) if start <= row < end]
+            states[own] = hidden[[kept[place] - start for place in own]].float()
+        return logits, states
 
     @property
     def kv_parts(self) -> tuple[Tensor, ...]:
@@ -107,17 +123,19 @@ class ReferenceBackend:
         block_table: Tensor,
         rows: Tensor,
         tops: list[int],
+        states: Tensor | None = None,
         *,
         adapters: Sequence[int] = (),
     ) -> Head:
         """See kernels/backend.py."""
-        logits = self.step(ids, pos, qstart, block_table, rows, adapters=adapters)
+        kept = [] if states is None else states.tolist()
+        logits, found = self._run(ids, pos, qstart, block_table, rows.tolist(), kept, adapters)
         values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
         top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
         for row, top in enumerate(tops):
             if top:
                 values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
-        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids)
+        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids, found)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py."""

@@ -8,18 +8,20 @@ from kvloom.engine.models import family_of
 from kvloom.engine.models.spec import DecoderSpec, Rope
 from kvloom.engine.weights import gguf as gguf_file
 from kvloom.engine.weights import safetensors as folder_file
+from kvloom.engine.weights.pooling import folder_pooling, gguf_pooling
 from kvloom.engine.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: its shape, its tensors, the ids that end a sequence."""
+    """A model on disk: its shape, its tensors, the ids that end a sequence, how its embeddings are pooled."""
 
     path: Path
     spec: DecoderSpec
     weights: WeightSource
     eos_ids: frozenset[int]
     bos_id: int | None
+    pooling: str
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -46,6 +48,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         folder_file.SafetensorsSource(folder, spec),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
+        folder_pooling(folder),
     )
 
 
@@ -66,4 +69,5 @@ def _open_gguf(path: Path) -> Checkpoint:
         gguf_file.GgufSource(file, spec, family.permuted_gguf),
         frozenset(int(i) for i in ids if i is not None),
         metadata.get("tokenizer.ggml.bos_token_id"),
+        gguf_pooling(metadata.get(f"{arch}.pooling_type")),
     )

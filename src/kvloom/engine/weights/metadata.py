@@ -24,6 +24,7 @@ FORMATS = {
     12: "d",
 }  # GGUF, value types
 STRING, ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 CONFIG_KEYS = {  # Hugging Face's names -> GGUF's, behind the architecture's name
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -128,7 +129,7 @@ def _number(file: BinaryIO, form: str) -> Any:
 
 
 def _text(file: BinaryIO) -> str:
-    size = _number(file, "Q")
+    (size,) = _LENGTH.unpack(file.read(_LENGTH.size))
     data = file.read(size)
     if len(data) < size:
         raise struct.error("a string ends early")
@@ -144,4 +145,4 @@ def _value(file: BinaryIO, kind: int) -> Any:
     if item in FORMATS:
         form = f"<{count}{FORMATS[item]}"
         return list(struct.unpack(form, file.read(struct.calcsize(form))))
-    return [_value(file, item) for _ in range(count)]
+    return [_text(file) if item == STRING else _value(file, item) for _ in range(count)]

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvloom.engine.errors import ServingError
-from kvloom.server.errors import TABLE, ErrorReply, tgi_reply
+from kvloom.server.errors import TABLE, ErrorReply, family_of, tgi_reply
 from kvloom.server.reply import Call, Endpoint, Reply
 
 OPENAPI_VERSION = "3.1.0"
@@ -28,6 +28,18 @@ _OPENAI_ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }
 _TGI_ERROR = {
@@ -71,7 +83,7 @@ def describe(endpoints: Iterable[Endpoint], version: str) -> dict[str, Any]:
     for endpoint in endpoints:
         path = _PLACEHOLDER.sub(r"{\1}", endpoint.path)
         paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schema_of)
-    errors = {"OpenAIError": _OPENAI_ERROR, "Error": _TGI_ERROR}
+    errors = {"OpenAIError": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR, "Error": _TGI_ERROR}
     return {
         "openapi": OPENAPI_VERSION,
         "info": {"title": "kvloom", "version": version},
@@ -102,9 +114,9 @@ def _operation(endpoint: Endpoint, schema_of: dict[type, dict[str, Any]]) -> dic
 
 
 def _errors(endpoint: Endpoint) -> dict[str, Any]:
-    is_openai = endpoint.path.startswith("/v1/")
-    name = "OpenAIError" if is_openai else "Error"
-    statuses = sorted({row[0] if is_openai else row[1] for row in TABLE.values()})
+    family = family_of(endpoint.path)
+    name = {"openai": "OpenAIError", "anthropic": "AnthropicError", "tgi": "Error"}[family]
+    statuses = sorted({row[1] if family == "tgi" else row[0] for row in TABLE.values()})
     content = {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}
     return {str(status): {"description": "an error", "content": content} for status in statuses}
 

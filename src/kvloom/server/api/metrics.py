@@ -1,5 +1,6 @@
 """GET /metrics for Prometheus: the documented server's names, and vLLM's with their prefix, over the same numbers."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -9,7 +10,7 @@ from kvloom.engine.errors import ServingError
 from kvloom.engine.request import FinishReason
 from kvloom.server.errors import ErrorReply, tgi_reply
 from kvloom.server.generation import GenerationService
-from kvloom.server.meter import Histogram
+from kvloom.server.meter import Histogram, Throughput
 from kvloom.server.models import Models
 from kvloom.server.reply import Call, Endpoint, Reply
 
@@ -18,8 +19,10 @@ _FINISHED = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.L
 
 
 class Metrics:
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self, models: Models, clock: Callable[[], float] = time.monotonic) -> None:
+        self._models, self._clock = models, clock
+        self._began_s = clock()
+        self._throughputs: dict[str, tuple[Throughput, Throughput]] = {}  # of the prompt, of the answer
         self._registry = CollectorRegistry()
         self._registry.register(self)  # anything that has `collect`
 
@@ -58,6 +61,20 @@ class Metrics:
                     family.add_metric(labels, histogram.cumulative(), histogram.sum)
                 yield family
         yield self._finished()
+        yield from self._rates()
+
+    def _rates(self) -> Iterator[Metric]:
+        """Tokens a second, as the documented server tells them."""
+        prompt = GaugeMetricFamily("avg_prompt_throughput_toks_per_s", "Prompt tokens a second.", labels=["model_name"])
+        answer = GaugeMetricFamily("avg_generation_throughput_toks_per_s", "Tokens a second.", labels=["model_name"])
+        now_s = self._clock()
+        for service in self._models:
+            stats = service.engine.stats()
+            fresh = (Throughput(self._began_s), Throughput(self._began_s))
+            of_prompt, of_answer = self._throughputs.setdefault(service.name, fresh)
+            prompt.add_metric([service.name], of_prompt.rate(now_s, stats.total_prompt_tokens))
+            answer.add_metric([service.name], of_answer.rate(now_s, stats.total_output_tokens))
+        yield from (prompt, answer)
 
     def _finished(self) -> Metric:
         success = CounterMetricFamily(
@@ -75,6 +92,11 @@ class Metrics:
 def _kv_use(service: GenerationService) -> float:
     stats = service.engine.stats()
     return 1 - stats.num_free_blocks / max(1, stats.num_blocks)
+
+
+def _host_use(service: GenerationService) -> float:
+    stats = service.engine.stats()
+    return 1 - stats.num_free_host_blocks / stats.num_host_blocks if stats.num_host_blocks else 0.0
 
 
 def _hit_rate(service: GenerationService) -> float:
@@ -142,12 +164,20 @@ _GAUGES: Sequence[tuple[tuple[str, ...], str, Number]] = (
         "Requests in the batch.",
         lambda s: s.engine.stats().num_running,
     ),
+    (
+        ("num_requests_swapped", "vllm:num_requests_swapped"),
+        "Requests that wait with their KV blocks in host memory.",
+        lambda s: s.engine.stats().num_swapped,
+    ),
     (("num_requests_waiting", "vllm:num_requests_waiting"), "Requests that wait.", _num_waiting),
     (
         ("npu_cache_usage_perc", "vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         "Share of KV blocks in use, 0 to 1.",
         _kv_use,
     ),
+    (("cpu_cache_usage_perc", "vllm:cpu_cache_usage_perc"), "Share of host KV blocks in use, 0 to 1.", _host_use),
+    (("all_radix_match_num",), "Prompt tokens looked up.", lambda s: s.engine.stats().total_prompt_tokens),
+    (("npu_radix_match_hit_num",), "Prompt tokens found cached.", lambda s: s.engine.stats().total_cached_tokens),
     (("npu_prefix_cache_hit_rate",), "Share of prompt tokens found cached, 0 to 1.", _hit_rate),
     (("failed_request_perc",), "Share of generations that failed, 0 to 1.", _failed_share),
 )
@@ -167,6 +197,8 @@ _HISTOGRAMS: Sequence[tuple[tuple[str, ...], str, Callable[[GenerationService], 
         _between_tokens,
     ),
     (("vllm:request_queue_time_seconds",), "Wait for a place.", lambda s: s.meter.queue),
+    (("vllm:request_prefill_time_seconds",), "From the place to the first token.", lambda s: s.meter.prefill),
+    (("vllm:request_decode_time_seconds",), "From the first token to the last.", lambda s: s.meter.decode),
     (("vllm:e2e_request_latency_seconds",), "From the request to its last token.", lambda s: s.meter.whole),
     (
         ("request_prompt_tokens", "vllm:request_prompt_tokens"),

@@ -10,7 +10,7 @@ import msgspec
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.request import Delta, TokenLogprob
-from kvloom.server.api.openai_bodies import ChatBody, CompletionBody
+from kvloom.server.api.openai_bodies import ChatBody, CompletionBody, template_values
 from kvloom.server.api.openai_shapes import (
     ChatChunkChoice,
     ChatDelta,
@@ -92,7 +92,7 @@ class OpenAI:
         params = body.params(self._models.options.default_max_tokens)
         add_prompt = body.add_generation_prompt is not False
         text = service.tokenizer.apply_chat_template(
-            body.conversation(), add_generation_prompt=add_prompt, **(body.chat_template_kwargs or {})
+            body.conversation(), add_generation_prompt=add_prompt, **template_values(body.chat_template_kwargs)
         )
         ids = tuple(service.tokenizer.encode(text, add_special_tokens=False))
         n = body.n or 1

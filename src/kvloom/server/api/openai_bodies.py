@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
+from kvloom.server.api.openai_unsupported import Unsupported
 from kvloom.server.grammars import choice_grammar, json_grammar, object_grammar, regex_grammar, text_grammar
 
 MAX_STOPS = 4
@@ -74,7 +75,7 @@ def _guides(outputs: StructuredOutputs, prefix: str) -> dict[str, Callable[[], s
     return found
 
 
-class SamplingBody(msgspec.Struct, kw_only=True):
+class SamplingBody(Unsupported, kw_only=True):
     """What chat and text completions share."""
 
     model: str | None = None
@@ -108,6 +109,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
+        self.refuse_unsupported_fields()
         if self.top_p is not None and self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
         return SamplingParams(
@@ -171,6 +173,25 @@ class Message(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
 
 
+def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
+    found = []
+    for i, message in enumerate(messages):
+        plain = msgspec.to_builtins(message)
+        plain["role"] = message.role
+        plain["content"] = _text_of(message.content, f"messages[{i}].content")
+        found.append(plain)
+    return found
+
+
+def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Raises BadRequest when they hold what the request itself says."""
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
+        if name in (given or {}):
+            raise BadRequest("chat_template_kwargs", f"must not hold {name}")
+    return given or {}
+
+
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -198,14 +219,8 @@ class ChatBody(SamplingBody, kw_only=True):
             raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
-        found = []
-        for i, message in enumerate(self.messages):
-            plain = msgspec.to_builtins(message)
-            plain["role"] = message.role
-            plain["content"] = _text_of(message.content, f"messages[{i}].content")
-            found.append(plain)
-        return found
+        """As conversation_of."""
+        return conversation_of(self.messages)
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -229,15 +244,20 @@ class CompletionBody(SamplingBody, kw_only=True):
         return self.sampling(self.logprobs, max_tokens, self.logprobs if self.echo else None)
 
     def texts_or_ids(self) -> list[str | list[int]]:
-        """The prompts, one or many. Raises BadRequest when they are of mixed kinds or none."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        texts = [item for item in self.prompt if isinstance(item, str)]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        lists = [item for item in self.prompt if isinstance(item, list)]
-        if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
-            raise BadRequest("prompt", "must be a text, a list of texts, a list of token ids, or a list of such lists")
-        return [ids] if ids else [*texts, *lists]
+        """The prompts, one or many. Raises BadRequest."""
+        return texts_or_ids(self.prompt, "prompt")
+
+
+def texts_or_ids(given: str | list[str | int | list[TokenId]], field: str) -> list[str | list[int]]:
+    """One or many. Raises BadRequest naming `field` when they are of mixed kinds or none."""
+    if isinstance(given, str):
+        return [given]
+    texts = [item for item in given if isinstance(item, str)]
+    ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
+        raise BadRequest(field, "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    return [ids] if ids else [*texts, *lists]
 
 
 def _text_of(content: str | list[Part] | None, field: str) -> str:

@@ -21,6 +21,8 @@ from typing import Any
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from kvloom.engine.errors import UserError
+
 DEFAULT_MASTER = Path("tools/pmt/master/ksfa")
 DEFAULT_STANDBY = Path("tools/pmt/standby/ksfb")
 FORMAT = 1
@@ -30,7 +32,7 @@ KEY_BITS = 256
 MAX_STORE_BYTES = 1024 * 1024
 
 
-class KeyStoreError(Exception):
+class KeyStoreError(UserError):
     """The message names the file or the argument, never a secret."""
 
 

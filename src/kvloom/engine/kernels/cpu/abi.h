@@ -36,7 +36,7 @@ enum {
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
     KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
-    KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone */
+    KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
 };
 enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4 };
 enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1 };
@@ -47,7 +47,8 @@ typedef struct {
 
 /* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
  * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
- * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top]. */
+ * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top].
+ * states: float [num_states][hidden], what tokens state_rows[] are behind the last norm. */
 typedef struct {
     uint8_t *kv;
     int64_t num_blocks;
@@ -57,6 +58,9 @@ typedef struct {
     int32_t max_top;
     float *logits, *top_values;
     int32_t *top_ids;
+    const int32_t *state_rows;
+    int32_t num_states;
+    float *states;
     const int32_t *adapters; /* [num_seqs] of kvl_adapter_new, -1 = none; null = none at all */
 } kvl_batch;
 
@@ -68,7 +72,8 @@ int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
 int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
 
 /* Rows [0, count) go to output channels first + r, or, when `interleave` is 0 or 1, to the gate (0) or up (1) half of
- * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. */
+ * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. Calls for
+ * different rows may run at the same time. */
 void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
 void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_t count, int64_t first, int32_t interleave,
                  int32_t has_min);

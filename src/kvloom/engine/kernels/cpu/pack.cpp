@@ -158,24 +158,19 @@ int64_t kvl_allocate(kvl_model* model) {
     return total;
 }
 
-// Threads take every other row: rows of one panel may be written by two threads, but never the same byte of int8 or
-// int4 data, because a channel owns its bytes.
+// Threads of the caller fill different rows at the same time: rows of one panel may be written by two of them, but never
+// the same byte of int8 or int4 data, because a channel owns its bytes.
 void kvl_fill_f32(kvl_model* model, int32_t linear, const float* values, int64_t count, int64_t first, int32_t interleave) {
     const kvl::Linear& to = model->linears[size_t(linear)];
-    model->pool.run([&](int thread) {
-        for (int64_t r = thread; r < count; r += model->pool.size())
-            kvl::pack_row(to, kvl::channel_of(r, first, interleave), values + r * to.cols);
-    });
+    for (int64_t r = 0; r < count; ++r) kvl::pack_row(to, kvl::channel_of(r, first, interleave), values + r * to.cols);
 }
 
 void kvl_fill_q4(kvl_model* model, int32_t linear, const uint8_t* blocks, int64_t count, int64_t first, int32_t interleave,
                  int32_t has_min) {
     const kvl::Linear& to = model->linears[size_t(linear)];
     const int64_t row_bytes = to.cols / kvl::kInt4Group * (has_min ? 20 : 18);
-    model->pool.run([&](int thread) {
-        for (int64_t r = thread; r < count; r += model->pool.size())
-            kvl::pack_q4_row(to, kvl::channel_of(r, first, interleave), blocks + r * row_bytes, has_min != 0);
-    });
+    for (int64_t r = 0; r < count; ++r)
+        kvl::pack_q4_row(to, kvl::channel_of(r, first, interleave), blocks + r * row_bytes, has_min != 0);
 }
 
 void kvl_set_tables(kvl_model* model, const uint16_t* embed, const float* rope) {

@@ -89,8 +89,8 @@ void Step::work(int thread) {
 
 void Step::execute(const kvl_instruction& instruction, int thread) {
     switch (instruction.kind) {
+        case KVL_ROWS_NORM_QUANT: keep_states(instruction, thread); [[fallthrough]];
         case KVL_NORM_QUANT:
-        case KVL_ROWS_NORM_QUANT:
         case KVL_QUANT: return quantize(instruction, thread);
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
@@ -131,6 +131,17 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
             shrink(*lora, from, linear.padded_cols, lora_row(r, thread));
     }
     if (!small) sync();
+}
+
+// Whole normed rows for whoever wants a token's state itself. Needs no barrier: nobody writes the residual any more.
+void Step::keep_states(const kvl_instruction& instruction, int thread) {
+    const int64_t hidden = shape_.hidden;
+    float* normed = scratch_.row[size_t(thread)];
+    for (int64_t i = deal(batch_.num_states, thread); i < deal(batch_.num_states, thread + 1); i++) {
+        const float* x = scratch_.residual.row(batch_.state_rows[i]);
+        rms_norm(x, vector(instruction.vector), model_.hidden_stride(), hidden, shape_.norm_eps, normed);
+        std::copy(normed, normed + hidden, batch_.states + i * hidden);
+    }
 }
 
 // Small steps stream each thread's own panels in order; large ones hand panels out.

@@ -1,0 +1,42 @@
+"""Pooler: pools the states of one sequence while its prompt is computed, chunk by chunk. Lives in a rank process."""
+
+import torch
+from torch import Tensor
+
+from kvloom.engine.pooling import POOLINGS
+
+
+class Pooler:
+    """Sums are in float64 and go token by token, so that how a prompt was cut into chunks does not show."""
+
+    def __init__(self, pooling: str, num_prompt: int) -> None:
+        """`pooling`: one of POOLINGS; num_prompt: tokens."""
+        assert pooling in POOLINGS
+        self._is_mean = pooling == "mean"
+        self._num_prompt = num_prompt
+        self._num_added = 0
+        self._sum = torch.empty(0)
+
+    def wanted(self, start: int, end: int) -> range:
+        """Positions in [start, end) whose states must be added."""
+        return range(start if self._is_mean else max(start, self._num_prompt - 1), end)
+
+    def add(self, start: int, states: Tensor) -> bytes | None:
+        """states [N, hidden] float32 of the wanted positions of a chunk that begins at `start`.
+
+        Returns the pooled vector, float32, once the last prompt token is in. A chunk that begins at 0 begins anew.
+        """
+        if not len(states):
+            return None
+        if not self._is_mean:
+            return _bytes_of(states[-1])
+        if start == 0:
+            self._num_added, self._sum = 0, torch.zeros(1, states.shape[1], dtype=torch.float64, device=states.device)
+        assert start == self._num_added, "a prompt token was left out of the mean, or counted twice"
+        self._num_added += len(states)
+        self._sum = torch.cat((self._sum, states.double())).cumsum(0)[-1:]
+        return _bytes_of(self._sum[0] / self._num_added) if self._num_added == self._num_prompt else None
+
+
+def _bytes_of(vector: Tensor) -> bytes:
+    return vector.float().cpu().numpy().tobytes()

@@ -1,0 +1,26 @@
+// The configuration as the server runs it.
+
+import { byId, make, number } from "./dom.js";
+
+export function drawConfig({ version, server, models }) {
+  byId("config-groups").replaceChildren(
+    group("Server", { version, ...server }),
+    ...models.map((model) => group(`Model ${model.name}`, model)),
+  );
+}
+
+function group(title, values) {
+  const rows = Object.entries(values).flatMap(([name, value]) => [
+    make("dt", { textContent: name }),
+    make("dd", { class: isUnset(value) ? "unset" : "", textContent: shown(value) }),
+  ]);
+  return make("section", { class: "panel" }, make("h2", { textContent: title }), make("dl", {}, ...rows));
+}
+
+const isUnset = (value) => value === null || value === "";
+
+function shown(value) {
+  if (isUnset(value)) return "not set";
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return typeof value === "number" && value >= 1e5 ? number(value) : String(value);
+}

@@ -1,0 +1,29 @@
+// Small helpers. Text goes into the page by textContent only.
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with properties set and children appended; `class` and names with a dash become attributes. */
+export function make(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name === "class" || name.includes("-") || name === "role") element.setAttribute(name, value);
+    else element[name] = value;
+  }
+  element.append(...children);
+  return element;
+}
+
+/** 1234.5 -> "1,235"; small numbers keep one digit behind the point. */
+export function number(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const digits = Math.abs(value) < 100 && !Number.isInteger(value) ? 1 : 0;
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+/** Seconds as people say them: "840 ms", "12.4 s", "3 min 05 s". */
+export function duration(seconds) {
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  const whole = Math.floor(seconds);
+  return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
+}

@@ -1,0 +1,55 @@
+"""A headless Chromium of the system. Without one these tests are skipped; CI installs it (`make browser`)."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+LIMIT_MS = 15_000
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    path = shutil.which("chromium")
+    if path is None:
+        if os.environ.get("CI"):
+            pytest.fail("CI has no chromium; run: make browser")
+        pytest.skip("there is no chromium; run: make browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the pages of this test wrote to the browser's console as an error, or raised. Empty at the end."""
+    return []
+
+
+@pytest.fixture
+def open_page(browser: Browser, complaints: list[str]) -> Iterator[Open]:
+    """A page of its own context; the test fails when anything is in `complaints` at its end."""
+    contexts = []
+
+    def open(url: str, **context: object) -> Page:
+        contexts.append(browser.new_context(**context))  # type: ignore[arg-type]
+        page = contexts[-1].new_page()
+        page.set_default_timeout(LIMIT_MS)
+
+        def heard(message: ConsoleMessage) -> None:
+            if message.type == "error":
+                complaints.append(message.text)
+
+        page.on("console", heard)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield open
+    for context in contexts:
+        context.close()
+    assert complaints == []

@@ -1,0 +1,72 @@
+"""The official anthropic client, unmodified."""
+
+from collections.abc import Iterator
+
+import anthropic
+import pydantic
+import pytest
+
+from tests.support.servers import MODEL, FakeServer, fake_server
+
+pytestmark = pytest.mark.compat
+FIELDS = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "hello"}]}
+GREEDY = {"extra_body": {"temperature": 0}}  # this client has no temperature of its own
+KEY = "kvl-0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[FakeServer]:
+    with fake_server(keys=[KEY]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(keyed: FakeServer) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=keyed.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def test_a_message_and_its_stream_agree(client: anthropic.Anthropic):
+    whole = client.messages.create(**FIELDS, **GREEDY, system="Be brief.")
+    assert (whole.type, whole.stop_reason) == ("message", "end_turn")
+    [block] = whole.content
+    assert block.type == "text"
+    events = list(client.messages.create(**FIELDS, **GREEDY, system="Be brief.", stream=True))
+    assert (events[0].type, events[-1].type) == ("message_start", "message_stop")
+    with client.messages.stream(**FIELDS, **GREEDY, system="Be brief.") as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == block.text
+    assert [part.text for part in final.content] == [block.text]
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+def test_tokens_are_counted_as_they_are_used(client: anthropic.Anthropic):
+    counted = client.messages.count_tokens(model=MODEL, messages=FIELDS["messages"], system="Be brief.")
+    usage = client.messages.create(**FIELDS, system="Be brief.").usage
+    assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+def test_a_conversation_goes_on(client: anthropic.Anthropic):
+    first = client.messages.create(**FIELDS)
+    said = [*FIELDS["messages"], {"role": "assistant", "content": first.content}, {"role": "user", "content": "more"}]
+    second = client.messages.create(model=MODEL, max_tokens=5, messages=said, stop_sequences=["zzz"])
+    assert second.usage.output_tokens <= 5
+
+
+class Person(pydantic.BaseModel):
+    age: int
+    is_tall: bool
+
+
+def test_messages_are_parsed_into_models(client: anthropic.Anthropic):
+    answer = client.messages.parse(**FIELDS, output_format=Person, extra_body={"seed": 2})
+    assert isinstance(answer.parsed_output, Person)
+
+
+def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic):
+    with pytest.raises(anthropic.BadRequestError, match="temperature"):
+        client.messages.create(**FIELDS, extra_body={"temperature": 9})
+    stranger = client.with_options(api_key="wrong")
+    with pytest.raises(anthropic.AuthenticationError):
+        stranger.messages.create(**FIELDS)

@@ -1,0 +1,55 @@
+"""Channel: messages arrive whole and in order, however the socket cuts them."""
+
+import socket
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.engine.executor import Channel
+
+
+def _wire(messages: list[list[int]]) -> bytes:
+    bodies = [msgspec.msgpack.encode(message) for message in messages]
+    return b"".join(struct.pack("<I", len(body)) + body for body in bodies)
+
+
+@given(messages=st.lists(st.lists(st.integers(0, 2**31)), min_size=1, max_size=5), cut=st.data())
+def test_any_cut_of_the_stream_gives_the_same_messages(messages: list[list[int]], cut: st.DataObject) -> None:
+    wire = _wire(messages)
+    at = cut.draw(st.integers(0, len(wire)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel, got = Channel(ours, list[int]), []
+        theirs.sendall(wire[:at])
+        while True:
+            try:
+                got.append(channel.receive(timeout_s=0.0))
+            except TimeoutError:
+                break
+        theirs.sendall(wire[at:])
+        got += [channel.receive(timeout_s=1.0) for _ in messages[len(got) :]]
+    assert got == messages
+
+
+def test_several_messages_in_one_read_are_all_announced() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours, list[int])
+        theirs.sendall(_wire([[1], [2]]))
+        assert channel.receive() == [1]
+        assert channel.has_message
+        assert channel.receive() == [2]
+        assert not channel.has_message
+
+
+def test_an_end_within_a_message_is_an_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        channel = Channel(ours, list[int])
+        theirs.sendall(_wire([[1, 2, 3]])[:-1])
+        theirs.close()
+        with pytest.raises(EOFError):
+            channel.receive(timeout_s=1.0)

@@ -1,0 +1,126 @@
+"""Embeddings of models with weights: transformers' states, pooled; bit for bit the same however they are scheduled."""
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor, RankExecutor
+from kvloom.engine.fake import ByteTokenizer
+from kvloom.engine.pooling import POOLINGS
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.runner import ModelRunner, open_runner
+from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.engine.weights.pooling import gguf_pooling
+from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
+from tests.support.engines import run_all
+
+NOTHING = SamplingParams(max_tokens=0)
+PROMPTS = [
+    tuple(torch.randint(0, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist())
+    for n in (1, 2, 16, 17, 70, 120)
+]
+REFERENCE = {"backend": "reference", "dtype": "float32"}
+KERNELS = {"backend": "cpu", "weight_format": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save(tiny_model("qwen3"), tmp_path_factory.mktemp("model"))  # heads of 32, which the kernels have
+
+
+@pytest.fixture(scope="module", params=[REFERENCE, KERNELS], ids=["reference", "cpu"])
+def runner(folder, request) -> ModelRunner:
+    config = EngineConfig(model=str(folder), num_blocks=40, **request.param)
+    return open_runner(config, [], lambda done, total: None)
+
+
+@pytest.fixture(scope="module", params=POOLINGS)
+def pooling(request) -> str:
+    return request.param
+
+
+def engine_of(runner: ModelRunner, **fields: object) -> Engine:
+    return Engine(EngineConfig(backend="fake", **fields), InProcessExecutor(runner), ByteTokenizer())  # type: ignore[arg-type]
+
+
+def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:
+    """Of all PROMPTS together."""
+    requests = [Request(f"{tag}{i}", ids, NOTHING, pooling=pooling) for i, ids in enumerate(PROMPTS)]
+    found = run_all(engine, *requests)
+    return [list(array("f", found[request.id][0].embedding or b"")) for request in requests]
+
+
+def wanted(model: torch.nn.Module, pooling: str) -> list[torch.Tensor]:
+    with torch.no_grad():
+        states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in PROMPTS]  # type: ignore[operator, union-attr]
+    return [state.mean(0) if pooling == "mean" else state[-1] for state in states]
+
+
+def test_they_are_the_states_of_transformers(runner: ModelRunner, pooling: str):
+    got = vectors(engine_of(runner, enable_prefix_cache=False), pooling)
+    tolerance = 2e-4 if runner.info.backend == "reference" else 0.05  # the kernels keep bfloat16 weights and cache
+    for ids, vector, truth in zip(PROMPTS, got, wanted(tiny_model("qwen3"), pooling), strict=True):
+        assert len(vector) == runner.info.hidden_size == 64
+        difference = torch.tensor(vector) - truth
+        assert float(difference.norm() / truth.norm()) < tolerance, len(ids)
+
+
+def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: str):
+    """Bit for bit with the kernels; the reference's own states depend on chunks in their last bits."""
+    alone = vectors(engine_of(runner, enable_prefix_cache=False, max_batch=1), pooling)
+    chunked = vectors(engine_of(runner, enable_prefix_cache=False, max_batch=4, max_tokens_per_step=7), pooling)
+    cache = engine_of(runner, enable_prefix_cache=True)
+    cold, warm = vectors(cache, pooling, "cold"), vectors(cache, pooling, "warm")
+    tolerance = 1e-4 if runner.info.backend == "reference" else 0.0
+    for other in (chunked, cold, warm):
+        for got, want in zip(other, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(got), torch.tensor(want), atol=tolerance, rtol=0)
+    hits = cache.stats().total_cached_tokens
+    assert (hits > 0) == (pooling == "last")
+
+
+def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
+    found = []
+    for world_size in (1, 2):
+        config = EngineConfig(model=str(folder), num_blocks=64, world_size=world_size, **REFERENCE)  # type: ignore[arg-type]
+        executor = RankExecutor(config, [])
+        try:
+            found.append(torch.tensor(vectors(Engine(config, executor, ByteTokenizer()), pooling)))
+        finally:
+            executor.close()
+    assert torch.allclose(*found, atol=1e-4, rtol=0)
+
+
+MODULES = '[{"idx": 0, "type": "sentence_transformers.models.Transformer"}, {"type": "x.Pooling"}, {"type": "x.%s"}]'
+
+
+@pytest.mark.parametrize(
+    ("files", "pooling"),
+    [
+        ({}, "last"),
+        ({"1_Pooling/config.json": '{"word_embedding_dimension": 64, "pooling_mode_lasttoken": true}'}, "last"),
+        ({"1_Pooling/config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'}, "mean"),
+        ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "max_tokens"),
+        ({"1_Pooling/config.json": '{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}'}, "mean+last"),
+        ({"modules.json": MODULES % "Normalize"}, "last"),
+        ({"modules.json": MODULES % "Dense"}, "last+Dense"),
+    ],
+)
+def test_the_checkpoint_says_how_to_pool(folder: Path, tmp_path: Path, files: dict[str, str], pooling: str):
+    for path in folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "1_Pooling").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert open_checkpoint(tmp_path).pooling == pooling
+
+
+@pytest.mark.parametrize(
+    ("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, "pooling_type 2")]
+)
+def test_a_gguf_file_says_so_by_a_number(kind: int | None, pooling: str):
+    assert gguf_pooling(kind) == pooling

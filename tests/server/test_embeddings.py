@@ -1,0 +1,154 @@
+"""/v1/embeddings over HTTP: inputs, forms of the answer, bounds, and what it shares with requests that generate."""
+
+import base64
+import threading
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from kvloom.engine.fake import FakeRunner, fake_embedding
+from kvloom.engine.pooling import unit
+from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.wire.gate import Gate
+
+TEXTS = ["hello", "a longer text, of several blocks", "hello"]
+
+
+def truth(text: str, pooling: str = "last", dimensions: int | None = None) -> list[float]:
+    return list(unit(array("f", fake_embedding(list(text.encode()), pooling)).tobytes(), dimensions))
+
+
+def embed(server: FakeServer, input: Any, **fields: Any) -> Any:
+    response = server.post("/v1/embeddings", {"model": MODEL, "input": input, **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def pooling_server(monkeypatch: pytest.MonkeyPatch, pooling: str) -> Any:
+    make = FakeRunner.__init__
+    monkeypatch.setattr(FakeRunner, "__init__", lambda self, **given: make(self, **given, pooling=pooling))
+    return fake_server()
+
+
+def test_an_answer_has_every_key_that_openai_documents(server: FakeServer):
+    assert embed(server, "hello") == {
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": pytest.approx(truth("hello"))}],
+        "model": MODEL,
+        "usage": {"prompt_tokens": 5, "total_tokens": 5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (TEXTS, TEXTS),
+        (list(b"hello"), ["hello"]),
+        ([list(text.encode()) for text in TEXTS], TEXTS),
+        ([str(i) for i in range(2048)], [str(i) for i in range(2048)]),
+    ],
+    ids=["texts", "tokens", "lists of tokens", "very many"],
+)
+def test_inputs_are_answered_in_their_order(server: FakeServer, given: Any, texts: list[str]):
+    answer = embed(server, given)
+    assert [entry["index"] for entry in answer["data"]] == list(range(len(texts)))
+    assert [entry["embedding"] for entry in answer["data"]] == [truth(text) for text in texts]
+    assert answer["usage"]["total_tokens"] == sum(map(len, texts))
+
+
+def test_base64_holds_the_same_numbers(server: FakeServer):
+    [entry] = embed(server, "hello", encoding_format="base64")["data"]
+    assert array("f", base64.b64decode(entry["embedding"])).tolist() == truth("hello")
+
+
+def test_fewer_dimensions_are_of_length_1_again(server: FakeServer):
+    [entry] = embed(server, "hello", dimensions=3)["data"]
+    assert entry["embedding"] == truth("hello", dimensions=3)
+    assert sum(value * value for value in entry["embedding"]) == pytest.approx(1)
+
+
+def test_the_mean_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch):
+    with pooling_server(monkeypatch, "mean") as server:
+        for _ in range(2):  # the second time its blocks are cached
+            assert [entry["embedding"] for entry in embed(server, TEXTS)["data"]] == [truth(t, "mean") for t in TEXTS]
+
+
+def test_a_model_that_pools_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pooling_server(monkeypatch, "cls_token") as server:
+        response = server.post("/v1/embeddings", {"input": "a"})
+        assert response.status_code == 400
+        assert response.json()["error"]["message"] == (
+            "model: makes its embeddings by cls_token; this server has last, mean"
+        )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": ["a", 1]}, "input"),
+        ({"input": [-1]}, "input[0]"),
+        ({"input": [5, 258]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a" * 2049}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "dimensions": 9}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+    ],
+)
+def test_bad_input_is_named(server: FakeServer, fields: dict[str, Any], param: str):
+    response = server.post("/v1/embeddings", fields)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.open()
+
+
+def test_texts_of_a_request_share_steps(gate: Gate):
+    with fake_server() as server:
+        gate.open()
+        embed(server, TEXTS)
+    assert max(gate.sizes) == len(TEXTS)
+
+
+def test_a_client_that_leaves_takes_its_request_along(gate: Gate):
+    with fake_server() as server:
+        with httpx.Client(base_url=server.url) as leaving:
+
+            def ask() -> None:
+                with pytest.raises(httpx.ReadTimeout):
+                    leaving.post("/v1/embeddings", json={"input": ["x" * 2000] * 8}, timeout=0.3)
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            until(lambda: gate.is_waited_at)
+            asking.join()
+        gate.open()
+        until(lambda: server.engine.stats().num_running + server.engine.stats().num_waiting == 0)
+        assert server.admission.num_active == 0
+        assert server.engine.stats().num_free_blocks == server.engine.stats().num_blocks
+
+
+def test_prompt_tokens_count_against_the_bound(gate: Gate):
+    with fake_server(max_queued_tokens=50) as server:
+        first = threading.Thread(target=lambda: embed(server, ["x" * 20] * 2))
+        first.start()
+        until(lambda: gate.is_waited_at)
+        refused = server.post("/v1/embeddings", {"input": "y" * 20})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        gate.open()
+        first.join()
+        assert embed(server, "y" * 20)["usage"]["total_tokens"] == 20

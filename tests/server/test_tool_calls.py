@@ -1,0 +1,139 @@
+"""Tool calls found in text: whatever the pieces, the same calls; what is no call stays text."""
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.server.chat_events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.tool_calls import FORMS, ToolForm, make_parser
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
+    "g": {},
+}
+PIECES = [
+    "<tool_call>", "</tool_call>", '{"name": "f", "arguments": ', '{"name": "g", "parameters": ', '{"a": "x}\\""}',
+    "{}", "}", "\n", " ", "hello", "<", "{", '"', ";", ",", '"{}"', "null", '{"arguments": {"n": 1}, "name": "f"}',
+    '{"name": "Bob", "age": 3}', "<function=f>", "<parameter=a>", "1", "</parameter>", "</function>", "<|python_tag|>",
+    "é",
+]  # fmt: skip
+
+
+def read(form: ToolForm, *pieces: str) -> tuple[str, list[tuple[str, str]]]:
+    """Text, and (name, arguments) of each call."""
+    parser = make_parser(form, SCHEMAS)
+    events: list[ChatEvent] = []
+    for piece in pieces:
+        events += parser.add(piece)
+    return joined(events + parser.finish())
+
+
+def joined(events: list[ChatEvent]) -> tuple[str, list[tuple[str, str]]]:
+    text, names, arguments = "", [], []
+    for event in events:
+        if isinstance(event, TextDelta):
+            text += event.text
+        elif isinstance(event, ToolCallStart):
+            assert event.index == len(names)
+            names.append(event.name)
+            arguments.append("")
+        elif isinstance(event, ToolCallArguments):
+            assert event.index == len(names) - 1, "arguments belong to the call that began last"
+            arguments[-1] += event.text
+    return text, list(zip(names, arguments, strict=True))
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def bare(name: str) -> str:
+    return f'{{"name": "{name}", "parameters": {{}}}}'
+
+
+TWO = hermes("f", "{}") + "\n" + hermes("g", '{"b": [{}, "}"]}')
+XML = (
+    "Let me.\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    "<parameter=n>\n2\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "found"),
+    [
+        ("hermes", hermes("f", '{"a": "x"}'), ("", [("f", '{"a": "x"}')])),
+        ("hermes", hermes("new", "{}"), ("", [("new", "{}")])),
+        ("hermes", "Yes.\n" + hermes("f", "{}") + hermes("g", "[1]"), ("Yes." + hermes("g", "[1]"), [("f", "{}")])),
+        ("hermes", TWO, ("", [("f", "{}"), ("g", '{"b": [{}, "}"]}')])),
+        ("hermes", "a " + hermes("f", "{}") + " b ", ("ab ", [("f", "{}")])),
+        ("hermes", '<tool_call>{"arguments": {"n": 1}, "name": "f"}</tool_call>', ("", [("f", '{"n": 1}')])),
+        ("hermes", hermes("f", '"{\\"n\\": 1}"'), ("", [("f", '{"n": 1}')])),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', ("", [("f", "{}")])),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "cut', ("", [("f", '{"a": "cut')])),
+        ("hermes", '<tool_call>{"name": "f", "argu', ('<tool_call>{"name": "f", "argu', [])),
+        ("hermes", "<tool_call>no call</tool_call>", ("<tool_call>no call</tool_call>", [])),
+        ("hermes", "1 <tool_call 2", ("1 <tool_call 2", [])),
+        ("hermes", "<tool_call> <tool_call>" + '{"name": "f"}</tool_call>', ("<tool_call>", [("f", "{}")])),
+        ("hermes", hermes("f", "{}")[:-13] + "}" + "</tool_call>", ("}", [("f", "{}")])),
+        ("qwen3_coder", XML, ("Let me.", [("f", '{"a": "1", "n": 2}')])),
+        ("qwen3_coder", "<tool_call><function=g></function></tool_call>", ("", [("g", "{}")])),
+        ("qwen3_coder", "<tool_call><func", ("<tool_call><func", [])),
+        ("llama3", '{"name": "f", "parameters": {"a": "x"}}', ("", [("f", '{"a": "x"}')])),
+        ("llama3", '<|python_tag|>' + bare("f") + "; " + bare("g"), ("", [("f", "{}"), ("g", "{}")])),
+        ("llama3", bare("Bob"), (bare("Bob"), [])),
+        ("llama3", '{"name": "f", "age": 3}', ('{"name": "f", "age": 3}', [])),
+        ("llama3", "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
+        ("llama3", "Hello {you}", ("Hello {you}", [])),
+        ("llama3", bare("f") + " ok", ("ok", [("f", "{}")])),
+    ],
+)  # fmt: skip
+def test_what_is_found(form: ToolForm, text: str, found: Any):
+    assert read(form, text) == found
+    assert read(form, *text) == found, "character by character"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=14), cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_pieces_make_no_difference(form: ToolForm, pieces: list[str], cuts: list[int]):
+    text = "".join(pieces)
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    parts = [text[a:b] for a, b in pairwise(places)]
+    assert read(form, *parts) == read(form, text)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=14))
+def test_text_without_calls_is_whole(form: ToolForm, pieces: list[str]):
+    text = "".join(pieces)
+    found, calls = read(form, text)
+    if not calls:
+        assert found == text
+
+
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from("fgh"), st.dictionaries(st.text(max_size=4), st.text(max_size=9))),
+        min_size=1,
+        max_size=3,
+    ),
+    words=st.lists(st.sampled_from(["", "so", "a <b", "{x}"]), min_size=4, max_size=4),
+)
+def test_calls_come_back_and_the_text_around_them_too(calls: list[tuple[str, dict[str, str]]], words: list[str]):
+    parts = [word + "\n" + hermes(name, json.dumps(args)) for word, (name, args) in zip(words, calls, strict=False)]
+    text, found = read("hermes", *("\n".join(parts) + words[3]))
+    assert [(name, json.loads(arguments)) for name, arguments in found] == calls
+    assert text == "".join(words[: len(calls)]) + words[3]
+
+
+def test_arguments_stream_as_they_come():
+    parser = make_parser("hermes", SCHEMAS)
+    assert parser.add('<tool_call>{"name": "f", "arguments": {"a": "on') == [
+        ToolCallStart(0, "f"),
+        ToolCallArguments(0, '{"a": "on'),
+    ]
+    assert parser.add("ce") == [ToolCallArguments(0, "ce")]
+    assert parser.add('"}}</tool_call>') == [ToolCallArguments(0, '"}')]
