@@ -29,7 +29,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 def folders(smollm2_path, tmp_path_factory) -> list[str]:
     shapes = open_checkpoint(smollm2_path).spec.tensor_shapes()
     root = tmp_path_factory.mktemp("adapters")
-    return [str(make_adapter(root / str(rank), shapes, rank, rank, size=0.05)) for rank in (8, 16, 5)]
+    return [str(make_adapter(root / str(rank), shapes, rank, rank, size=0.3)) for rank in (8, 16, 5)]
 
 
 def merge(model, folder: str) -> None:
@@ -67,7 +67,7 @@ def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(smollm2_pat
     """Also when blocks run out, prompts come in chunks, and sampled: on the CPU kernels."""
     tokenizer = load_tokenizer(smollm2_path)
     config = EngineConfig(
-        model=str(smollm2_path), backend="cpu", kv_dtype=kv_dtype, num_blocks=24, max_seq_len=128, max_batch=8,
+        model=str(smollm2_path), backend="cpu", kv_dtype=kv_dtype, num_blocks=14, max_seq_len=128, max_batch=8,
         max_tokens_per_step=11, enable_prefix_cache=False,
     )  # fmt: skip
     executor = InProcessExecutor(open_runner(config, [], lambda done, total: None))
