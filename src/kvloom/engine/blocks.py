@@ -28,6 +28,11 @@ def root_hash(salt: str) -> bytes:
     return hashlib.sha256(salt.encode()).digest()
 
 
+def adapter_salt(salt: str, digest: str) -> str:
+    """The salt of a sequence that runs with the LoRA adapter of this digest; a request's own salt holds no NUL."""
+    return f"{digest}\0{salt}" if digest else salt
+
+
 def extend_chain(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks."""
     for i in range(len(hashes), len(token_ids) // block_size):
