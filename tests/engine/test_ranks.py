@@ -62,7 +62,7 @@ def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
     requests = [Request(f"r{i}", tuple(range(3 + i, 60 + i)), params) for i, params in enumerate(PARAMS)]
 
     def run(config: EngineConfig) -> tuple[list[list[int]], int]:
-        executor = RankExecutor(config, [])
+        executor = RankExecutor(config, list)
         try:
             engine = Engine(config, executor, ByteTokenizer())
             found = run_all(engine, *requests, max_steps=10**7)
