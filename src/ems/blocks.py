@@ -28,6 +28,10 @@ class Block(NamedTuple):
     key: bytes
     num_tokens: int
     pieces: tuple[Piece, ...]
+    groups: tuple[tuple[Piece, ...], ...] = ()  # pieces of each layer group, in place of `pieces`
+
+    def pieces_of(self, group: int) -> tuple[Piece, ...]:
+        return self.groups[group] if self.groups else self.pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,13 @@ class Cache:
     keys: KeySpace
     block_size: int
     num_slots: int
+    groups: tuple[tuple[int, int], ...] = ()  # tokens a block and number of slots of each layer group, if there are any
+
+    def name(self, block_hash: int) -> bytes:
+        """Of a full block."""
+        if self.groups:
+            return self.keys.of_chunk(block_hash, [size for size, _slots in self.groups])
+        return self.keys.of_hash(block_hash, self.block_size)
 
 
 def plan(cache: Cache, slot_mapping: object, hashes: object, offsets: object, others: dict[str, Any]) -> Request:
@@ -52,10 +63,17 @@ def plan(cache: Cache, slot_mapping: object, hashes: object, offsets: object, ot
 
     Raises EmsException(EMS_INVALID_ARGUMENT) naming the argument.
     """
-    unknown = sorted(others.keys() - {"token_ids", "mask"})
+    unknown = sorted(others.keys() - {"token_ids", "mask", "chunk_descs"})
     if unknown:
         raise invalid_argument(unknown[0], "unknown argument")
     token_ids, mask = others.get("token_ids"), others.get("mask")
+    if others.get("chunk_descs") is not None:
+        for name, value in (("slot_mapping", slot_mapping), ("offsets", offsets), ("token_ids", token_ids)):
+            if value is not None:
+                raise invalid_argument(name, "does not go with chunk_descs")
+        return _by_chunks(cache, hashes, others["chunk_descs"])
+    if cache.groups:
+        raise invalid_argument("chunk_descs", "is missing; the cache is registered in layer groups")
     if (hashes is None) == (token_ids is None):
         raise invalid_argument("hashes", "give either hashes and offsets, or token_ids")
     slots = _integers("slot_mapping", slot_mapping)
@@ -81,6 +99,44 @@ def _by_hash(cache: Cache, slots: Slots, hashes: object, offsets: object) -> Req
         raise invalid_argument("offsets", f"sum to {sum(counts)}, slot_mapping has {len(slots)} entries")
     keys = [cache.keys.of_hash(value, count) for value, count in zip(values, counts, strict=True)]
     return Request(_blocks(cache, slots, keys, counts))
+
+
+def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
+    """Chunks of consecutive slots, one a layer group and hash: chunk_descs[group][chunk] = (start_slot, length)."""
+    values = plan_hashes(hashes)
+    groups = cache.groups or ((cache.block_size, cache.num_slots),)
+    if not isinstance(chunk_descs, Sequence) or len(chunk_descs) != len(groups):
+        raise invalid_argument("chunk_descs", f"must have one list for each of the {len(groups)} layer groups")
+    pieces: list[list[tuple[Piece, ...]]] = []
+    for number, (of_group, (size, num_slots)) in enumerate(zip(chunk_descs, groups, strict=True)):
+        name = f"chunk_descs[{number}]"
+        if not isinstance(of_group, Sequence) or len(of_group) != len(values):
+            raise invalid_argument(name, f"must have one (start_slot, length) for each of {len(values)} hashes")
+        pieces.append([_run(name, chunk, size, num_slots) for chunk in of_group])
+    blocks = []
+    for value, chunk in zip(values, zip(*pieces, strict=True), strict=True):
+        lengths = [sum(piece.num_tokens for piece in run) for run in chunk]
+        if cache.groups:
+            blocks.append(Block(cache.keys.of_chunk(value, lengths), max(lengths), (), chunk))
+        else:
+            blocks.append(Block(cache.keys.of_hash(value, lengths[0]), lengths[0], chunk[0]))
+    return Request(blocks)
+
+
+def _run(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Piece, ...]:
+    """The pieces of `length` slots from `start_slot` on."""
+    numbers = _integers(name, chunk).tolist()
+    if len(numbers) != 2:
+        raise invalid_argument(name, "each chunk is (start_slot, length)")
+    start, length = numbers
+    if length < 1 or start < 0 or start + length > num_slots:
+        raise invalid_argument(name, f"({start}, {length}) is not within 0 to {num_slots - 1}")
+    pieces = []
+    while length:
+        count = min(length, block_size - start % block_size)
+        pieces.append(Piece(start // block_size, start % block_size, count))
+        start, length = start + count, length - count
+    return tuple(pieces)
 
 
 def plan_hashes(hashes: object) -> list[int]:

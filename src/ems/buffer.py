@@ -56,28 +56,46 @@ class Tensors(Gatherer, Protocol):
 class RegisteredCache:
     """A checked KV cache. `layout` goes into every key; `token_bytes` is what one token takes over all tensors."""
 
-    def __init__(self, kvcache: object) -> None:
+    def __init__(self, kvcache: object, layer_groups: object = None) -> None:
         """kvcache: per layer a list of tensors [blocks, block_size, heads, head_size] (MLA: [blocks, block_size, dim]).
 
+        layer_groups: lists of layer numbers, every layer once; groups may differ in blocks and block_size.
         Raises EmsException(EMS_INVALID_ARGUMENT) naming the tensor that does not fit.
         """
-        tensors = _flatten(kvcache)
+        layers = _layers(kvcache)
+        of_layer = _group_of_layer(layer_groups, len(layers))
+        tensors = [tensor for layer in layers for tensor in layer]
+        group_of = [group for layer, group in zip(layers, of_layer, strict=True) for _tensor in layer]
         first = tensors[0]
-        for name, tensor in ((f"kvcache tensor {i}", tensor) for i, tensor in enumerate(tensors)):
-            _check_tensor(name, tensor, first)
+        for i, tensor in enumerate(tensors):
+            _check_tensor(f"kvcache tensor {i}", tensor, first, tensors[group_of.index(group_of[i])])
         if first.device.type not in ("cpu", "cuda", "npu"):
             raise invalid_argument("kvcache", f"tensors on {first.device.type} are not supported")
         if first.device.type == "npu" and importlib.util.find_spec("torch_npu") is None:
             raise invalid_argument("kvcache", "tensors on an NPU need torch_npu")
         self.num_blocks, self.block_size = first.shape[0], first.shape[1]
         shapes = tuple(tuple(int(n) for n in tensor.shape[2:]) for tensor in tensors)
-        self.layout = Layout(str(first.dtype).removeprefix("torch."), self.block_size, shapes)
+        heads = [tensors[group_of.index(group)] for group in range(max(group_of) + 1)]
+        self.groups = tuple((t.shape[1], t.shape[0] * t.shape[1]) for t in heads) if layer_groups is not None else ()
+        per_tensor = tuple((group, int(heads[group].shape[1])) for group in group_of) if self.groups else ()
+        self.layout = Layout(str(first.dtype).removeprefix("torch."), self.block_size, shapes, per_tensor)
         widths = [tensor[0, 0].numel() * tensor.element_size() for tensor in tensors]
         self.token_bytes = sum(widths)
+        self._group_bytes = [
+            sum(width for width, group in zip(widths, group_of, strict=True) if group == number)
+            for number in range(len(heads))
+        ]
         if first.device.type == "cpu":
-            self.tensors: Tensors = HostTensors(tensors, widths)
+            self.tensors: Tensors = HostTensors(tensors, widths, group_of)
         else:
-            self.tensors = DeviceTensors(tensors, widths)
+            self.tensors = DeviceTensors(tensors, widths, group_of)
+
+    def size_of(self, block: Block) -> int:
+        """Bytes of a block."""
+        if not block.groups:
+            return block.num_tokens * self.token_bytes
+        counts = [sum(piece.num_tokens for piece in pieces) for pieces in block.groups]
+        return sum(count * width for count, width in zip(counts, self._group_bytes, strict=True))
 
     @property
     def num_slots(self) -> int:
@@ -88,11 +106,11 @@ class Snapshot:
     """A copy of some blocks, which may be saved while the cache they come from changes."""
 
     def __init__(self, cache: RegisteredCache, blocks: Sequence[Block]) -> None:
-        self.token_bytes = cache.token_bytes
-        self.num_bytes = sum(block.num_tokens for block in blocks) * cache.token_bytes
-        copies = [np.empty(block.num_tokens * cache.token_bytes, np.uint8) for block in blocks]
+        self.size_of = cache.size_of
+        self.num_bytes = sum(map(cache.size_of, blocks))
+        copies = [np.empty(cache.size_of(block), np.uint8) for block in blocks]
         cache.tensors.gather(blocks, copies)
-        self._copies = {block.pieces: copy for block, copy in zip(blocks, copies, strict=True)}
+        self._copies = {block[2:]: copy for block, copy in zip(blocks, copies, strict=True)}
 
     @property
     def tensors(self) -> Gatherer:
@@ -100,25 +118,46 @@ class Snapshot:
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
-            target[:] = self._copies[block.pieces]
+            target[:] = self._copies[block[2:]]
 
 
-def _flatten(kvcache: object) -> list[torch.Tensor]:
+def _layers(kvcache: object) -> list[list[torch.Tensor]]:
     if not isinstance(kvcache, list | tuple) or not kvcache:
         raise invalid_argument("kvcache", "must be a list of layers, each a list of tensors")
     for layer in kvcache:
         if not isinstance(layer, list | tuple) or not layer or not all(isinstance(t, torch.Tensor) for t in layer):
             raise invalid_argument("kvcache", "must be a list of layers, each a list of tensors")
-    return [tensor for layer in kvcache for tensor in layer]
+    return [list(layer) for layer in kvcache]
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, first: torch.Tensor) -> None:
+def _group_of_layer(layer_groups: object, num_layers: int) -> list[int]:
+    """The group of each layer; 0 for all when there are no groups."""
+    if layer_groups is None:
+        return [0] * num_layers
+    name = "store_layer_group_desc"
+    if not isinstance(layer_groups, list | tuple) or not layer_groups:
+        raise invalid_argument(name, "must be a list of groups, each a list of layer numbers")
+    found: dict[int, int] = {}
+    for number, group in enumerate(layer_groups):
+        if not isinstance(group, list | tuple) or not group:
+            raise invalid_argument(name, "must be a list of groups, each a list of layer numbers")
+        for layer in group:
+            if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < num_layers or layer in found:
+                raise invalid_argument(name, f"must name each of the layers 0 to {num_layers - 1} once, got {layer!r}")
+            found[layer] = number
+    if len(found) < num_layers:
+        raise invalid_argument(name, f"must name each of the layers 0 to {num_layers - 1} once")
+    return [found[layer] for layer in range(num_layers)]
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, first: torch.Tensor, head: torch.Tensor) -> None:
+    """first: of all tensors; head: of the tensor's layer group."""
     if tensor.ndim < 3:
         shape = "[blocks, block_size, heads, head_size] or [blocks, block_size, dim]"
         raise invalid_argument("kvcache", f"{name} has {tensor.ndim} dimensions, expected {shape}")
     if 0 in tensor.shape:
         raise invalid_argument("kvcache", f"{name} is empty")
-    if tensor.shape[:2] != first.shape[:2]:
+    if tensor.shape[:2] != head.shape[:2]:
         raise invalid_argument("kvcache", f"{name} has other blocks or block_size than the first tensor")
     if tensor.dtype != first.dtype or tensor.device != first.device:
         raise invalid_argument("kvcache", f"{name} has another dtype or device than the first tensor")
@@ -138,16 +177,15 @@ class HostTensors:
 
     batch = 1  # a block that was just verified is still in the processor's cache when it is copied
 
-    def __init__(self, tensors: list[torch.Tensor], widths: list[int]) -> None:
-        self._rows: list[tuple[Bytes, int]] = [
-            (_rows(tensor).numpy(), width) for tensor, width in zip(tensors, widths, strict=True)
-        ]
+    def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
+        rows = [_rows(tensor).numpy() for tensor in tensors]
+        self._rows: list[tuple[Bytes, int, int]] = list(zip(rows, widths, group_of, strict=True))
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
             position = 0
-            for rows, width in self._rows:
-                for piece in block.pieces:
+            for rows, width, group in self._rows:
+                for piece in block.pieces_of(group):
                     size = piece.num_tokens * width
                     start = piece.start * width
                     target[position : position + size] = rows[piece.block, start : start + size]
@@ -156,8 +194,8 @@ class HostTensors:
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         for block, source in zip(blocks, sources, strict=True):
             position = 0
-            for rows, width in self._rows:
-                for piece in block.pieces:
+            for rows, width, group in self._rows:
+                for piece in block.pieces_of(group):
                     size = piece.num_tokens * width
                     start = piece.start * width
                     rows[piece.block, start : start + size] = source[position : position + size]
@@ -172,8 +210,8 @@ class DeviceTensors:
 
     batch = 16
 
-    def __init__(self, tensors: list[torch.Tensor], widths: list[int]) -> None:
-        self._rows = [(_rows(tensor), width) for tensor, width in zip(tensors, widths, strict=True)]
+    def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
+        self._rows = list(zip(map(_rows, tensors), widths, group_of, strict=True))
         self._device = tensors[0].device
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
@@ -213,8 +251,8 @@ class DeviceTensors:
         """Pairs of equal size: a range of `packed`, and the tokens of the cache it stands for."""
         parts, position = [], 0
         for block in blocks:
-            for rows, width in self._rows:
-                for piece in block.pieces:
+            for rows, width, group in self._rows:
+                for piece in block.pieces_of(group):
                     size, start = piece.num_tokens * width, piece.start * width
                     parts.append((packed[position : position + size], rows[piece.block, start : start + size]))
                     position += size

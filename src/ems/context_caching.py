@@ -64,12 +64,14 @@ class ContextCaching:
         self._snapshot_bytes = 0
         self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-io")
 
-    def register_kvcache(self, kvcache: object) -> None:
+    def register_kvcache(self, kvcache: object, store_layer_group_desc: object = None) -> None:
         """Says where the KV cache lies: per layer a list of tensors [blocks, block_size, heads, head_size].
 
         Tensors on CPU, CUDA or NPU; all of one device and dtype. Registering again replaces the cache.
+        store_layer_group_desc: lists of layer numbers, every layer once. Calls then say by chunk_descs, in place of
+        slot_mapping and offsets, where each group has a hash's tokens: chunk_descs[group][i] = (start_slot, length).
         """
-        cache = RegisteredCache(kvcache)
+        cache = RegisteredCache(kvcache, store_layer_group_desc)
         with self._lock:
             self._cache = cache
             self._key_space = None
@@ -137,7 +139,7 @@ class ContextCaching:
         try:
             with self._links.lend(deadline_s) as link:
                 cache = self._planning_cache(link.welcome.key_salt)
-                keys = [cache.keys.of_hash(value, cache.block_size) for value in values]
+                keys = [cache.name(value) for value in values]
                 count = 0
                 for start in range(0, len(keys), m.MAX_KEYS):
                     part = keys[start : start + m.MAX_KEYS]
@@ -175,7 +177,7 @@ class ContextCaching:
                     config.rank_in_pp_group,
                 )
                 keys = KeySpace(salt, identity, registered.layout)
-                self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots))
+                self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots, registered.groups))
             return self._key_space[1]
 
     def _now(self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None) -> CcResult:
@@ -200,7 +202,7 @@ class ContextCaching:
     def _snapshot(self, request: Request) -> Snapshot | None:
         """A copy of the blocks; None when too many bytes of copies wait already."""
         cache = self._registered()
-        size = sum(block.num_tokens for block in request.blocks) * cache.token_bytes
+        size = sum(map(cache.size_of, request.blocks))
         with self._lock:
             if self._snapshot_bytes + size > _MAX_SNAPSHOT_BYTES:
                 return None

@@ -28,10 +28,12 @@ class Layout:
     dtype: str
     block_size: int
     token_shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, int], ...] = ()  # for caches in layer groups: each tensor's group and its tokens a block
 
     def fingerprint(self) -> bytes:
         """32 bytes; differs whenever a stored block would be read differently. Elements are little-endian."""
         text = f"le|{self.dtype}|{self.block_size}|{self.token_shapes!r}"
+        text += f"|{self.groups!r}" if self.groups else ""
         return hashlib.sha256(text.encode()).digest()
 
 
@@ -81,6 +83,12 @@ class KeySpace:
         """Name of the block whose prefix hash the caller computed; any integer."""
         digest = self._hash_base.copy()
         digest.update(encode_int(block_hash) + _NUM_TOKENS(num_tokens))
+        return digest.digest()
+
+    def of_chunk(self, block_hash: int, lengths: Sequence[int]) -> bytes:
+        """Name of a chunk of a cache in layer groups: its hash, and its tokens in each group."""
+        digest = self._hash_base.copy()
+        digest.update(encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths))
         return digest.digest()
 
     def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:

@@ -4,7 +4,7 @@ Both update a `Progress` as they go, so that a call that is cut short still know
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,12 +42,12 @@ class Progress:
             self.success += self.is_whole
 
 
-def _groups(blocks: Sequence[Block], token_bytes: int, max_bytes: int) -> list[list[Block]]:
+def _groups(blocks: Sequence[Block], size_of: Callable[[Block], int], max_bytes: int) -> list[list[Block]]:
     """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
     groups: list[list[Block]] = []
     room, limit = 0, _FIRST_BYTES
     for block in blocks:
-        size = _aligned(block.num_tokens * token_bytes)
+        size = _aligned(size_of(block))
         if not groups or len(groups[-1]) == _GROUP_KEYS or size > room:
             groups.append([])
             room = min(limit, max_bytes)
@@ -71,9 +71,7 @@ def save(
 ) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     blocks = request.blocks
-    too_large = [
-        i for i, block in enumerate(blocks) if block.num_tokens * cache.token_bytes > link.welcome.max_block_bytes
-    ]
+    too_large = [i for i, block in enumerate(blocks) if cache.size_of(block) > link.welcome.max_block_bytes]
     if too_large:
         blocks = blocks[: too_large[0]]
     if not blocks:
@@ -93,11 +91,11 @@ def _save_staged(
     deadline_s: float,
     progress: Progress,
 ) -> None:
-    largest = _aligned(max(block.num_tokens for block in request.blocks) * cache.token_bytes)
+    largest = _aligned(max(map(cache.size_of, request.blocks)))
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = link.arena(region_bytes * _REGIONS, deadline_s)
     region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
-    groups = _groups(request.blocks, cache.token_bytes, region_bytes)
+    groups = _groups(request.blocks, cache.size_of, region_bytes)
     parent, under_way = request.parent, 0
     is_ended = False
     for index, group in enumerate(groups):
@@ -110,7 +108,7 @@ def _save_staged(
         _stage(link, cache, arena, (index % _REGIONS) * region_bytes, group, parent, option, is_ended, deadline_s)
         under_way += 1
         parent = group[-1].key
-        progress.num_bytes += sum(block.num_tokens for block in group) * cache.token_bytes
+        progress.num_bytes += sum(map(cache.size_of, group))
     if not is_ended:
         link.begin(m.Save(b"", [], []), deadline_s)
         under_way += 1
@@ -133,7 +131,7 @@ def _stage(
     offsets, lengths = [], []
     for block in group:
         offsets.append(position)
-        lengths.append(block.num_tokens * cache.token_bytes)
+        lengths.append(cache.size_of(block))
         position += _aligned(lengths[-1])
     targets = [arena[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
     cache.tensors.gather(group, targets)
@@ -153,8 +151,8 @@ def _save_direct(
 ) -> None:
     """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
     parent = request.parent
-    for group in _groups(request.blocks, cache.token_bytes, m.MAX_BLOCK_BYTES):
-        lengths = [block.num_tokens * cache.token_bytes for block in group]
+    for group in _groups(request.blocks, cache.size_of, m.MAX_BLOCK_BYTES):
+        lengths = [cache.size_of(block) for block in group]
         keys = b"".join(block.key for block in group)
         answer = link.call(m.Reserve(keys, lengths, parent), deadline_s)
         if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
@@ -199,14 +197,14 @@ def _copy_found(
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
     sums = m.split_sums(found.sums)
     segments = {number: link.segment(number, deadline_s) for number in dict.fromkeys(found.segments)}
-    batch, token_bytes = cache.tensors.batch, cache.token_bytes
+    batch = cache.tensors.batch
     for start in range(0, len(found.segments), batch):
         sources: list[Bytes] = []
         corrupt = -1
         for i in range(start, min(start + batch, len(found.segments))):
             offset, length = found.offsets[i], found.lengths[i]
             source = segments[found.segments[i]][offset : offset + length]
-            if length != blocks[i].num_tokens * token_bytes or xxhash.xxh3_128_digest(source.data) != sums[i]:
+            if length != cache.size_of(blocks[i]) or xxhash.xxh3_128_digest(source.data) != sums[i]:
                 corrupt = i
                 break
             sources.append(source)

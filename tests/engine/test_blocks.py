@@ -103,6 +103,20 @@ def test_releasing_twice_is_our_mistake():
         pool.release([0])
 
 
+def test_dropping_forgets_what_nobody_holds():
+    pool = BlockPool(4)
+    held, idle = pool.allocate(2), pool.allocate(1)
+    assert held
+    assert idle
+    keys = [bytes([i]) * 32 for i in range(2)]
+    pool.publish(held[0], keys[0])
+    pool.publish(idle[0], keys[1])
+    pool.release(idle)
+    assert pool.drop_cached() == sorted(set(range(4)) - set(held))
+    assert [pool.match([key]) for key in keys] == [[held[0]], []]
+    pool.check()
+
+
 def test_clear_forgets_holders_and_hashes():
     pool = BlockPool(2)
     pool.allocate(2)

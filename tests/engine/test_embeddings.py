@@ -1,5 +1,6 @@
 """Embeddings of models with weights: transformers' states, pooled; bit for bit the same however they are scheduled."""
 
+import json
 from array import array
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
         finally:
             executor.close()
     assert torch.allclose(*found, atol=1e-4, rtol=0)
+
+
+def test_a_checkpoint_of_the_decoder_alone_is_read_too(tmp_path: Path):
+    """As sentence-transformers saves it: tensors without "model." before their names, and no head."""
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["Qwen3ForCausalLM"]}))
+    runner = open_runner(EngineConfig(model=str(tmp_path), num_blocks=40, **REFERENCE), [], lambda done, total: None)
+    for vector, truth in zip(vectors(engine_of(runner), "last"), wanted(model, "last"), strict=True):
+        torch.testing.assert_close(torch.tensor(vector), truth, atol=2e-4, rtol=1e-4)
 
 
 MODULES = '[{"idx": 0, "type": "sentence_transformers.models.Transformer"}, {"type": "x.Pooling"}, {"type": "x.%s"}]'

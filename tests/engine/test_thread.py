@@ -197,7 +197,7 @@ def test_restarts_are_tried_again_with_growing_pauses_until_closing():
                 raise ModelError("still broken")
 
     pauses: list[float] = []
-    assert restart_with_backoff(Broken(), lambda: False, pauses.append)  # type: ignore[arg-type]
+    assert restart_with_backoff(Broken().restart, lambda: False, pauses.append)
     assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0]
     closing = threading.Event()
-    assert not restart_with_backoff(Broken(), closing.is_set, lambda _: closing.set())  # type: ignore[arg-type]
+    assert not restart_with_backoff(Broken().restart, closing.is_set, lambda _: closing.set())

@@ -84,6 +84,10 @@ def test_random_calls_of_sixteen_threads_are_clean_under_sanitizers(start_daemon
     wait_until(lambda: daemon.status()["sessions"] == [])
 
 
+def test_of_threads_that_race_one_wins(daemon, model, tmp_path):
+    run_program(compile_with_library(tmp_path, ABI / "races.c", *SANITIZERS), daemon, str(model), "50")
+
+
 def test_children_of_a_generating_process_have_their_own_sessions(daemon, model, tmp_path):
     run_program(compile_c(tmp_path, ABI / "forks.c"), daemon, str(model), "20")
 

@@ -56,6 +56,18 @@ def test_without_a_daemon(daemon, tmp_path):
         assert done.stderr == f"gewu: no service answers on {tmp_path}/none {why}{code}\n"
 
 
+def test_a_daemon_that_cannot_start_says_what_to_set(daemon):
+    wrong = {"GEWU_SOCKET": "/proc/x/gewu.sock"}, {"GEWU_MEM_BUDGET": "lots"}
+    said = []
+    for environ in wrong:
+        command = [sys.executable, "-m", "kvloom.gewu", "daemon"]
+        done = subprocess.run(command, env=daemon.environ | environ, capture_output=True, text=True, check=False)
+        said.append((done.returncode, done.stderr))
+    why = "cannot listen there (No such file or directory): set GEWU_SOCKET to a path of yours"
+    assert said[0] == (1, f"gewu: /proc/x/gewu.sock: {why}\n")
+    assert said[1] == (1, "gewu: GEWU_MEM_BUDGET: must be bytes, or like 512M or 2G, got 'lots'\n")
+
+
 def test_what_is_no_model_is_named(daemon, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     refused = run_cli(daemon, "run", str(tmp_path), "hi")

@@ -28,13 +28,21 @@ class Rig:
 
     def __init__(self, num_blocks: int = 64, max_tokens: int = 16) -> None:
         self.clock = Clock()
-        self.planner = ClassPlanner(self.clock)
-        self.plans: list[dict[int, int]] = []  # tokens of each level in each step
+        self.trimmed: list[int] = []
         runner = FakeRunner(num_blocks, 4, 4096)
+        self.planner = ClassPlanner(self.clock, on_trim=lambda blocks: self._trim(runner, blocks))
+        self.plans: list[dict[int, int]] = []  # tokens of each level in each step
         config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=max_tokens)
         self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), self._plan)
         self.tokens: dict[str, list[int]] = {}
         self.finished: set[str] = set()
+
+    def _trim(self, runner: FakeRunner, blocks: list[int]) -> None:
+        self.trimmed = blocks
+        (layer,) = runner.kv_memory("").layers
+        for block in blocks:
+            for slot in range(4):
+                layer[0][block, slot, 0] = 0
 
     def _plan(self, *arguments: Any) -> Plan:
         plan = self.planner(*arguments)
@@ -236,6 +244,24 @@ def test_dropping_takes_the_blocks_of_paused_requests_and_their_answer_is_the_sa
         rig.step()
     prompt = [(len("low") * 7 + i) % 256 for i in range(8)]
     assert rig.tokens["low"] == fake_answer(prompt, SamplingParams(temperature=0), 0, 12)
+
+
+def test_trimming_forgets_what_idle_sessions_left_and_nothing_that_is_held():
+    rig = Rig()
+    rig.add("idle", Level.DEFAULT)
+    rig.add("busy", Level.DEFAULT, max_tokens=40)
+    while "idle" not in rig.finished:
+        rig.step()
+    assert rig.engine.stats().num_cached_blocks > rig.engine.stats().num_blocks - rig.engine.stats().num_free_blocks
+    rig.planner.is_trimming = True
+    rig.step()
+    stats = rig.engine.stats()
+    assert len(rig.trimmed) in (stats.num_free_blocks, stats.num_free_blocks + 1)  # this step may have taken one
+    assert stats.num_cached_blocks <= stats.num_blocks - stats.num_free_blocks
+    while "busy" not in rig.finished:
+        rig.step()
+    prompt = [(len("busy") * 7 + i) % 256 for i in range(8)]
+    assert rig.tokens["busy"] == fake_answer(prompt, SamplingParams(temperature=0), 0, 40)
 
 
 def test_a_higher_class_takes_the_blocks_it_needs():

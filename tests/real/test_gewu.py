@@ -62,3 +62,31 @@ def test_a_full_context_ends_with_length(client, smollm2_path):
     (only,) = client.ask(session, messages=long)
     assert (only["finish_reason"], only["message"]["content"]) == ("length", "")
     assert client.ask(session, max_tokens=2)[-1]["finish_reason"] == "length"
+
+
+def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_path, tmp_path):
+    daemon = DaemonProcess(tmp_path, None)
+    daemon.psi_file.write_text("some avg10=0 total=0\nfull avg10=0 total=0\n")
+    client = Client(daemon)
+    try:
+        idle, busy = client.create(smollm2_path), client.create(smollm2_path, qos="user_interactive")
+        messages = [{"role": "user", "content": "word " * 1200}]
+        answer = text_of(client.ask(idle, messages=messages, max_tokens=4))
+        story = [{"role": "user", "content": "Tell a long story."}]
+        context = client.submit(busy, max_tokens=1500, messages=story)
+        client.call("started", context)
+        before = pss_bytes(daemon.model()["pid"])
+        daemon.psi_file.write_text("some avg10=9 total=200000\nfull avg10=0 total=0\n")
+        wait_until(lambda: daemon.status()["memory"]["pressure"] == 1)
+        token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
+        wait_until(lambda: before - pss_bytes(daemon.model()["pid"]) > 1000 * token_bytes)
+        client.call("destroy", busy)
+        assert text_of(client.ask(idle, messages=messages, max_tokens=4)) == answer
+    finally:
+        client.close()
+        daemon.stop()
+
+
+def pss_bytes(pid: int) -> int:
+    (line,) = [x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:")]
+    return int(line.split()[1]) * 1024

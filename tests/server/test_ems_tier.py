@@ -61,6 +61,13 @@ async def ask(engine: EngineThread, number: int, name: str = "") -> int:
     return deltas[-1].num_cached_tokens
 
 
+async def loaded(engine: EngineThread, count: int) -> None:
+    """The thread tells its numbers after the deltas of a step."""
+    while engine.stats().total_tier_loaded_blocks < count:
+        await asyncio.sleep(0.01)
+    assert engine.stats().total_tier_loaded_blocks == count
+
+
 async def saved(engine: EngineThread, count: int) -> None:
     while engine.stats().total_tier_saved_blocks < count:
         await asyncio.sleep(0.01)
@@ -79,7 +86,7 @@ def test_a_restarted_engine_takes_its_prefixes_from_the_pool(agent):
 
     async def warm(engine: EngineThread) -> None:
         assert await ask(engine, 1) == 192
-        assert engine.stats().total_tier_loaded_blocks == 12
+        await loaded(engine, 12)
 
     run(cold, agent.socket)
     run(warm, agent.socket)
@@ -91,7 +98,7 @@ def test_blocks_evicted_here_come_back_from_the_pool(agent):
             await ask(engine, number)
         await saved(engine, 8 * 13)
         assert await ask(engine, 0) == 192
-        assert engine.stats().total_tier_loaded_blocks == 12
+        await loaded(engine, 12)
 
     run(body, agent.socket)
 

@@ -75,6 +75,8 @@ CASES = [
     _post("generate-error-neither", "/generate", {"text": PROMPT}),
     _get("openai-models", "/v1/models"),
     _get("openai-model", f"/v1/models/{MODEL}"),
+    _post("lora-load-error", "/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": "sql"}),
+    _post("lora-unload-error", "/v1/unload_lora_adapter", {"lora_name": "sql"}),
     _get("openai-model-error", "/v1/models/other"),
     _post("openai-chat", "/v1/chat/completions", _CHAT),
     _post("openai-chat-n-logprobs", "/v1/chat/completions", {**_CHAT, "n": 2, "logprobs": True, "top_logprobs": 1}),

@@ -18,6 +18,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     params: SamplingParams
     seed: int
     pooling: str = ""  # of Request: an embedding is wanted, no token
+    adapter: int = 0  # of LoadAdapter; 0 = the base model
 
 
 class Work(msgspec.Struct, array_like=True):
@@ -49,7 +50,7 @@ class Transfer(msgspec.Struct, array_like=True):
     keys: list[bytes]
 
 
-class Batch(msgspec.Struct, array_like=True):
+class Batch(msgspec.Struct, array_like=True, tag="batch"):
     """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch.
 
     `loads` and `saves` begin; without any of all these it only asks which of them are finished.
@@ -124,9 +125,39 @@ class RankInfo(msgspec.Struct, array_like=True):
     pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
 
 
+class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter"):
+    """Read the LoRA adapter in folder `path`; sequences name it by `id`, which is above 0 and new."""
+
+    id: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, array_like=True, tag="unload_adapter"):
+    """No sequence computes with adapter `id` any more. Not answered; an unknown id is ignored."""
+
+    id: int
+
+
+class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank says of an adapter it has loaded."""
+
+    digest: str  # hex SHA-256 of its files
+    rank: int  # the largest of its modules
+    num_bytes: int  # in this rank's memory
+
+
+RankOrder = Batch | LoadAdapter | UnloadAdapter
+
+
 class Runner(Protocol):
     """Runs steps of one model. Owned by one thread of a rank process."""
 
     info: RankInfo
 
     def run(self, batch: Batch) -> StepOutput: ...
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Raises BadRequest when the folder holds no adapter that fits."""
+        ...
+
+    def unload_adapter(self, id: int) -> None: ...

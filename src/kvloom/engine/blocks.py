@@ -28,6 +28,11 @@ def root_hash(salt: str) -> bytes:
     return hashlib.sha256(salt.encode()).digest()
 
 
+def adapter_salt(salt: str, digest: str) -> str:
+    """The salt of a sequence that runs with the LoRA adapter of this digest; a request's own salt holds no NUL."""
+    return f"{digest}\0{salt}" if digest else salt
+
+
 def extend_chain(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str) -> None:
     """Append to `hashes` those of the full blocks of `token_ids` that it lacks."""
     for i in range(len(hashes), len(token_ids) // block_size):
@@ -121,6 +126,12 @@ class BlockPool:
         self._hash_of[block] = key
         self._block_of[key] = block
         return True
+
+    def drop_cached(self) -> list[int]:
+        """Forget every block that nobody holds. Returns the free ones, ascending: nobody needs their contents."""
+        for block in self._free:
+            self._forget(block)
+        return sorted(self._free)
 
     def clear(self) -> None:
         """Forget everything, holders included: the memory behind the blocks is gone."""

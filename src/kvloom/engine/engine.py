@@ -9,17 +9,18 @@ A step has two halves, so that work for people overlaps work for the model:
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
+from kvloom.engine.adapters import Adapters
 from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
-from kvloom.engine.blocks import BlockPool, extend_chain
+from kvloom.engine.blocks import BlockPool, adapter_salt, extend_chain
 from kvloom.engine.config import EngineConfig, Limits
 from kvloom.engine.detok import Detokenizer, Vocabulary, text_bytes
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.executor import Executor
 from kvloom.engine.lookup import PromptLookup
 from kvloom.engine.policies import Turns, policy_of
-from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, check_request
+from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, capped, check_request
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
 from kvloom.engine.stats import Stats
 from kvloom.engine.stop import StopStrings, finish_of
@@ -78,6 +79,7 @@ class Engine:
         self._turns = Turns(config.fair_token_s)
         self._executor = executor
         self._vocabulary = vocabulary
+        self.adapters = Adapters(executor, lambda: (live.request.adapter for live in self._seqs.values()))
         self._seqs: dict[int, _Live] = {}  # arrival order
         self._by_request: dict[str, _Live] = {}
         self._next_id = 0
@@ -112,14 +114,15 @@ class Engine:
         return not (self._plan.steps or self._outbox or self._plan.preempted) and self._transfers.is_pending
 
     def add(self, request: Request) -> None:
-        """Accept a request. Raises BadRequest when it can never run."""
+        """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
         check_request(request, self.max_seq_len, self._executor.info.vocab_size)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
-        request = self._capped(request)
+        request = capped(request, self.config.max_iter_times)
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
-        seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), request.cache_salt)
+        salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
+        seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), salt)
         seq.priority = request.priority
         seq.max_len = self._max_len(request)
         now_s = self._clock()
@@ -168,6 +171,7 @@ class Engine:
         """Start the next step on the model, then return what the last one brought. Raises RankDied."""
         now_s = self._clock()
         self._transfers.expire(now_s)
+        self.adapters.sweep()
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
         if self._plan.steps or self._plan.loads or self._dropped or self._transfers.is_pending:
             copies = swap_out(self._plan, self._pool)
@@ -231,13 +235,6 @@ class Engine:
 
     # -- requests
 
-    def _capped(self, request: Request) -> Request:
-        """The request with its answer no longer than max_iter_times."""
-        cap, wanted = self.config.max_iter_times, request.params.max_tokens
-        if cap is None or (wanted is not None and wanted <= cap):
-            return request
-        return replace(request, params=replace(request.params, max_tokens=cap))
-
     def _max_len(self, request: Request) -> int:
         """Tokens that prompt and answer can have together."""
         wanted = request.params.max_tokens
@@ -276,7 +273,8 @@ class Engine:
                 live.is_known = True
                 self._counts["total_cached_tokens"] += step.seq.num_cached
                 request = live.request
-                new.append(NewSeq(step.seq.id, list(request.prompt_ids), request.params, live.seed, request.pooling))
+                prompt_ids = list(request.prompt_ids)
+                new.append(NewSeq(live.seq.id, prompt_ids, request.params, live.seed, request.pooling, request.adapter))
         return new
 
     def _retire(self, live: _Live) -> None:

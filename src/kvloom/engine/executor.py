@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvloom.engine.batch import Batch, RankInfo, Runner, StepOutput
+from kvloom.engine.batch import AdapterInfo, Batch, LoadAdapter, RankInfo, Runner, StepOutput, UnloadAdapter
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
+from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.lora import FIELD
 from kvloom.engine.transfers import Moves
 
 _EXIT_S = 1.0  # what a rank gets to end by itself
@@ -39,6 +40,15 @@ class Executor(Protocol):
 
     def submit(self, batch: Batch) -> None: ...
     def collect(self) -> StepOutput: ...
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Between two steps. Waits until it is loaded; raises BadRequest, RankDied."""
+        ...
+
+    def unload_adapter(self, id: int) -> None:
+        """Between two steps. Raises RankDied."""
+        ...
+
     def is_alive(self) -> bool: ...
     def restart(self) -> None: ...
     def close(self) -> None: ...
@@ -63,6 +73,12 @@ class InProcessExecutor:
         output, self._output = self._output, None
         assert output is not None, "collect without submit"
         return output
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        return self._runner.load_adapter(id, path)
+
+    def unload_adapter(self, id: int) -> None:
+        self._runner.unload_adapter(id)
 
     def is_alive(self) -> bool:
         return True
@@ -102,7 +118,18 @@ class Done(msgspec.Struct, array_like=True, tag="done"):
     output: StepOutput
 
 
-RankMessage = Loading | Ready | Failed | Done
+class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter"):
+    info: AdapterInfo
+
+
+class AdapterRefused(msgspec.Struct, array_like=True, tag="refused"):
+    """As BadRequest; the rank goes on."""
+
+    field: str
+    problem: str
+
+
+RankMessage = Loading | Ready | Failed | Done | AdapterLoaded | AdapterRefused
 
 
 class Channel:
@@ -188,11 +215,7 @@ class RankExecutor:
         return [process.pid for process in self._processes]
 
     def submit(self, batch: Batch) -> None:
-        try:
-            for channel in self._channels:
-                channel.send(batch)
-        except OSError as error:
-            raise RankDied(self._epitaph()) from error
+        self._send(batch)
         self.is_busy = True
 
     def collect(self) -> StepOutput:
@@ -208,6 +231,22 @@ class RankExecutor:
         outputs[0].moved = self._moves.merge([output.moved for output in outputs])
         outputs[0].is_tier_up = all(output.is_tier_up for output in outputs)
         return outputs[0]
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """On every rank, or on none."""
+        self._send(LoadAdapter(id, path))
+        answers = self._each_message(self._config.step_timeout_s)
+        refused = next((answer for answer in answers if isinstance(answer, AdapterRefused)), None)
+        infos = [answer.info for answer in answers if isinstance(answer, AdapterLoaded)]
+        if refused is None and all(info.digest == infos[0].digest for info in infos):
+            return infos[0]
+        self._send(UnloadAdapter(id))
+        if refused is None:
+            raise BadRequest(FIELD, "changed while the ranks read it; load it again")
+        raise BadRequest(refused.field, refused.problem)
+
+    def unload_adapter(self, id: int) -> None:
+        self._send(UnloadAdapter(id))
 
     def is_alive(self) -> bool:
         return all(process.poll() is None for process in self._processes)
@@ -256,6 +295,14 @@ class RankExecutor:
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._processes.append(process)
         self._channels.append(Channel(ours, RankMessage))
+
+    def _send(self, order: Batch | LoadAdapter | UnloadAdapter) -> None:
+        """To every rank. Raises RankDied."""
+        try:
+            for channel in self._channels:
+                channel.send(order)
+        except OSError as error:
+            raise RankDied(self._epitaph()) from error
 
     def _wait_ready(self) -> RankInfo:
         """What rank 0 says; its progress counts for all. Raises ModelError, RankDied."""
@@ -310,13 +357,13 @@ class RankExecutor:
 
 
 def restart_with_backoff(
-    executor: Executor, is_closing: Callable[[], bool], sleep: Callable[[float], object] = time.sleep
+    restart: Callable[[], object], is_closing: Callable[[], bool], sleep: Callable[[float], object] = time.sleep
 ) -> bool:
     """Restart until it works, waiting 0.1 s, 0.2 s, ... 10 s between tries. False when closing came first."""
     delay_s = 0.1
     while not is_closing():
         try:
-            executor.restart()
+            restart()
             return True
         except (ModelError, RankDied):
             sleep(delay_s)

@@ -10,13 +10,26 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from kvloom.engine.batch import Batch, Logprob, NewSeq, Pooled, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import (
+    AdapterInfo,
+    Batch,
+    Logprob,
+    NewSeq,
+    Pooled,
+    PromptLogprobs,
+    RankInfo,
+    Sample,
+    StepOutput,
+    Work,
+)
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.guide import Guides
 from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.lora import read_adapter
 from kvloom.engine.reasoning_guide import Guide
 from kvloom.engine.request import SamplingParams
 
@@ -75,12 +88,20 @@ def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
     return _LETTERS[value // _EOS_EVERY % len(_LETTERS)]
 
 
-def fake_answer(prompt_ids: Sequence[int], params: SamplingParams, seed: int, num_tokens: int) -> list[int]:
-    """What FakeRunner must answer, computed without blocks, batches or steps."""
-    context = list(prompt_ids)
+def fake_answer(
+    prompt_ids: Sequence[int], params: SamplingParams, seed: int, num_tokens: int, adapter: str = ""
+) -> list[int]:
+    """What FakeRunner must answer, computed without blocks, batches or steps. `adapter`: digest of a LoRA adapter."""
+    mark = adapter_mark(adapter)
+    context = [token + mark for token in prompt_ids]
     for _ in range(num_tokens):
-        context.append(fake_next(context, params, seed))
-    return context[len(prompt_ids) :]
+        context.append(fake_next(context, params, seed) + mark)
+    return [token - mark for token in context[len(prompt_ids) :]]
+
+
+def adapter_mark(digest: str) -> int:
+    """What an adapter adds to each token that is cached, so that a block of another adapter changes the answer."""
+    return int(digest[:7], 16) << 32 if digest else 0
 
 
 def fake_state(checksum: int) -> list[int]:
@@ -103,6 +124,7 @@ class _State:
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
     guide: Guide | None = None
+    mark: int = 0  # of its adapter
     pooling: str = ""
     num_pooled: int = 0
     sums: list[int] = field(default_factory=list)  # of the states pooled so far
@@ -135,6 +157,7 @@ class FakeRunner:
         self._slots = array("q", [-1]) * (num_blocks * block_size)
         self._host = array("q", [-1]) * (num_host_blocks * block_size)
         self._states: dict[int, _State] = {}
+        self._marks = {0: 0}  # by adapter id
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
         self._guides = Guides(ByteTokenizer, VOCAB_SIZE)
 
@@ -161,9 +184,19 @@ class FakeRunner:
             self._read(work, output)
         return output
 
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Any well-formed adapter fits. Raises BadRequest."""
+        adapter = read_adapter(Path(path), None)
+        self._marks[id] = adapter_mark(adapter.digest)
+        return AdapterInfo(adapter.digest, adapter.rank, len(adapter.data))
+
+    def unload_adapter(self, id: int) -> None:
+        self._marks.pop(id, None)
+
     def _learn(self, new: NewSeq) -> None:
         assert new.id not in self._states, f"sequence {new.id} is introduced twice"
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
+        state.mark = self._marks[new.adapter]
         state.pooling = new.pooling
         state.guide = self._guides.guide(new.params)
 
@@ -172,7 +205,7 @@ class FakeRunner:
         state.blocks[work.first_block :] = work.blocks
         tokens = state.token_ids + work.draft
         for pos in range(work.start, work.start + work.num_tokens):
-            self._slots[self._slot(state, pos)] = tokens[pos]
+            self._slots[self._slot(state, pos)] = tokens[pos] + state.mark
 
     def _read(self, work: Work, output: StepOutput) -> None:
         state = self._states[work.id]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from kvloom.engine.batch import Batch, Moved, Runner, StepOutput, Transfer
+from kvloom.engine.batch import AdapterInfo, Batch, Moved, Runner, StepOutput, Transfer
 from kvloom.engine.config import TierConfig
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,12 @@ class TieredRunner:
         except Exception:
             log.exception("the KV tier failed")
         return output
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        return self._runner.load_adapter(id, path)
+
+    def unload_adapter(self, id: int) -> None:
+        self._runner.unload_adapter(id)
 
     def _begin(self, begin: Callable[[Transfer], None], transfer: Transfer) -> None:
         try:

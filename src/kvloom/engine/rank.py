@@ -9,10 +9,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from kvloom.engine.batch import Batch, Runner
+from kvloom.engine.batch import LoadAdapter, RankOrder, Runner, UnloadAdapter
 from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ServingError
-from kvloom.engine.executor import Channel, Done, Failed, Loading, Progress, RankSetup, Ready
+from kvloom.engine.errors import BadRequest, ServingError
+from kvloom.engine.executor import (
+    AdapterLoaded,
+    AdapterRefused,
+    Channel,
+    Done,
+    Failed,
+    Loading,
+    Progress,
+    RankMessage,
+    RankSetup,
+    Ready,
+)
 from kvloom.engine.kvtier import KvRunner, TieredRunner, open_tier
 
 OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
@@ -35,10 +46,10 @@ def _opener(backend: str) -> OpenRunner:
 
 
 def serve(sock: socket.socket) -> None:
-    """Answer messages until the engine closes the socket. An exception in a step is reported and ends the process."""
+    """Answer messages until the engine closes the socket. An exception is reported and ends the process."""
     channel = Channel(sock, RankSetup)
     setup: RankSetup = channel.receive()
-    channel.expect(Batch)
+    channel.expect(RankOrder)
     try:
         runner = open_runner(
             setup.config,
@@ -52,14 +63,27 @@ def serve(sock: socket.socket) -> None:
         return
     channel.send(Ready(runner.info))
     while True:
-        batch: Batch = channel.receive()
+        order: RankOrder = channel.receive()
         try:
-            output = runner.run(batch)
+            answer = _answer(runner, order)
         except Exception as error:
             traceback.print_exc()
             channel.send(Failed(f"the model failed in a step: {type(error).__name__}: {error}"))
             raise SystemExit(1) from None
-        channel.send(Done(output))
+        if answer is not None:
+            channel.send(answer)
+
+
+def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:
+    if isinstance(order, UnloadAdapter):
+        runner.unload_adapter(order.id)
+        return None
+    if isinstance(order, LoadAdapter):
+        try:
+            return AdapterLoaded(runner.load_adapter(order.id, order.path))
+        except BadRequest as error:
+            return AdapterRefused(error.field, error.problem)
+    return Done(runner.run(order))
 
 
 def main() -> None:

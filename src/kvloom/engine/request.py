@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out: SamplingParams, Request, Delta."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvloom.engine.errors import BadRequest
@@ -107,6 +107,7 @@ class Request:
     cache_salt: str = ""  # requests of different salts share no prefix blocks
     tenant: str = ""  # whom the request is for; fairness is between tenants
     priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
+    adapter: int = 0  # a LoRA adapter that the engine has loaded; 0 = none
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
     pooling: str = ""
 
@@ -120,6 +121,14 @@ class Request:
         return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
 
 
+def capped(request: Request, max_tokens: int | None) -> Request:
+    """The request with its answer no longer than `max_tokens`; None = as it is."""
+    wanted = request.params.max_tokens
+    if max_tokens is None or (wanted is not None and wanted <= max_tokens):
+        return request
+    return replace(request, params=replace(request.params, max_tokens=max_tokens))
+
+
 def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
     """Raises BadRequest when a model of this context (in tokens) and vocabulary can never run the request."""
     length = len(request.prompt_ids)
@@ -127,6 +136,8 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("prompt", "is empty: give at least one token")
     if length + (request.params.max_tokens != 0) > max_seq_len:
         raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    if "\0" in request.cache_salt:
+        raise BadRequest("cache_salt", "must not contain NUL")
     if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
         raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
     for name, ids in (("prompt", request.prompt_ids), ("logit_bias", request.params.logit_bias)):

@@ -1,19 +1,27 @@
 """ModelRunner: batches to tensors, tensors to logits, logits to tokens. Lives in a rank process."""
 
-import contextlib
 import logging
 import math
 import os
-import re
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from kvloom.engine.batch import Batch, Logprob, Pooled, PromptLogprobs, RankInfo, Sample, StepOutput, Work
+from kvloom.engine.batch import (
+    AdapterInfo,
+    Batch,
+    Logprob,
+    Pooled,
+    PromptLogprobs,
+    RankInfo,
+    Sample,
+    StepOutput,
+    Work,
+)
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.guide import Guides
@@ -21,6 +29,8 @@ from kvloom.engine.kernels.backend import Backend, Head
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
+from kvloom.engine.lora import read_adapter
+from kvloom.engine.machine import available_bytes, says_what_to_lower
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
@@ -35,7 +45,6 @@ from kvloom.engine.weights.fingerprint import fingerprint
 log = logging.getLogger(__name__)
 
 _BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
-_NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
 _WEIGHT_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 
@@ -43,6 +52,7 @@ _REFERENCE_KV = {"bf16": torch.bfloat16, "int8": torch.int8}
 @dataclass(slots=True)
 class _State:
     history: History
+    adapter: int = 0
     blocks: list[int] = field(default_factory=list)
     pooler: Pooler | None = None
 
@@ -117,7 +127,7 @@ class ModelRunner:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
                 history.guide = self._guides.guide(new.params)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
-            self._states[new.id] = _State(history, pooler=pooler)
+            self._states[new.id] = _State(history, new.adapter, pooler=pooler)
         output = StepOutput([], [], 0.0)
         self._swap.save(batch.swap_out)
         self._swap.load([pair for work in batch.work for pair in work.loads])
@@ -125,6 +135,14 @@ class ModelRunner:
             self._compute(batch.work, output)
         output.compute_s = time.perf_counter() - started
         return output
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Raises BadRequest."""
+        adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
+        return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
+
+    def unload_adapter(self, id: int) -> None:
+        self._backend.drop_adapter(id)
 
     def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
         for work in works:
@@ -134,7 +152,8 @@ class ModelRunner:
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
         rows, states = _int32(wanted.rows), _int32(wanted.states)
-        head = self._backend.step_head(*self._inputs(works), rows, tops, states)
+        used = [self._states[work.id].adapter for work in works]
+        head = self._backend.step_head(*self._inputs(works), rows, tops, states, adapters=used if any(used) else ())
         self._pool(head, wanted.pooled, output)
         row = 0
         for id, draft in wanted.samples:
@@ -246,7 +265,7 @@ def open_runner(
     checkpoint = open_checkpoint(Path(config.model))
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
     mesh = join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
-    with _says_what_to_lower():
+    with says_what_to_lower():
         backend, pools, size = _open_backend(config, checkpoint, max_seq_len, progress, mesh)
         return ModelRunner(
             backend,
@@ -259,21 +278,6 @@ def open_runner(
             hidden_size=checkpoint.spec.hidden,
             pooling=checkpoint.pooling,
         )
-
-
-@contextlib.contextmanager
-def _says_what_to_lower() -> Iterator[None]:
-    """An allocation that failed although the sizes were planned: somebody else took the memory meanwhile."""
-    try:
-        yield
-    except (MemoryError, OSError, RuntimeError) as error:
-        is_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY.search(str(error))
-        if not is_memory:
-            raise
-        raise OutOfMemory(
-            "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
-            f"host_cache_bytes (cpuMemSize) where it is given ({error})"
-        ) from error
 
 
 def _open_backend(
@@ -379,15 +383,3 @@ def _pools_for(
     is_shared = torch.device(config.device).type == "cpu"
     free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]
     return plan_pools(wish, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)
-
-
-def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or of the control group where that is less."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
-        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
-    return free

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from kvloom.engine.errors import ModelError
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.weights.lora import LoraPair
 from kvloom.engine.weights.source import WeightSource
 
-_BY_ROWS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up")
-_BY_COLUMNS = ("o", "down")
+_BY_ROWS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up")  # of LoRA's B likewise
+_BY_COLUMNS = ("o", "down")  # of LoRA's A likewise: ranks then sum B times their parts of A x
 
 
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
@@ -52,3 +53,11 @@ class ShardedWeights:
         if self._world_size == 1 or not (part in _BY_ROWS or part in _BY_COLUMNS):
             return whole
         return whole.chunk(self._world_size, dim=0 if part in _BY_ROWS else 1)[self._rank].contiguous()
+
+
+def shard_pair(name: str, pair: LoraPair, rank: int, world_size: int) -> LoraPair:
+    """One rank's part of what an adapter adds to the linear `name`."""
+    part = name.rsplit(".", 1)[-1]
+    if part in _BY_ROWS:
+        return replace(pair, b=pair.b.chunk(world_size, dim=0)[rank].contiguous())
+    return replace(pair, a=pair.a.chunk(world_size, dim=1)[rank].contiguous())

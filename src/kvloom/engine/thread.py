@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, replace
 
+from kvloom.engine.adapters import Adapter
 from kvloom.engine.batch import RankInfo
 from kvloom.engine.completed import CompletedLog
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.detok import Vocabulary
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import GenerationFailed, ServingError, Unavailable
+from kvloom.engine.errors import GenerationFailed, ModelError, ServingError, Unavailable
 from kvloom.engine.executor import Executor, Progress, RankDied, RankExecutor, restart_with_backoff
 from kvloom.engine.request import Delta, FinishReason, Request
 from kvloom.engine.stats import Stats
@@ -37,6 +38,20 @@ class _Drop:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    path: str
+    answer: asyncio.Future[Adapter]  # owned by the loop
+
+
+@dataclass(frozen=True, slots=True)
+class _Unload:
+    adapter: int
+
+
+_Message = _Add | _Drop | _Load | _Unload
+
+
 class EngineThread:
     """Runs an Engine on a thread of its own; streams are read from one asyncio loop.
 
@@ -46,7 +61,7 @@ class EngineThread:
     def __init__(self, engine: Engine, executor: Executor) -> None:
         self._engine = engine
         self._executor = executor
-        self._inbox: queue.SimpleQueue[_Add | _Drop | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._queues: dict[str, asyncio.Queue[Delta | ServingError]] = {}  # owned by the loop
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -87,7 +102,7 @@ class EngineThread:
         self._executor.close()
 
     def stats(self) -> Stats:
-        """As of the last steps: at most 20 ms old while there is work."""
+        """As of the last step; of what no request's coming or going changed, up to 20 ms older."""
         return self._stats
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
@@ -119,6 +134,25 @@ class EngineThread:
         """End a request with what it has: its stream's last delta says ABORT. Unknown ids are ignored."""
         self._inbox.put(_Drop(request_id))
 
+    def preload_adapter(self, path: str) -> Adapter:
+        """As load_adapter, before `start`. Raises BadRequest, ModelError."""
+        try:
+            return self._engine.adapters.load(path)
+        except RankDied as error:
+            raise ModelError(f"loading the adapter {path} failed: {error}") from error
+
+    async def load_adapter(self, path: str) -> Adapter:
+        """A LoRA adapter from a folder, loaded between two steps. Raises BadRequest, Unavailable."""
+        if not self.is_ready:
+            raise Unavailable("the model is not ready: it is starting, restarting or stopping; try again soon")
+        answer: asyncio.Future[Adapter] = asyncio.get_running_loop().create_future()
+        self._inbox.put(_Load(path, answer))
+        return await answer
+
+    def unload_adapter(self, adapter: int) -> None:
+        """Requests that run with it finish; later ones are refused. Unknown ids are ignored."""
+        self._inbox.put(_Unload(adapter))
+
     # -- on the engine's thread
 
     def _run(self) -> None:
@@ -134,9 +168,12 @@ class EngineThread:
                 self._mourn("the engine failed on a step; the server's log says how")
             self._note_stats()
         self._deliver(self._engine.fail_all("the server is stopping"))
+        while not self._inbox.empty():
+            if isinstance(message := self._inbox.get(), _Load):
+                self._answer(message, Unavailable("the server is stopping"))
 
     def _note_stats(self) -> None:
-        """For other threads to read; not in every step, since a step of a small model is short."""
+        """For other threads to read: when requests came or went, else not in every step, which may be a short one."""
         now_s = time.monotonic()
         if now_s >= self._next_stats_s or not self._engine.has_work:
             self._stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
@@ -156,7 +193,9 @@ class EngineThread:
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
-    def _take(self, message: _Add | _Drop | None) -> None:
+    def _take(self, message: _Message | None) -> None:
+        """Raises RankDied."""
+        self._next_stats_s = 0.0
         if isinstance(message, _Add):
             try:
                 self._engine.add(message.request)
@@ -165,20 +204,54 @@ class EngineThread:
                 self._post([(message.request.id, error)])
         elif isinstance(message, _Drop):
             self._engine.abort(message.request_id)
+        elif isinstance(message, _Load):
+            self._load(message)
+        elif isinstance(message, _Unload):
+            self._engine.adapters.unload(message.adapter)
+
+    def _load(self, message: _Load) -> None:
+        """Raises RankDied."""
+        try:
+            self._answer(message, self._engine.adapters.load(message.path))
+        except ServingError as error:
+            self._answer(message, error)
+        except RankDied:
+            self._answer(message, Unavailable("the model process died while it loaded the adapter"))
+            raise
+
+    def _answer(self, message: _Load, result: Adapter | ServingError) -> None:
+        def settle() -> None:
+            if isinstance(result, Adapter):
+                if message.answer.cancelled():  # nobody will ever name it
+                    self.unload_adapter(result.id)
+                else:
+                    message.answer.set_result(result)
+            elif not message.answer.done():
+                message.answer.set_exception(result)
+
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(settle)
 
     def _mourn(self, error: str) -> None:
         """Fail what was running, then bring the rank back; requests that slip in meanwhile fail too."""
         self._ready.clear()
         log.error("%s; requests running on it fail, restarting it", error)
         self._deliver(self._engine.fail_all(error))
-        if restart_with_backoff(self._executor, self._closing.is_set, self._closing.wait):
-            self._engine.reset()
+        if restart_with_backoff(self._revive, self._closing.is_set, self._closing.wait):
             self._num_restarts += 1
             log.warning("the model is ready again")
             self._ready.set()
 
+    def _revive(self) -> None:
+        """The model and its adapters, as if just started. Raises ModelError, RankDied."""
+        self._executor.restart()
+        self._engine.reset()
+        self._engine.adapters.reload()
+
     def _deliver(self, deltas: list[Delta]) -> None:
         self._completed.delivered(deltas, self._stats)
+        if any(delta.finish_reason for delta in deltas):
+            self._next_stats_s = 0.0
         self._post([(delta.request_id, delta) for delta in deltas])
 
     def _post(self, items: list[tuple[str, Delta | ServingError]]) -> None:

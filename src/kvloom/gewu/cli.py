@@ -17,7 +17,7 @@ from kvloom.gewu.codes import Refused
 from kvloom.gewu.daemon import run as run_daemon
 from kvloom.gewu.frames import Frame, FrameDecoder, encode
 from kvloom.gewu.session import Session
-from kvloom.gewu.settings import find_service, read_settings
+from kvloom.gewu.settings import find_service, find_socket, read_settings
 
 app = typer.Typer(help="On-device inference sessions behind a C ABI.", no_args_is_help=True, add_completion=False)
 
@@ -49,8 +49,11 @@ def daemon(
     try:
         pairs = dict(_split_alias(text) for text in alias)
         asyncio.run(run_daemon(read_settings(pairs, backend)))
-    except (BadRequest, OSError) as error:
+    except BadRequest as error:
         raise SystemExit(f"gewu: {error}") from None
+    except OSError as error:
+        why = f"cannot listen there ({error.strerror}): set GEWU_SOCKET to a path of yours" if error.errno else error
+        raise SystemExit(f"gewu: {find_socket(os.environ)}: {why}") from None
 
 
 @app.command()

@@ -123,4 +123,7 @@ def parse_bytes(text: str) -> int:
     """ "512M", "2G", "1073741824". Raises ValueError."""
     number = text.strip().upper().removesuffix("IB").removesuffix("B")
     unit = number[-1:] if number[-1:] in _UNITS else ""
-    return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise ValueError(f"must be bytes, or like 512M or 2G, got {text!r}") from None

@@ -35,11 +35,13 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Floor(msgspec.Struct, array_like=True, tag="floor"):
-    """See ClassPlanner: `floor` waits, below `hard_floor` nothing runs, `is_dropping` takes its blocks too."""
+    """See ClassPlanner: `floor` waits, below `hard_floor` nothing runs, `is_dropping` takes its blocks too, and
+    `is_trimming` the kept KV of idle sessions."""
 
     floor: int
     hard_floor: int
     is_dropping: bool
+    is_trimming: bool = False
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):

@@ -307,7 +307,8 @@ class Models:
         """Tell each host which class is served on this device now."""
         ready = {model.key: model for model in self._models.values() if model.host is not None}
         served = (r.level for r in self._sessions.started() if r.session.model in ready)
-        floor = Floor(int(max(served, default=Level.BACKGROUND)), int(self._hard_floor), self.ladder.level >= 2)
+        top, level = max(served, default=Level.BACKGROUND), self.ladder.level
+        floor = Floor(int(top), int(self._hard_floor), level >= 2, level >= 1)
         for model in ready.values():
             if model.host is not None and model.floor != floor:
                 model.floor = floor

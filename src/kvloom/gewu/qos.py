@@ -61,14 +61,22 @@ class ClassPlanner:
     them. A sequence's level is its `priority`.
     """
 
-    def __init__(self, clock: Callable[[], float], on_serve: Callable[[Level], None] = lambda level: None) -> None:
-        """`on_serve` is told the class of each plan before the plan is carried out."""
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        on_serve: Callable[[Level], None] = lambda level: None,
+        on_trim: Callable[[list[int]], object] = lambda blocks: None,
+    ) -> None:
+        """`on_serve` is told the class of each plan before the plan is carried out, `on_trim` the blocks that are free
+        when `is_trimming` was set."""
         self.floor = Level.BACKGROUND
         self.hard_floor = Level.BACKGROUND
         self.is_dropping = False  # paused sequences below hard_floor lose their blocks at the next step
+        self.is_trimming = False  # prefixes that nobody holds are forgotten at the next step
         self.has_steps = False  # the last plan had any
         self._clock = clock
         self._on_serve = on_serve
+        self._on_trim = on_trim
         self._last_step_s: dict[int, float] = {}
         self._paused_since_s: dict[int, float] = {}
         self._chunk = _ChunkSize()
@@ -85,6 +93,9 @@ class ClassPlanner:
         picked = {seq.id for seq in chosen}
         paused = [seq for seq in seqs if seq.id not in picked]
         self._make_room(chosen, paused, pool, limits)
+        if self.is_trimming:
+            self.is_trimming = False
+            self._on_trim(pool.drop_cached())
         if chosen and all(seq.priority < Level.USER_INITIATED for seq in chosen):
             limits = replace(limits, max_prefill_tokens=self._chunk.num_tokens(limits.prefill_tokens))
         plan = plan_step(chosen, pool, limits)

@@ -1,6 +1,7 @@
 """ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvloom.engine.config import EngineConfig
 
@@ -18,3 +19,4 @@ class ModelCard:
     dtype: str = "auto"  # of the weights, as the routes tell it
     tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
     reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says
+    lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start

@@ -11,6 +11,7 @@ from rich.console import Console
 from kvloom.engine.hub import MODELS
 from kvloom.server.auth import hash_key, new_key, read_hashes
 from kvloom.server.chat import Chat, first_model, run
+from kvloom.server.config import lora_module
 from kvloom.server.launch import DEMO_MODEL, fetch, launch, read_settings
 
 console = Console()
@@ -30,6 +31,8 @@ def serve(
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
+    lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=FOLDER; may be repeated.")] = None,
+    lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
     allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
     log_level: Annotated[str | None, typer.Option(help="Verbose, Info, Warning, Error or None.")] = None,
     pid_file: Annotated[Path | None, typer.Option(help="Write the process number here while serving.")] = None,
@@ -42,6 +45,8 @@ def serve(
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
     settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
     settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
+    settings.override(lora_root=lora_root)
+    settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)
     launch(settings)
 
 

@@ -78,6 +78,11 @@ def load_settings(path: Path) -> dict[str, Any]:
         log.info("%s: without effect here: %s", path, ", ".join(sorted(found.idle)))
     home = install_folder(path)
     settings = found.values
+    for model in settings.get("models", ()):
+        if "lora_modules" in model:
+            model["lora_modules"] = [(name, home / path) for name, path in map(lora_module, model["lora_modules"])]
+    if "lora_root" in settings:
+        settings["lora_root"] = home / settings["lora_root"]
     if settings.pop("https", False):
         settings["tls"] = _tls_of(settings, home)
     for name in ("kv_pool_socket", "kv_pool_access_key_file"):
@@ -88,6 +93,14 @@ def load_settings(path: Path) -> dict[str, Any]:
     if "api_key_file" in settings:
         settings["api_key_hashes"] = read_hashes(home / settings.pop("api_key_file"))
     return settings
+
+
+def lora_module(text: object) -> tuple[str, Path]:
+    """Name and folder of "NAME=FOLDER". Raises BadRequest."""
+    name, is_pair, path = text.partition("=") if isinstance(text, str) else ("", "", "")
+    if not (name and is_pair and path):
+        raise BadRequest("loraModules", f"must be NAME=FOLDER, got {json.dumps(text)}")
+    return name, Path(path)
 
 
 def install_folder(path: Path) -> Path:
@@ -285,7 +298,9 @@ class Settings:
         path = both.get("model") or ""
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
-        return ModelCard(name, EngineConfig(model=path, **engine), dtype=both.get("torch_dtype", "auto"), **card)
+        modules = tuple(model.get("lora_modules", ()))
+        dtype = both.get("torch_dtype", "auto")
+        return ModelCard(name, EngineConfig(model=path, **engine), dtype=dtype, lora_modules=modules, **card)
 
 
 def _kv_tier(settings: Mapping[str, Any]) -> TierConfig | None:
@@ -318,6 +333,7 @@ _OPTIONS: Sequence[str] = (
     "is_root_object",
     "is_input_echoed",
     "has_oip_health",
+    "lora_root",
 )
 _CARD_FIELDS: Sequence[str] = (
     "instance_type",

@@ -94,6 +94,7 @@ _SERVE: dict[str, Key] = {
         int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
     ),
     "apiKeyFile": Key(str, "hashes of API keys, one a line", setting="api_key_file"),
+    "loraRoot": Key(str, "folder below which LoRA adapters may be loaded at run time", setting="lora_root"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins"),
     "otlpEndpoint": Key(str, "collector that traces go to, http://HOST:4318", setting="otlp_endpoint"),
     "metricsPort": Key(int, "metrics are on the other ports", 1024, 65535),
@@ -127,6 +128,7 @@ _MODEL: dict[str, Key] = {
         str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
         setting="reasoning_parser",
     ),
+    "loraModules": Key(list, "LoRA adapters of the start, \"NAME=FOLDER\" each", setting="lora_modules"),
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
 _POLICIES = "0 first come first served, 1 by state, 3 multi-level feedback queue"

@@ -6,6 +6,7 @@ from kvloom.server.api.console import Console
 from kvloom.server.api.documentation import Documentation
 from kvloom.server.api.embeddings import Embeddings
 from kvloom.server.api.generate import Generate
+from kvloom.server.api.lora import LoraAdapters
 from kvloom.server.api.messages import Messages
 from kvloom.server.api.metrics import Metrics
 from kvloom.server.api.native import Native
@@ -38,6 +39,7 @@ def make_dialects(models: Models, health: Health, stop: Stop, config: ServerConf
         Triton(models, health, number),
         Native(models),
         Status(models, health, stop, address),
+        LoraAdapters(models),
         Metrics(models),
         Console(models, health, config_view(config), number),
     ]

@@ -5,12 +5,14 @@ with the index of their choice. Closing the stream cancels all of them.
 """
 
 import asyncio
+import copy
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Set
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kvloom.engine.adapters import Adapter
 from kvloom.engine.batch import RankInfo
 from kvloom.engine.errors import BadRequest, ServingError, Unavailable
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams, TokenLogprob
@@ -37,6 +39,8 @@ class EngineLike(Protocol):
     def stats(self) -> Stats: ...
     def stream(self, request: Request) -> AsyncGenerator[Delta]: ...
     def abort(self, request_id: str) -> None: ...
+    async def load_adapter(self, path: str) -> Adapter: ...
+    def unload_adapter(self, adapter: int) -> None: ...
 
 
 class TokenizerLike(Protocol):
@@ -115,7 +119,7 @@ class Running:
 
 
 class GenerationService:
-    """Runs Generations on the engine of one model."""
+    """Runs Generations on the engine of one model, with one of its adapters or none."""
 
     def __init__(
         self,
@@ -130,6 +134,16 @@ class GenerationService:
         self._running: dict[str, set[Running]] = {}
         self._serial = itertools.count()
         self.meter = Meter()
+        self.adapter = 0  # as engine.request.Request's
+        self.root = card.name  # as /v1/models tells it; of an adapter its path
+        self.parent: str | None = None  # and its model
+
+    def with_adapter(self, name: str, path: str, adapter: int) -> "GenerationService":
+        """The same model under another name, with an adapter of its engine; they share places, counts and ids."""
+        service = copy.copy(self)
+        service.card, service.adapter = replace(self.card, name=name), adapter
+        service.root, service.parent = path, self.name
+        return service
 
     @property
     def name(self) -> str:
@@ -246,7 +260,8 @@ class GenerationService:
     async def _place(self, generation: Generation, count: int, timing: Timing) -> AsyncIterator[Running]:
         """A place among those served, and the engine requests to run in it; stoppable meanwhile."""
         ticket = Ticket(num_tokens=sum(map(len, generation.prompts)))
-        running = Running(ticket, _requests(generation, count, next(self._serial)), generation, timing)
+        requests = _requests(generation, count, next(self._serial), self.adapter)
+        running = Running(ticket, requests, generation, timing)
         same_id = self._running.setdefault(generation.id, set())
         same_id.add(running)
         try:
@@ -299,7 +314,7 @@ class GenerationService:
                 yield delta
 
 
-def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
+def _requests(generation: Generation, count: int, serial: int, adapter: int) -> list[Request]:
     """`count` engine requests a prompt; with a seed given, each of them gets one of its own, derived from it.
 
     Their ids are unique in the engine whatever the caller's id is.
@@ -312,8 +327,8 @@ def _requests(generation: Generation, count: int, serial: int) -> list[Request]:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
             salt, pooling = generation.cache_salt, generation.pooling
-            request = Request(id, prompt, params, salt, generation.tenant, generation.priority, pooling=pooling)
-            requests.append(request)
+            who = (salt, generation.tenant, generation.priority)
+            requests.append(Request(id, prompt, params, *who, pooling=pooling, adapter=adapter))
     return requests
 
 

@@ -21,6 +21,7 @@ from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
 from kvloom.server.admission import Admission
 from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
+from kvloom.server.api.lora import check_name
 from kvloom.server.app import make_app
 from kvloom.server.auth import ApiKeyMiddleware, KeyRing, check_bind
 from kvloom.server.browser import BrowserMiddleware
@@ -75,6 +76,8 @@ def _make_server(
     admission = Admission(config.max_link_num, config.max_queued_tokens)
     services = [GenerationService(card, engine, tokenizer, admission, tracer) for card, engine, tokenizer in engines]
     models = Models(services, config.options)
+    for service, (card, engine, _) in zip(services, engines, strict=True):
+        _load_adapters(models, service, card, engine)
     health = Health(models)
     server: DrainingServer | None = None
 
@@ -111,6 +114,18 @@ def _make_server(
     greeting = f"{READY_LINE}\n{_greeting(config, ports[0])}"
     server = DrainingServer(settings, health, [engine for _, engine, _ in engines], config.grace_s, greeting)
     return server
+
+
+def _load_adapters(models: Models, service: GenerationService, card: ModelCard, engine: EngineThread) -> None:
+    """Those of the configuration. Raises BadRequest, ModelError."""
+    for name, path in card.lora_modules:
+        try:
+            check_name(name)
+            models.check_adapter_name(name, is_replacing=False)
+            adapter = engine.preload_adapter(str(path.resolve()))
+        except BadRequest as error:
+            raise BadRequest("loraModules", f"{name}={path}: {error.problem}") from None
+        models.put_adapter(service.with_adapter(name, str(path), adapter.id))
 
 
 @contextlib.contextmanager

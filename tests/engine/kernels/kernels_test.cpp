@@ -176,7 +176,46 @@ static void test_pool() {
     }
 }
 
+// Three modules of one linear through the C interface, at every remainder of the ranks; the last channels have no module.
+static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
+    kvl_shape shape{};
+    shape.num_threads = 1;
+    kvl_model* model = kvl_new(&shape);
+    kvl_add_linear(model, 4 * kPanel, cols, KVL_INT8);
+    const int32_t id = kvl_adapter_new(model);
+    const int64_t ranks[] = {rank, rank + 1, 1}, firsts[] = {0, kPanel, 2 * kPanel};
+    std::vector<std::vector<float>> as, bs;
+    for (int m = 0; m < 3; m++) {
+        as.push_back(noise(ranks[m] * cols));
+        bs.push_back(noise(count * ranks[m]));
+        kvl_adapter_add(model, id, 0, as[size_t(m)].data(), bs[size_t(m)].data(), ranks[m], count, 0.5f * float(m + 1), firsts[m], -1);
+    }
+    const LoraLinear& linear = model->adapters[size_t(id)]->linears[0];
+    const int64_t padded = model->linears[0].padded_cols;
+    std::vector<float> x = noise(cols), h(static_cast<size_t>(linear.rank));
+    x.resize(static_cast<size_t>(padded));
+    shrink(linear, x.data(), padded, h.data());
+    for (int64_t c = 0; c < 4 * kPanel; c++) {
+        alignas(64) float lane[kLanes];
+        store(lane, expand(linear.halves[size_t(c / kLanes)], h.data(), splat(3)));
+        const double got = double(lane[c % kLanes]) - 3;
+        near(got, scalar::low_rank(linear, x.data(), padded, c), 1e-4 * double(cols), "adapter", rank, c);
+        const int64_t m = c / kPanel, own = c % kPanel;
+        double exact = 0;  // of the values before they were rounded to bf16
+        for (int64_t r = 0; m < 3 && own < count && r < ranks[m]; r++)
+            for (int64_t k = 0; k < cols; k++)
+                exact += 0.5 * double(m + 1) * double(bs[size_t(m)][size_t(own * ranks[m] + r)]) *
+                         double(as[size_t(m)][size_t(r * cols + k)]) * double(x[size_t(k)]);
+        near(got, exact, 0.02 * double(m + 1) * std::sqrt(double(cols * (rank + 1))), "adapter, unrounded", rank, c);
+    }
+    kvl_adapter_free(model, id);
+    near(kvl_adapter_new(model), id, 0, "a free adapter's place", id, 0);
+    kvl_free(model);
+}
+
 int main() {
+    for (int64_t rank = 1; rank <= 9; rank++)
+        for (int64_t cols : {64, 100}) test_adapters(cols, rank, cols == 64 ? kPanel : kPanel - 3);
     test_numbers();
     for (int64_t cols : {1, 15, 16, 63, 64, 65, 200}) test_norm_and_quantisation(cols);
     for (int format : {KVL_INT8, KVL_INT4, KVL_BF16})

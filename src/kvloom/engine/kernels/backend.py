@@ -1,10 +1,14 @@
 """The one contract between the runner and whatever computes: a backend runs a ragged step over a paged KV cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from kvloom.engine.lora import AdapterFile
+from kvloom.engine.models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,33 @@ class Backend(Protocol):
         """The tensors of the KV cache, each [layers, 2, num_blocks, ...], contiguous."""
         ...
 
-    def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
+    @property
+    def whole_spec(self) -> DecoderSpec:
+        """The model's, also where this backend holds a part of it."""
+
+    def add_adapter(self, id: int, adapter: AdapterFile) -> int:
+        """Hold an adapter that was read for whole_spec, as `id` > 0. Its bytes. Raises BadRequest."""
+        ...
+
+    def drop_adapter(self, id: int) -> None:
+        """Unknown ids are ignored."""
+
+    def step(
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        *,
+        adapters: Sequence[int] = (),
+    ) -> Tensor:
         """One step over T tokens of S sequences; writes their keys and values, returns logits of the asked rows.
 
         ids, pos [T] int32: token ids and positions; qstart [S+1] int32: tokens qstart[s] .. qstart[s+1] belong to s, at
         consecutive positions; block_table [S, max_blocks] int32, -1 = unused: position p of s lives in slot
-        p % block_size of block block_table[s, p // block_size]; rows [R] int32: which tokens' logits are wanted.
+        p % block_size of block block_table[s, p // block_size]; rows [R] int32: which tokens' logits are wanted;
+        adapters [S]: what add_adapter was given, 0 = none; () = none for all.
         Returns [R, vocab] float32, valid until the next step. The result for a sequence does not depend on the others
         in the step.
         """
@@ -79,6 +104,8 @@ class Backend(Protocol):
         rows: Tensor,
         tops: list[int],
         states: Tensor | None = None,
+        *,
+        adapters: Sequence[int] = (),
     ) -> Head:
         """The same step, with only the tops[r] <= vocab largest logits of row r where that is not 0.
 

@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvloom.engine.errors import ModelError
+from kvloom.engine.errors import BadRequest, ModelError
 from kvloom.engine.kernels import build, cpu_abi
 from kvloom.engine.kernels.backend import Head
 from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
+from kvloom.engine.lora import FIELD, AdapterFile
 from kvloom.engine.models.spec import DecoderSpec
+from kvloom.engine.weights.lora import pairs_of
 from kvloom.engine.weights.source import WeightSource
 
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16}
@@ -50,7 +52,8 @@ class CpuBackend:
     ) -> None:
         """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
         _check(spec, weight_format, kv_dtype)
-        self.spec, self.num_blocks = spec, num_blocks
+        self.spec = self.whole_spec = spec
+        self.num_blocks = num_blocks
         self.kv_dtype = kv_dtype
         self._lib = cpu_abi.load(Path(build.library(isa)))
         self.isa = self._lib.kvl_isa().decode()
@@ -62,6 +65,8 @@ class CpuBackend:
         packer = _Packer(self, weights, WEIGHT_FORMATS[weight_format], progress)
         packer.declare()
         packer.fill()
+        self._places = packer.places
+        self._adapters: dict[int, int] = {}  # id -> the library's
         self.streamed_bytes = packer.packed_bytes  # read by every step
         self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
         self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
@@ -76,9 +81,18 @@ class CpuBackend:
         self._top_values, self._top_ids = torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int32)
         self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
-    def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
+    def step(
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        *,
+        adapters: Sequence[int] = (),
+    ) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
-        return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows)).full
+        return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows), adapters=adapters).full
 
     def step_head(
         self,
@@ -89,6 +103,8 @@ class CpuBackend:
         rows: Tensor,
         tops: list[int],
         states: Tensor | None = None,
+        *,
+        adapters: Sequence[int] = (),
     ) -> Head:
         """See kernels/backend.py. As `step`."""
         states = torch.empty(0, dtype=torch.int32) if states is None else states
@@ -101,6 +117,7 @@ class CpuBackend:
         head = Head(
             tops, self._logits[:num_full], self._top_values, self._top_ids, torch.empty(len(states), self.spec.hidden)
         )
+        own = (ctypes.c_int32 * len(adapters))(*(self._adapters[id] if id else -1 for id in adapters))
         wanted = (ctypes.c_int32 * len(tops))(*tops)
         held = [t.contiguous() for t in (ids, pos, qstart, block_table, rows, states)]
         assert all(t.dtype is torch.int32 for t in held), "the inputs of a step are int32"
@@ -120,10 +137,40 @@ class CpuBackend:
             held[-1].data_ptr(),
             len(states),
             head.states.data_ptr(),
+            ctypes.addressof(own) if adapters else None,
         )
         if len(ids):
             self._lib.kvl_step(self._model, ctypes.byref(batch))
         return head
+
+    def add_adapter(self, id: int, adapter: AdapterFile) -> int:
+        """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
+        own = self._lib.kvl_adapter_new(self._model)
+        total = 0
+        try:
+            if own < 0:
+                raise BadRequest(FIELD, "no memory for the adapter")
+            for name, pair in pairs_of(adapter):
+                linear, first, interleave = self._places[name]
+                a, b, (count, rank) = pair.a.data_ptr(), pair.b.data_ptr(), pair.b.shape
+                taken = self._lib.kvl_adapter_add(
+                    self._model, own, linear, a, b, rank, count, pair.scale, first, interleave
+                )
+                if taken < 0:
+                    raise BadRequest(FIELD, "no memory for the adapter")
+                total += taken
+        except BadRequest:
+            if own >= 0:
+                self._lib.kvl_adapter_free(self._model, own)
+            raise
+        self._adapters[id] = own
+        return total
+
+    def drop_adapter(self, id: int) -> None:
+        """See kernels/backend.py."""
+        own = self._adapters.pop(id, None)
+        if own is not None:
+            self._lib.kvl_adapter_free(self._model, own)
 
     def draw(self, logits: Tensor, temperature: float, top_p: float, min_p: float, point: float) -> int:
         """See kernels/backend.py."""
@@ -165,6 +212,11 @@ class _Packer:
         self.program: list[Instruction] = []
         self.packed_bytes = 0
         self.embed = torch.empty(0)
+
+    @property
+    def places(self) -> dict[str, tuple[int, int, int]]:
+        """Where each matrix went: linear, first channel, interleave."""
+        return {name: (linear, first, interleave) for linear, name, first, interleave in self._fills}
 
     def declare(self) -> None:
         """Every linear in the order of execution, every small vector, and the program."""

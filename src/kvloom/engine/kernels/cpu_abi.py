@@ -42,6 +42,7 @@ class Batch(ctypes.Structure):
         ("state_rows", _POINTER),
         ("num_states", _I32),
         ("states", _POINTER),
+        ("adapters", _POINTER),
     )
 
 
@@ -62,6 +63,12 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_allocate": (_I64, [_POINTER]),
         "kvl_fill_f32": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32]),
         "kvl_fill_q4": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32, _I32]),
+        "kvl_adapter_new": (_I32, [_POINTER]),
+        "kvl_adapter_add": (
+            _I64,
+            [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
+        ),
+        "kvl_adapter_free": (None, [_POINTER, _I32]),
         "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),

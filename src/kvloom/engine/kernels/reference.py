@@ -1,6 +1,6 @@
 """The reference backend: plain torch on any device, the oracle of every other backend."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -8,9 +8,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvloom.engine.kernels.backend import Draw, Head, most_likely
+from kvloom.engine.lora import AdapterFile
 from kvloom.engine.mesh import Mesh
 from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.shard import ShardedWeights, shard_spec
+from kvloom.engine.shard import ShardedWeights, shard_pair, shard_spec
+from kvloom.engine.weights.lora import LoraPair, pairs_of
 from kvloom.engine.weights.source import WeightSource
 
 
@@ -43,7 +45,7 @@ class ReferenceBackend:
         when they cannot be shared.
         """
         self._mesh = mesh or Mesh()
-        spec = shard_spec(spec, self._mesh.world_size)
+        self.whole_spec, spec = spec, shard_spec(spec, self._mesh.world_size)
         shards = ShardedWeights(weights, self._mesh.rank, self._mesh.world_size)
         self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
         total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
@@ -62,15 +64,33 @@ class ReferenceBackend:
         self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
         self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
         self._dtype = dtype
+        self._adapters: dict[int, dict[str, LoraPair]] = {}
+        self._adapter: Mapping[str, LoraPair] = {}  # of the sequence that is computed
         self.kv_layout = f"reference-{device}-{dtype}"
 
-    def step(self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, rows: Tensor) -> Tensor:
+    def step(
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        rows: Tensor,
+        *,
+        adapters: Sequence[int] = (),
+    ) -> Tensor:
         """See kernels/backend.py."""
-        return self._run(ids, pos, qstart, block_table, rows.tolist(), [])[0]
+        return self._run(ids, pos, qstart, block_table, rows.tolist(), [], adapters)[0]
 
     @torch.inference_mode()
     def _run(
-        self, ids: Tensor, pos: Tensor, qstart: Tensor, block_table: Tensor, wanted: list[int], kept: list[int]
+        self,
+        ids: Tensor,
+        pos: Tensor,
+        qstart: Tensor,
+        block_table: Tensor,
+        wanted: list[int],
+        kept: list[int],
+        adapters: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """Logits of the tokens `wanted`, states of the tokens `kept`."""
         device = self.kv.device
@@ -81,6 +101,7 @@ class ReferenceBackend:
         for seq, (start, end) in enumerate(pairwise(starts)):
             if start == end:
                 continue
+            self._adapter = self._adapters[adapters[seq]] if adapters and adapters[seq] else {}
             hidden = self._forward(ids[start:end], pos[start:end], table[seq])
             for place, row in enumerate(wanted):
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
@@ -103,16 +124,32 @@ class ReferenceBackend:
         rows: Tensor,
         tops: list[int],
         states: Tensor | None = None,
+        *,
+        adapters: Sequence[int] = (),
     ) -> Head:
         """See kernels/backend.py."""
         kept = [] if states is None else states.tolist()
-        logits, found = self._run(ids, pos, qstart, block_table, rows.tolist(), kept)
+        logits, found = self._run(ids, pos, qstart, block_table, rows.tolist(), kept, adapters)
         values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
         top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
         for row, top in enumerate(tops):
             if top:
                 values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
         return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids, found)
+
+    def add_adapter(self, id: int, adapter: AdapterFile) -> int:
+        """See kernels/backend.py."""
+        rank, world_size, device = self._mesh.rank, self._mesh.world_size, self.kv.device
+        pairs = {}
+        for name, whole in pairs_of(adapter):
+            part = shard_pair(name, whole, rank, world_size) if world_size > 1 else whole
+            pairs[name] = LoraPair(part.a.to(device, self._dtype), part.b.to(device, self._dtype), part.scale)
+        self._adapters[id] = pairs
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+
+    def drop_adapter(self, id: int) -> None:
+        """See kernels/backend.py."""
+        self._adapters.pop(id, None)
 
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
@@ -146,7 +183,7 @@ class ReferenceBackend:
         )
         query = _rotate(q, cos, sin).transpose(0, 1)[None]
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-        return self._mesh.sum(F.linear(out[0].transpose(0, 1).flatten(1), self._w[at + "o"]))
+        return self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o"))
 
     def _cached(self, layer: int, side: int, new: Tensor, own: Tensor, slots: Tensor) -> Tensor:
         """Puts `new` [T, kv_heads, head_dim] into slots `own` [T]; what slots `slots` [K] hold, as computed with."""
@@ -161,13 +198,19 @@ class ReferenceBackend:
 
     def _heads(self, x: Tensor, name: str) -> Tensor:
         """A projection as [T, heads, head_dim]."""
-        return F.linear(x, self._w[name], self._w.get(name + "_bias")).view(len(x), -1, self.spec.head_dim)
+        return self._linear(x, name).view(len(x), -1, self.spec.head_dim)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        """x [T, in] -> [T, out], with what the sequence's adapter adds."""
+        y = F.linear(x, self._w[name], self._w.get(name + "_bias"))
+        pair = self._adapter.get(name)
+        return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
 
     def _mlp(self, layer: int, x: Tensor) -> Tensor:
-        gate = F.linear(x, self._w[f"layers.{layer}.gate"])
+        at = f"layers.{layer}."
+        gate = self._linear(x, at + "gate")
         act = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        wide = act * F.linear(x, self._w[f"layers.{layer}.up"])
-        return self._mesh.sum(F.linear(wide, self._w[f"layers.{layer}.down"]))
+        return self._mesh.sum(self._linear(act * self._linear(x, at + "up"), at + "down"))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""

@@ -13,6 +13,7 @@ from kvloom.engine.models.spec import DecoderSpec
 from kvloom.engine.weights.source import RawTensor, as_rows, check_shape
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_PREFIX = "model."
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -67,8 +68,10 @@ class SafetensorsSource:
                 raise ModelError(f"{path}: damaged or cut short: {error}") from None
             for key in handle.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118, no mapping
                 self._files[key], self._paths[key] = handle, path
+        bare = file_name("embed").removeprefix(_PREFIX)  # as sentence-transformers saves a decoder
+        self._prefix = "" if bare in self._files else _PREFIX
         for name, shape in self._shapes.items():
-            key = file_name(name)
+            key = self._key(name)
             if key not in self._files:
                 raise ModelError(f"{folder}: tensor {key} is missing")
             check_shape(key, tuple(self._files[key].get_slice(key).get_shape()), shape, str(self._paths[key]))
@@ -76,11 +79,16 @@ class SafetensorsSource:
     def names(self) -> list[str]:
         return list(self._shapes)
 
+    def _key(self, name: str) -> str:
+        """The tensor's name in these files."""
+        key = file_name(name)
+        return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+
     def tensor(self, name: str) -> RawTensor:
         """Raises ModelError when the spec has no such tensor or its type is not a floating one."""
         if name not in self._shapes:
             raise ModelError(f"tensor {name} is not part of this model")
-        key = file_name(name)
+        key = self._key(name)
         value = self._files[key].get_tensor(key).contiguous()
         if value.dtype not in KINDS:
             raise ModelError(f"{self._paths[key]}: tensor {key} is {value.dtype}; known are F32, F16 and BF16")

@@ -63,7 +63,8 @@ class Native:
         return await self._reply(tuple(body.input_id), body, call)
 
     async def _reply(self, ids: tuple[int, ...], body: TextInferBody | TokenInferBody, call: Call) -> Reply:
-        service, params = self._models.default, body.parameters or Parameters()
+        params = body.parameters or Parameters()
+        service = self._models.of_adapter(params.adapter_id)
         if (params.best_of or 1) > 1:
             raise invalid("`best_of` != 1 is not allowed for this endpoint")
         generation = generation_of(service, call.headers["x-request-id"], ids, params, NATIVE, tenant=call.tenant)

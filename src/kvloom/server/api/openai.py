@@ -72,7 +72,7 @@ class OpenAI:
     # -- models
 
     async def models(self, call: Call) -> Reply:
-        return Reply(msgspec.json.encode({"object": "list", "data": [self._card(s) for s in self._models]}))
+        return Reply(msgspec.json.encode({"object": "list", "data": [self._card(s) for s in self._models.served]}))
 
     async def model(self, call: Call) -> Reply:
         """Raises NotFound."""
@@ -84,8 +84,8 @@ class OpenAI:
             "object": "model",
             "created": self._started,
             "owned_by": OWNER,
-            "root": service.name,
-            "parent": None,
+            "root": service.root,
+            "parent": service.parent,
             "max_model_len": service.engine.max_seq_len,
         }
 

@@ -54,6 +54,7 @@ class Parameters(msgspec.Struct, kw_only=True):
     typical_p: float | None = None
     watermark: bool | None = None
     frequency_penalty: float | None = None
+    adapter_id: str | None = None  # a LoRA adapter by name, as later TGI has it
     grammar: GrammarParameter | None = None  # as later TGI has it
     batch_size: int | None = None  # of the Triton routes; checked, but the batch is the scheduler's to choose
     priority: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
@@ -124,6 +125,8 @@ def generation_of(
     has_logprobs: bool = False,
 ) -> Generation:
     """The generation that a body asks for. Raises BadRequest in TGI's words."""
+    if params.adapter_id not in (None, service.name):
+        raise BadRequest("adapter_id", f"is {params.adapter_id!r}, but the model of the path is {service.name!r}")
     ids = _truncated(ids, params, service.max_input_tokens)
     max_tokens = _new_tokens(service, params, len(ids), name)
     sampling = _sampling(params, rules, max_tokens, has_logprobs)

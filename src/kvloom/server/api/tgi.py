@@ -91,7 +91,7 @@ class TextGeneration:
         return generation_of(service, id, ids, params, TGI, tenant=call.tenant, has_logprobs=has_logprobs)
 
     async def _answer(self, inputs: str, params: Parameters, call: Call) -> tuple[dict[str, Any], dict[str, str]]:
-        service = self._models.default
+        service = self._models.of_adapter(params.adapter_id)
         generation = self._generation(service, inputs, params, call, is_stream=False)
         answers = await service.collect(generation)
         answers.sort(key=_mean_logprob, reverse=True)
@@ -113,7 +113,7 @@ class TextGeneration:
     async def _stream(self, inputs: str, params: Parameters, call: Call) -> Reply:
         if (params.best_of or 1) > 1:
             raise invalid("`best_of` != 1 is not allowed for this endpoint")
-        service = self._models.default
+        service = self._models.of_adapter(params.adapter_id)
         generation = self._generation(service, inputs, params, call, is_stream=True)
         events = await Events.begin(self._events(service, generation, inputs, params), error_event)
         return Reply(media_type=MEDIA_TYPE, events=events)

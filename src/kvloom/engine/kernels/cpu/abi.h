@@ -2,6 +2,7 @@
  *
  * Life of a model: kvl_new, then kvl_add_linear / kvl_add_vector for every weight in execution order, kvl_allocate once,
  * kvl_fill_* tensor by tensor, kvl_set_program, then kvl_step as often as wanted (one caller at a time), kvl_free.
+ * Adapters come and go between steps: kvl_adapter_new, kvl_adapter_add for each linear they change, kvl_adapter_free.
  * Pointers given to kvl_set_tables and kvl_step stay the caller's; the library copies everything else.
  */
 #ifndef KVLOOM_CPU_ABI_H
@@ -29,9 +30,10 @@ enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
 
 /* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
 enum {
-    KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear` */
+    KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear`; rows with an
+                                adapter make its h = scale * A x here (lora.hpp), those of QUANT too */
     KVL_QUANT = 1,           /* the buffer that the next linear reads (attention's or the MLP's), quantised for `linear` */
-    KVL_LINEAR = 2,          /* `linear` of what was quantised last, then `epilogue`; `vector` = bias */
+    KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
     KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
     KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
@@ -59,6 +61,7 @@ typedef struct {
     const int32_t *state_rows;
     int32_t num_states;
     float *states;
+    const int32_t *adapters; /* [num_seqs] of kvl_adapter_new, -1 = none; null = none at all */
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -77,6 +80,14 @@ void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_
 
 /* embed: bf16 [vocab][hidden]; rope: float [positions][head_dim], cosines then sines. Both must outlive the model. */
 void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
+/* An adapter that changes nothing yet; its id, -1 = no memory. */
+int32_t kvl_adapter_new(kvl_model *model);
+/* y += b (scale * (a x)) on the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills; `first` is
+ * a multiple of 16. a: float [rank][cols], b: float [count][rank]. Bytes taken, -1 = no memory. */
+int64_t kvl_adapter_add(kvl_model *model, int32_t id, int32_t linear, const float *a, const float *b, int64_t rank,
+                        int64_t count, float scale, int64_t first, int32_t interleave);
+void kvl_adapter_free(kvl_model *model, int32_t id);
+
 void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
 void kvl_step(kvl_model *model, const kvl_batch *batch);
 

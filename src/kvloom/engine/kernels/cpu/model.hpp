@@ -3,10 +3,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "layout.hpp"
+#include "lora.hpp"
 #include "pool.hpp"
 #include "quant.hpp"
 
@@ -73,6 +75,7 @@ struct Scratch {
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
     std::vector<float*> row;            // a float row a thread
     std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
+    std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
 };
 
 }  // namespace kvl
@@ -91,6 +94,7 @@ struct kvl_model {
     std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
     std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
     std::vector<kvl_instruction> program;
+    std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;
     const float* rope = nullptr;
     kvl::Scratch scratch;

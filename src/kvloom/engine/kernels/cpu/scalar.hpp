@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "lora.hpp"
 #include "quant.hpp"
 
 namespace kvl::scalar {
@@ -35,6 +36,19 @@ inline double dot(const Activations& x, int64_t row, int64_t cols, int format, c
     double total = 0;
     for (int64_t k = 0; k < cols; k++)
         total += double(activation_at(x, row, cols, format, k)) * double(weight_at(panel, format, k, c));
+    return total;
+}
+
+// What an adapter adds to output channel `c` of a linear of `rows` channels: its half panel's B times h of its own part.
+inline double low_rank(const LoraLinear& linear, const float* x, int64_t cols, int64_t c) {
+    const LoraHalf& half = linear.halves[size_t(c / kLanes)];
+    double total = 0;
+    for (const LoraPart& part : linear.parts)
+        for (int64_t r = 0; part.first == half.first && r < half.rank; r++) {
+            double h = 0;
+            for (int64_t k = 0; k < cols; k++) h += double(bf16_to_float(part.a[size_t(r * cols + k)])) * double(x[k]);
+            total += h * double(part.scale) * double(bf16_to_float(half.b[r * kLanes + c % kLanes]));
+        }
     return total;
 }
 

@@ -15,6 +15,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     for (int s = 0; s < batch.num_seqs; s++)
         std::fill(scratch_.sequence.begin() + batch.qstart[s], scratch_.sequence.begin() + batch.qstart[s + 1], s);
     plan_attention();
+    find_adapters();
 }
 
 // Cuts `bytes` off the front of a buffer, kept to whole cache lines.
@@ -125,6 +126,9 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
             from = normed;
         }
         store_activations(to, r, from, linear.padded_cols, linear.format);
+        if (asked_only) continue;
+        if (const LoraLinear* lora = lora_of(r, instruction.linear))
+            shrink(*lora, from, linear.padded_cols, lora_row(r, thread));
     }
     if (!small) sync();
 }
@@ -171,6 +175,11 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
     const int64_t channel = panel * kPanel;
     if (instruction.epilogue == KVL_LOGITS) return keep_logits(row, channel, sums, thread);
     F32 lo = load(sums), hi = load(sums + kLanes);
+    if (const LoraLinear* lora = lora_of(row, instruction.linear)) {
+        const float* h = lora_row(row, thread);
+        lo = expand(lora->halves[size_t(2 * panel)], h, lo);
+        hi = expand(lora->halves[size_t(2 * panel + 1)], h, hi);
+    }
     if (const float* bias = vector(instruction.vector)) {
         lo = add(lo, load(bias + channel));
         hi = add(hi, load(bias + channel + kLanes));

@@ -26,6 +26,7 @@ class Step {
   private:
     void reserve();
     void plan_attention();
+    void find_adapters();
     void work(int thread);
     void execute(const kvl_instruction& instruction, int thread);
     void embed_tokens(int thread);
@@ -51,6 +52,17 @@ class Step {
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
+    // What the adapter of a token's sequence adds to a linear; null = nothing.
+    const LoraLinear* lora_of(int64_t token, int32_t linear) const {
+        if (lora_stride_ == 0) return nullptr;
+        const Adapter* adapter = adapters_[size_t(scratch_.sequence[size_t(token)])];
+        return adapter && adapter->linears[size_t(linear)].rank ? &adapter->linears[size_t(linear)] : nullptr;
+    }
+    // h of a token, where its activations are: with everybody's or with this thread's.
+    float* lora_row(int64_t token, int thread) const {
+        const bool small = is_small(batch_.num_tokens);
+        return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens + token : token) * lora_stride_;
+    }
     uint8_t* cache(int layer, int side) const;
 
     kvl_model& model_;
@@ -62,6 +74,8 @@ class Step {
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
+    std::vector<const Adapter*> adapters_;  // of each sequence, null = none; empty when the step has none
+    int64_t lora_stride_ = 0;               // floats a row of scratch.lora; 0 when the step has no adapter
 };
 
 }  // namespace kvl

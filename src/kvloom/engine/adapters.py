@@ -1,0 +1,77 @@
+"""Adapters: which LoRA adapters the ranks of one model hold. Owned by the engine's thread, used between steps."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvloom.engine.batch import AdapterInfo
+from kvloom.engine.errors import BadRequest, NotFound
+from kvloom.engine.executor import Executor
+from kvloom.engine.lora import FIELD
+
+MAX_ADAPTERS = 64  # loaded at once
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A loaded adapter: requests name it by `id`, which is never used again."""
+
+    id: int
+    path: str
+    info: AdapterInfo
+
+
+class Adapters:
+    """`used`: the ids that running sequences compute with, 0 among them or not."""
+
+    def __init__(self, executor: Executor, used: Callable[[], Iterable[int]]) -> None:
+        self._executor, self._used = executor, used
+        self._loaded: dict[int, Adapter] = {}
+        self._leaving: set[int] = set()  # no new request gets them; dropped when the last one has ended
+        self._lost: dict[int, str] = {}  # why one could not be loaded again when the model was restarted
+        self._last_id = 0
+
+    def load(self, path: str) -> Adapter:
+        """On all ranks. Raises BadRequest, with nothing changed, and RankDied."""
+        if len(self._loaded) >= MAX_ADAPTERS:
+            raise BadRequest(FIELD, f"{MAX_ADAPTERS} adapters are loaded already; unload one first")
+        self._last_id += 1
+        adapter = Adapter(self._last_id, path, self._executor.load_adapter(self._last_id, path))
+        self._loaded[adapter.id] = adapter
+        return adapter
+
+    def unload(self, id: int) -> None:
+        """No new request gets it from now on. Unknown ids are ignored. Raises RankDied."""
+        self._lost.pop(id, None)
+        if id in self._loaded:
+            self._leaving.add(id)
+        self.sweep()
+
+    def digest(self, id: int) -> str:
+        """What tells its results from others'; "" for the base model. Raises NotFound when it is gone."""
+        if id == 0:
+            return ""
+        if id in self._lost:
+            raise NotFound(f"the adapter was lost when the model restarted: {self._lost[id]}")
+        if id not in self._loaded or id in self._leaving:
+            raise NotFound("the adapter was unloaded")
+        return self._loaded[id].info.digest
+
+    def sweep(self) -> None:
+        """Drop those that are leaving and that nobody uses any more. Raises RankDied."""
+        for id in self._leaving.difference(self._used()) if self._leaving else ():
+            self._executor.unload_adapter(id)
+            self._leaving.discard(id)
+            del self._loaded[id]
+
+    def reload(self) -> None:
+        """All of them into ranks that know none. Raises RankDied."""
+        for id in self._leaving:
+            del self._loaded[id]
+        self._leaving.clear()
+        for id, adapter in list(self._loaded.items()):
+            try:
+                info = self._executor.load_adapter(id, adapter.path)
+                self._loaded[id] = Adapter(id, adapter.path, info)
+            except BadRequest as error:
+                self._lost[id] = error.problem
+                del self._loaded[id]

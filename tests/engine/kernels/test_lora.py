@@ -1,0 +1,140 @@
+"""LoRA in the backends: as merged weights, and the same bits in whatever company."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvloom.engine.kernels import build
+from kvloom.engine.kernels.cpu import CpuBackend
+from kvloom.engine.kernels.reference import ReferenceBackend
+from kvloom.engine.lora import read_adapter
+from tests.support.adapters import make_adapter, merged
+
+from .models import SPECS, MemoryWeights, ragged, random_weights
+
+AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
+LENGTHS = (1, 2, 5, 16, 17, 40)
+CASES = [  # rank, parts, configuration, scale by part
+    (4, ("q", "k", "v", "o", "gate", "up", "down"), {}, {"": 2.0}),
+    (1, ("q", "v"), {"lora_alpha": 3}, {"": 3.0}),
+    (9, ("k", "up"), {"use_rslora": True, "lora_alpha": 6}, {"": 2.0}),
+    (
+        2,
+        ("o", "down", "gate"),
+        {"rank_pattern": {"down_proj": 7}, "alpha_pattern": {"down_proj": 14, "mlp.gate_proj": 1}, "lora_alpha": 2},
+        {"": 1.0, "down": 2.0, "gate": 0.5},
+    ),
+]
+
+
+def parts_of(lengths=LENGTHS):
+    free = torch.randperm(64, generator=torch.Generator().manual_seed(3)).tolist()
+    return [
+        (
+            torch.randint(0, 96, (n,), generator=torch.Generator().manual_seed(n)).tolist(),
+            0,
+            [free.pop() for _ in range(3)],
+        )
+        for n in lengths
+    ]
+
+
+def relative_error(got, want):
+    return float((got - want).norm() / want.norm())
+
+
+def open_backend(kind, spec, weights):
+    if kind == "reference":
+        return ReferenceBackend(spec, weights, 64)
+    weight_format, isa = kind.split()
+    return CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+
+
+KINDS = ["reference", *(f"{weights} {isa}" for weights in ("bf16", "w8a8", "w4a8") for isa in AVAILABLE)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "w4a8" not in kind])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_an_adapter_is_what_its_merged_weights_are(tmp_path, name, kind, case):
+    rank, parts, config, scales = CASES[case]
+    spec, weights = SPECS[name], random_weights(SPECS[name])
+    folder = make_adapter(tmp_path, spec.tensor_shapes(), 5, rank, parts, size=0.5, **config)
+    truth = ReferenceBackend(spec, MemoryWeights(merged(weights.values, folder, scales)), 64)
+    backend = open_backend(kind, spec, weights)
+    backend.add_adapter(3, read_adapter(folder, spec.tensor_shapes()))
+    args = ragged(parts_of())
+    want, base = truth.step(*args), backend.step(*args).clone()
+    got = backend.step(*args, adapters=[3] * len(LENGTHS)).clone()
+    limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
+    assert relative_error(got, want) < limit
+    assert relative_error(base, want) > 0.2  # the test would see an adapter that does nothing
+    assert torch.equal(backend.step(*args), base)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama", "smollm2 heads", "gelu, uneven sizes"])
+def test_three_adapters_and_the_base_in_one_step_give_the_bits_of_each_alone(tmp_path, name, kind):
+    spec = SPECS[name]
+    backend = open_backend(kind, spec, random_weights(spec))
+    for id, rank in ((1, 3), (2, 8), (7, 16)):
+        folder = make_adapter(tmp_path / str(id), spec.tensor_shapes(), id, rank, ("q", "o", "up")[: id + 1])
+        backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes()))
+    parts, ids = parts_of(), [2, 0, 7, 1, 2, 0]
+    base = backend.step(*ragged(parts)).clone()
+    together = backend.step(*ragged(parts), adapters=ids).clone()
+    start = 0
+    for part, id in zip(parts, ids, strict=True):
+        rows = slice(start, start + len(part[0]))
+        alone = backend.step(*ragged([part]), adapters=[id]).clone()
+        assert torch.equal(alone, together[rows])
+        assert torch.equal(alone, base[rows]) == (id == 0)
+        start += len(part[0])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reference"])
+@pytest.mark.parametrize("chunk", [1, 3, 16])
+def test_a_prompt_with_an_adapter_in_chunks_gives_the_same_bits_as_whole(tmp_path, kind, chunk):
+    spec = SPECS["smollm2 heads"]
+    backend = open_backend(kind, spec, random_weights(spec))
+    backend.add_adapter(1, read_adapter(make_adapter(tmp_path, spec.tensor_shapes(), rank=5), spec.tensor_shapes()))
+    (tokens, _, blocks), *_ = parts_of((40,))
+    whole = backend.step(*ragged([(tokens, 0, blocks)]), adapters=[1]).clone()
+    pieces = [
+        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])]), adapters=[1]).clone()
+        for at in range(0, len(tokens), chunk)
+    ]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 5])
+def test_the_number_of_threads_does_not_change_the_result(tmp_path, threads):
+    spec = SPECS["smollm2 heads"]
+    folder = make_adapter(tmp_path, spec.tensor_shapes(), rank=6)
+    results = []
+    for count in (1, threads):
+        backend = CpuBackend(spec, random_weights(spec), 64, num_threads=count)
+        backend.add_adapter(1, read_adapter(folder, spec.tensor_shapes()))
+        for lengths in ((1,), (1, 1, 1), LENGTHS):
+            args = ragged(parts_of(lengths))
+            results.append(backend.step(*args, adapters=[1, 0, 1, 1, 0, 1][: len(lengths)]).clone())
+    assert all(torch.equal(one, many) for one, many in zip(results[:3], results[3:], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["reference", f"w8a8 {AVAILABLE[0]}"])
+def test_a_dropped_adapter_leaves_its_place_to_the_next(tmp_path, kind):
+    spec = replace(SPECS["llama"], num_layers=1)
+    backend = open_backend(kind, spec, random_weights(spec))
+    args = ragged(parts_of())
+    found = []
+    for id, seed in ((1, 1), (2, 2), (3, 1)):
+        folder = make_adapter(tmp_path / str(id), spec.tensor_shapes(), seed)
+        assert backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes())) > 0
+        found.append(backend.step(*args, adapters=[id] * len(LENGTHS)).clone())
+        backend.drop_adapter(id)
+        backend.drop_adapter(id)
+        with pytest.raises(KeyError):
+            backend.step(*args, adapters=[id] * len(LENGTHS))
+    assert torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[1])

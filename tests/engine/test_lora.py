@@ -1,0 +1,325 @@
+"""LoRA adapters in the engine: what is refused, whose blocks are shared, and what outlives an unload or a restart."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvloom.engine.adapters import MAX_ADAPTERS
+from kvloom.engine.blocks import adapter_salt, extend_chain
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.errors import BadRequest, GenerationFailed, NotFound, Unavailable
+from kvloom.engine.executor import RankExecutor
+from kvloom.engine.fake import ByteTokenizer, fake_answer
+from kvloom.engine.lora import read_adapter
+from kvloom.engine.request import FinishReason, Request, SamplingParams
+from kvloom.engine.thread import open_engine
+from kvloom.engine.weights.checkpoint import open_checkpoint
+from tests.support.adapters import TINY_SHAPES, make_adapter
+from tests.support.checkpoints import save, tiny_model
+from tests.support.engines import fake_engine, run_all, tokens_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPT = tuple(range(1, 22))
+NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def answer(adapter="", prompt=PROMPT, params=GREEDY):
+    return fake_answer(prompt, params, 0, params.max_tokens, adapter)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    return [str(make_adapter(tmp_path / str(seed), TINY_SHAPES, seed)) for seed in range(4)]
+
+
+# -- files
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"peft_type": "IA3"}, "adapter_config.json: peft_type must be \"LORA\", got 'IA3'"),
+        ({"r": 0}, "r must be a whole number from 1 to 512, got 0"),
+        ({"r": 513}, "r must be a whole number from 1 to 512, got 513"),
+        ({"r": 5}, "q_proj.lora_A.weight has shape [4, 8]; rank and base model ask for [5, 8]"),
+        ({"rank_pattern": {"v_proj": 3}}, "v_proj.lora_A.weight has shape [4, 8]"),
+        ({"rank_pattern": {"(": 3}}, "rank_pattern has '(', which is no regular expression"),
+        ({"lora_alpha": "x"}, "lora_alpha must be a number, got 'x'"),
+        ({"bias": "all"}, "bias must be \"none\", got 'all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported, got ['lm_head']"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights 'pissa_niter_4' changes the base model"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules 'lm_head' is not supported; supported are q_proj"),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed_is_refused_by_name(tmp_path, config, words):
+    make_adapter(tmp_path, TINY_SHAPES)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
+    with pytest.raises(BadRequest) as caught:
+        read_adapter(tmp_path, TINY_SHAPES)
+    assert words in str(caught.value)
+    assert caught.value.field == "lora_path"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(NAME), "q_proj.lora_B.weight has no partner"),
+        (lambda t: t.update({NAME.replace("q_proj", "x_proj"): t.pop(NAME)}), "x_proj.lora_A.weight is none of lora_A"),
+        (lambda t: t.update({"lm_head.weight": torch.ones(2, 2)}), "lm_head.weight is none of lora_A"),
+        (lambda t: t.update({NAME: torch.ones(4, 9)}), "has shape [4, 9]; rank and base model ask for [4, 8]"),
+        (lambda t: t.update({NAME: torch.ones(4)}), "has shape [4], not two dimensions"),
+        (lambda t: t.update({NAME: torch.ones(4, 8, dtype=torch.int32)}), "has type I32; supported are F32, F16, BF16"),
+        (lambda t: t.update({k.replace("layers.0", "layers.7"): t.pop(k) for k in list(t)}), "does not have"),
+        (lambda t: t.clear(), "holds no tensor"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, change, words):
+    path = make_adapter(tmp_path, TINY_SHAPES) / "adapter_model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(BadRequest) as caught:
+        read_adapter(tmp_path, TINY_SHAPES)
+    assert words in str(caught.value)
+
+
+def test_missing_and_damaged_files_are_refused(tmp_path):
+    with pytest.raises(BadRequest, match=r"lora_path: adapter_config.json cannot be read: No such file"):
+        read_adapter(tmp_path / "nowhere", None)
+    path = make_adapter(tmp_path / "a", TINY_SHAPES) / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    for cut in range(0, len(whole), 17):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(BadRequest, match=r"lora_path: adapter_model.safetensors"):
+            read_adapter(path.parent, None)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(BadRequest, match="larger than"):
+        read_adapter(path.parent, None)
+    path.write_bytes(whole)
+    (path.parent / "adapter_config.json").write_text("[]")
+    with pytest.raises(BadRequest, match="holds no JSON object"):
+        read_adapter(path.parent, None)
+
+
+def test_the_digest_is_of_the_contents_and_not_of_the_place(tmp_path):
+    one = make_adapter(tmp_path / "one", TINY_SHAPES, 1)
+    digest = read_adapter(one, None).digest
+    assert read_adapter(shutil.copytree(one, tmp_path / "copy"), None).digest == digest
+    assert read_adapter(make_adapter(tmp_path / "two", TINY_SHAPES, 2), None).digest != digest
+    assert read_adapter(make_adapter(tmp_path / "three", TINY_SHAPES, 1, lora_alpha=3), None).digest != digest
+
+
+# -- whose blocks are shared
+
+
+def test_no_salt_of_a_request_leads_to_the_blocks_of_an_adapter():
+    roots = set()
+    for salt in (adapter_salt("", ""), adapter_salt("a", ""), adapter_salt("", "ff"), adapter_salt("a", "ff")):
+        hashes = []
+        extend_chain(hashes, [1, 2], 2, salt)
+        roots.add(hashes[0])
+    assert len(roots) == 4
+    with pytest.raises(BadRequest, match="cache_salt: must not contain NUL"):
+        fake_engine().add(Request("r", PROMPT, GREEDY, cache_salt="ff\0a"))
+
+
+def test_the_prefix_cache_never_mixes_adapters(folders):
+    engine = fake_engine(num_blocks=128)
+    adapters = [engine.adapters.load(path) for path in folders[:3]]
+    for round in range(2):
+        for index, id in enumerate([0, *(adapter.id for adapter in adapters)]):
+            name = f"{round}-{index}"
+            deltas = run_all(engine, Request(name, PROMPT, GREEDY, adapter=id))[name]
+            assert tokens_of(deltas) == answer(adapters[index - 1].info.digest if index else "")
+            assert deltas[-1].num_cached_tokens == (20 if round else 0)
+
+
+def test_the_same_adapter_loaded_again_finds_its_blocks_and_a_changed_one_does_not(folders):
+    engine = fake_engine()
+    first = engine.adapters.load(folders[1])
+    run_all(engine, Request("a", PROMPT, GREEDY, adapter=first.id))
+    again, other = engine.adapters.load(folders[1]), engine.adapters.load(folders[2])
+    found = run_all(
+        engine, Request("b", PROMPT, GREEDY, adapter=again.id), Request("c", PROMPT, GREEDY, adapter=other.id)
+    )
+    assert found["b"][-1].num_cached_tokens == 20
+    assert found["c"][-1].num_cached_tokens == 0
+    assert tokens_of(found["c"]) == answer(other.info.digest)
+
+
+@pytest.mark.parametrize("config", [{}, {"max_batch": 2}, {"num_speculative_tokens": 4}])
+@pytest.mark.parametrize("num_host_blocks", [0, 40])
+def test_a_mixed_batch_with_preemption_gives_each_the_answer_it_has_alone(folders, config, num_host_blocks):
+    engine = fake_engine(num_blocks=26, num_host_blocks=num_host_blocks, **config)
+    adapters = [None, *(engine.adapters.load(path) for path in folders[:3])]
+    params = replace(GREEDY, max_tokens=30)
+    requests = [
+        Request(str(i), PROMPT[: 9 + i], params, adapter=adapters[i % 4].id if adapters[i % 4] else 0) for i in range(8)
+    ]
+    found = run_all(engine, *requests)
+    for i, request in enumerate(requests):
+        digest = adapters[i % 4].info.digest if adapters[i % 4] else ""
+        assert tokens_of(found[request.id]) == answer(digest, request.prompt_ids, params)
+    assert config or engine.stats().total_preemptions > 0
+
+
+# -- unloading
+
+
+def test_what_runs_with_an_unloaded_adapter_finishes_and_what_comes_is_refused(folders):
+    engine = fake_engine()
+    adapter = engine.adapters.load(folders[0])
+    marks = engine._executor._runner._marks
+    engine.add(Request("a", PROMPT, GREEDY, adapter=adapter.id))
+    found = [*engine.step(), *engine.step()]
+    engine.adapters.unload(adapter.id)
+    engine.adapters.unload(99)
+    assert adapter.id in marks
+    with pytest.raises(NotFound, match="the adapter was unloaded"):
+        engine.add(Request("b", PROMPT, GREEDY, adapter=adapter.id))
+    found += run_all(engine)["a"]
+    assert tokens_of(found) == answer(adapter.info.digest)
+    assert [delta.finish_reason for delta in found if delta.finish_reason] == [FinishReason.LENGTH]
+    assert adapter.id not in marks
+    assert engine.adapters.load(folders[0]).id != adapter.id
+
+
+def test_an_idle_or_aborted_adapter_goes_at_once(folders):
+    engine = fake_engine()
+    marks = engine._executor._runner._marks
+    idle, aborted = engine.adapters.load(folders[0]), engine.adapters.load(folders[1])
+    engine.add(Request("a", PROMPT, GREEDY, adapter=aborted.id))
+    engine.step()
+    engine.adapters.unload(idle.id)
+    engine.adapters.unload(aborted.id)
+    assert idle.id not in marks
+    engine.abort("a")
+    run_all(engine)
+    assert set(marks) == {0}
+
+
+def test_so_many_adapters_and_no_more(folders):
+    engine = fake_engine()
+    ids = [engine.adapters.load(folders[0]).id for _ in range(MAX_ADAPTERS)]
+    with pytest.raises(BadRequest, match=f"lora_path: {MAX_ADAPTERS} adapters are loaded already"):
+        engine.adapters.load(folders[0])
+    engine.adapters.unload(ids[0])
+    engine.adapters.load(folders[0])
+
+
+# -- ranks
+
+
+def test_a_killed_rank_comes_back_with_its_adapters(folders, tmp_path):
+    """Every request ends once; an adapter whose files are gone by then is refused with the reason."""
+
+    async def ask(engine, name, adapter):
+        request = Request(name, PROMPT, replace(GREEDY, max_tokens=30), adapter=adapter.id if adapter else 0)
+        tokens = []
+        try:
+            async for delta in engine.stream(request):
+                tokens += delta.token_ids
+        except (GenerationFailed, Unavailable):
+            return False
+        assert tokens == answer(adapter.info.digest if adapter else "", params=request.params)
+        return True
+
+    async def body():
+        config = EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.001, world_size=2)
+        engine = open_engine(config, ByteTokenizer)
+        engine.start(asyncio.get_running_loop())
+        try:
+            adapters = [None, *[await engine.load_adapter(path) for path in folders]]
+            with pytest.raises(BadRequest, match=r"lora_path: adapter_config.json cannot be read"):
+                await engine.load_adapter(str(tmp_path / "nowhere"))
+            shutil.rmtree(folders[3])
+            for kill in range(2):
+                tasks = [asyncio.create_task(ask(engine, f"{kill}-{i}", adapters[i % 4])) for i in range(8)]
+                await asyncio.sleep(0.01)
+                os.kill(engine._executor.pids[kill], signal.SIGKILL)
+                await asyncio.wait_for(asyncio.gather(*tasks), 60)
+                async with asyncio.timeout(60):
+                    while engine.stats().total_restarts <= kill or not engine.is_ready:
+                        await asyncio.sleep(0.005)
+                assert all([await ask(engine, f"{kill}-after-{i}", adapters[i]) for i in range(4)])
+                with pytest.raises(
+                    NotFound, match=r"lost when the model restarted: adapter_config.json cannot be read"
+                ):
+                    await ask(engine, f"{kill}-lost", adapters[4])
+            engine.unload_adapter(adapters[1].id)
+            with pytest.raises(NotFound, match="unloaded"):
+                await ask(engine, "gone", adapters[1])
+        finally:
+            await asyncio.to_thread(engine.close)
+        with pytest.raises(Unavailable):
+            await engine.load_adapter(folders[0])
+
+    asyncio.run(body())
+
+
+def test_adapters_come_and_go_under_running_streams(folders):
+    async def body():
+        engine = open_engine(EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.0005), ByteTokenizer)
+        engine.start(asyncio.get_running_loop())
+
+        async def stream(name, adapter):
+            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+            deltas = [delta async for delta in engine.stream(Request(name, PROMPT, params, adapter=adapter.id))]
+            assert tokens_of(deltas) == answer(adapter.info.digest, params=params)
+            assert [bool(delta.finish_reason) for delta in deltas].count(True) == 1
+
+        try:
+            tasks = []
+            for i in range(20):
+                adapter = await engine.load_adapter(folders[i % 4])
+                tasks += [asyncio.create_task(stream(f"{i}-{k}", adapter)) for k in range(2)]
+                await asyncio.sleep(0.002)
+                engine.unload_adapter(adapter.id)
+            await asyncio.gather(*tasks)
+            load = asyncio.create_task(engine.load_adapter(folders[0]))
+            await asyncio.sleep(0)
+            load.cancel()
+            with suppress(asyncio.CancelledError):
+                await load
+            await asyncio.sleep(0.3)
+            assert not engine._engine.adapters._loaded
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_two_ranks_with_an_adapter_give_the_tokens_of_one(tmp_path, name):
+    path = save(tiny_model(name), tmp_path / "model")
+    shapes = open_checkpoint(path).spec.tensor_shapes()
+    folder = str(make_adapter(tmp_path / "adapter", shapes, 3))
+    found = []
+    for world_size in (1, 2):
+        config = EngineConfig(
+            model=str(path), backend="reference", dtype="float32", num_blocks=64, world_size=world_size
+        )
+        executor = RankExecutor(config, list)
+        try:
+            engine = Engine(config, executor, ByteTokenizer())
+            adapter = engine.adapters.load(folder)
+            requests = [Request(f"r{id}", PROMPT, replace(GREEDY, max_tokens=20), adapter=id) for id in (0, adapter.id)]
+            deltas = run_all(engine, *requests)
+            found.append([tokens_of(deltas[request.id]) for request in requests])
+            with pytest.raises(BadRequest, match=r"ask for \[4, 64\]"):
+                engine.adapters.load(str(make_adapter(tmp_path / "misfit", {"layers.0.q": (64, 32)})))
+        finally:
+            executor.close()
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]

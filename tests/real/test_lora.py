@@ -1,0 +1,86 @@
+"""The real small model with adapters: the tokens of merged weights in transformers (fp32), alone as in company."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.engine import Engine
+from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.runner import open_runner
+from kvloom.engine.tokenizer import load_tokenizer
+from kvloom.engine.weights.checkpoint import open_checkpoint
+from tests.real.test_transformers import oracle
+from tests.support.adapters import make_adapter
+from tests.support.engines import run_all, tokens_of
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+
+NUM_TOKENS = 24
+PROMPTS = ("The capital of France is", "def quicksort(items):\n", "Once upon a time, there was a")
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folders(smollm2_path, tmp_path_factory) -> list[str]:
+    shapes = open_checkpoint(smollm2_path).spec.tensor_shapes()
+    root = tmp_path_factory.mktemp("adapters")
+    return [str(make_adapter(root / str(rank), shapes, rank, rank, size=0.3)) for rank in (8, 16, 5)]
+
+
+def merge(model, folder: str) -> None:
+    """W += alpha / r * B A, as peft's merge does, by the file's own names."""
+    tensors = load_file(f"{folder}/adapter_model.safetensors")
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    for key in [key for key in tensors if "lora_A" in key]:
+        linear = model.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+        linear.weight.data += (
+            config["lora_alpha"] / config["r"] * tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+        )
+
+
+def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(smollm2_path, folders):
+    """Each token must be the oracle's most likely one after the prompt and the tokens before it."""
+    tokenizer = load_tokenizer(smollm2_path)
+    config = EngineConfig(model=str(smollm2_path), backend="reference", dtype="float32", num_blocks=64, max_seq_len=128)
+    engine = Engine(config, InProcessExecutor(open_runner(config, [], lambda done, total: None)), tokenizer)
+    id = engine.adapters.load(folders[0]).id
+    prompts = [tuple(tokenizer.encode(text)) for text in PROMPTS]
+    requests = [Request(f"{own}-{i}", ids, PARAMS, adapter=own) for own in (0, id) for i, ids in enumerate(prompts)]
+    found = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
+    model = oracle(smollm2_path)
+    merge(model, folders[0])
+    for i, ids in enumerate(prompts):
+        answer = found[f"{id}-{i}"]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*ids, *answer]])).logits[0]
+        assert logits[len(ids) - 1 : -1].argmax(-1).tolist() == answer
+        assert answer != found[f"0-{i}"]  # the adapter is strong enough to be seen
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(smollm2_path, folders, kv_dtype):
+    """Also when blocks run out, prompts come in chunks, and sampled: on the CPU kernels."""
+    tokenizer = load_tokenizer(smollm2_path)
+    config = EngineConfig(
+        model=str(smollm2_path), backend="cpu", kv_dtype=kv_dtype, num_blocks=14, max_seq_len=128, max_batch=8,
+        max_tokens_per_step=11, enable_prefix_cache=False,
+    )  # fmt: skip
+    executor = InProcessExecutor(open_runner(config, [], lambda done, total: None))
+    engine = Engine(config, executor, tokenizer)
+    ids = [0, *(engine.adapters.load(folder).id for folder in folders)]
+    sampled = SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
+    requests = [
+        Request(f"r{i}", tuple(tokenizer.encode(PROMPTS[i % 3] * 3)), sampled if i % 2 else PARAMS, adapter=ids[i % 4])
+        for i in range(8)
+    ]
+    together = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
+    assert engine.stats().total_preemptions > 0
+    alone = {request.id: tokens_of(run_all(engine, request)[request.id]) for request in requests}
+    assert together == alone
+    same_prompt = Request("base", requests[1].prompt_ids, sampled)
+    assert tokens_of(run_all(engine, same_prompt)["base"]) != alone["r1"]

@@ -1,0 +1,74 @@
+"""LoRA adapters as peft saves them, and what they make of a model's weights."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+PARTS = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+TINY_SHAPES = {"layers.0.q": (8, 8), "layers.0.v": (4, 8)}  # of no model: for the fake, which takes any
+
+
+def make_adapter(
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    seed: int = 0,
+    rank: int = 4,
+    parts: Sequence[str] = tuple(PARTS),
+    dtype: torch.dtype = torch.float32,
+    size: float = 1.0,
+    **config: Any,
+) -> Path:
+    """A random adapter of the linears `parts` among `shapes` (canonical names), strong enough to change answers.
+
+    `config` goes into adapter_config.json. rank_pattern there is by module name, such as "q_proj".
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, shape in shapes.items():
+        part = name.rsplit(".", 1)[-1]
+        if not name.startswith("layers.") or part not in parts or len(shape) != 2:
+            continue
+        own = config.get("rank_pattern", {}).get(PARTS[part].split(".")[1], rank)
+        at = f"base_model.model.model.layers.{name.split('.')[1]}.{PARTS[part]}"
+        a = torch.randn(own, shape[1], generator=generator) * shape[1] ** -0.5
+        b = torch.randn(shape[0], own, generator=generator) * size * own**-0.5
+        tensors |= {f"{at}.lora_A.weight": a.to(dtype), f"{at}.lora_B.weight": b.to(dtype)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    document = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "bias": "none",
+        "target_modules": [PARTS[part].split(".")[1] for part in parts],
+        "base_model_name_or_path": "tiny",
+        **config,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+    return folder
+
+
+def merged(values: Mapping[str, torch.Tensor], folder: Path, scales: Mapping[str, float]) -> dict[str, torch.Tensor]:
+    """The weights (canonical names) with the adapter in them: W + scale B A. `scales` by part, "" = of the others."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    result = dict(values)
+    for name, value in values.items():
+        part = name.rsplit(".", 1)[-1]
+        if name.startswith("layers.") and part in PARTS:
+            at = f"base_model.model.model.layers.{name.split('.')[1]}.{PARTS[part]}"
+            if f"{at}.lora_A.weight" in tensors:
+                a, b = tensors[f"{at}.lora_A.weight"].double(), tensors[f"{at}.lora_B.weight"].double()
+                result[name] = (value.double() + scales.get(part, scales[""]) * b @ a).float()
+    return result
