@@ -16,14 +16,18 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 def main() -> None:
+    bench(sys.argv[1] if len(sys.argv) > 1 else None)
+
+
+def bench(real_model: str | None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = compile_c(folder, SOURCE)
         measure(program, DaemonProcess(folder, {}, GEWU_IDLE_UNLOAD_S="1"), str(make_model(folder / "model")), "fake")
-        if len(sys.argv) > 1:
+        if real_model is not None:
             real = folder / "real"
             real.mkdir()
-            model = str(find_model(sys.argv[1]).resolve())
+            model = str(find_model(real_model).resolve())
             measure(program, DaemonProcess(real, None, GEWU_IDLE_UNLOAD_S="1"), model, "real")
 
 

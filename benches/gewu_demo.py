@@ -17,10 +17,13 @@ _RUN_TIMEOUT_S = 60.0  # of one run, on a busy machine
 
 
 def main() -> None:
+    measure(sys.argv[1] if len(sys.argv) > 1 else "smollm2", int(sys.argv[2]) if len(sys.argv) > 2 else 500)
+
+
+def measure(name_of_model: str, times: int) -> None:
     if not has_nlohmann():
         raise SystemExit("needs c++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
-    model = str(find_model(sys.argv[1] if len(sys.argv) > 1 else "smollm2").resolve())
-    times = int(sys.argv[2]) if len(sys.argv) > 2 else 500
+    model = str(find_model(name_of_model).resolve())
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         program = compile_demo(folder, "-std=c++17")

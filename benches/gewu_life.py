@@ -1,10 +1,12 @@
 """What Gewu costs the device around its calls: memory taken and given back, neighbours, kills, a soak.
 
 `python -m benches.gewu_life [MODEL] [SOAK_S]`, by default smollm2 and 60 s; MODEL "fake" leaves the real engine out.
+`python -m benches.gewu_figures` runs all benches of Gewu.
 """
 
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,17 +30,21 @@ _QUIET_S = 0.1  # a worker without processor time for so long is idle
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
-    soak_s = float(sys.argv[2]) if len(sys.argv) > 2 else 60.0
+    measure(sys.argv[1] if len(sys.argv) > 1 else "smollm2", float(sys.argv[2]) if len(sys.argv) > 2 else 60.0)
+
+
+def measure(model: str, soak_s: float) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         small = make_model(folder / "model")
         with_daemon(folder / "calls", {"rate": 20}, lambda d: bench_kill(d, small))
         with_daemon(folder / "budget", {}, lambda d: bench_over_budget(d, folder), GEWU_MEM_BUDGET="256M")
+        with_daemon(folder / "many", {}, lambda d: bench_many(d, small))
         with_daemon(folder / "soak", {"rate": 500}, lambda d: bench_soak(d, small, folder, soak_s))
         if model != "fake":
             path = find_model(model).resolve()
             with_daemon(folder / "share", None, lambda d: bench_sharing(d, path, folder))
+            with_daemon(folder / "turns", None, lambda d: bench_turns(d, path))
             with_daemon(folder / "abort", None, lambda d: bench_abort(d, path))
             with_daemon(folder / "side", None, lambda d: bench_neighbour(d, path))
             with_daemon(folder / "idle", None, lambda d: bench_unload(d, path), GEWU_IDLE_UNLOAD_S=str(IDLE_UNLOAD_S))
@@ -94,23 +100,40 @@ def bench_over_budget(daemon: DaemonProcess, folder: Path) -> None:
     emit("fake", "over_budget_daemon_peak", proc_bytes(daemon.process.pid, "status", "VmHWM") / MIB, "MiB")
 
 
-def bench_soak(daemon: DaemonProcess, model: Path, folder: Path, soak_s: float) -> None:
-    """Random calls of 8 clients, 16 threads each; memory after the first round against the end."""
+def bench_many(daemon: DaemonProcess, model: Path) -> None:
+    """What 100 sessions on one model take, in the app and in the daemon."""
+    client = Client(daemon)
+    client.create(model)
+    pids = {"client": client.process.pid, "daemon": daemon.process.pid}
+    before = {name: rss_bytes(pid) for name, pid in pids.items()}
+    for _ in range(100):
+        client.create(model)
+    for name, pid in pids.items():
+        emit("fake", f"100_sessions_{name}_memory", (rss_bytes(pid) - before[name]) / MIB, "MiB")
+    emit("fake", "100_sessions_loads", daemon.model()["loads"], "loads")
+    client.close()
+
+
+def bench_soak(daemon: DaemonProcess, model: Path, folder: Path, soak_s: float, engine: str = "fake") -> None:
+    """Random calls of 8 clients, 16 threads each; what the daemon holds after the first round against the end."""
     program = compile_c(folder, ABI / "stress.c")
     command = [str(program), str(model), str(SOAK_ROUND_S)]
     end_s = time.monotonic() + soak_s
-    sizes = []
-    while not sizes or time.monotonic() < end_s:
+    rounds: list[dict[str, int]] = []
+    while not rounds or time.monotonic() < end_s:
         clients = [
             subprocess.Popen(command, env=daemon.environ, stdout=subprocess.DEVNULL) for _ in range(SOAK_CLIENTS)
         ]
         assert [client.wait() for client in clients] == [0] * SOAK_CLIENTS
         wait_until(lambda: daemon.status()["sessions"] == [])
-        sizes.append(rss_bytes(daemon.process.pid))
-    emit("fake", "soak", soak_s, "s")
-    emit("fake", "soak_rounds", len(sizes), "rounds")
-    emit("fake", "soak_rss_drift", 100 * (sizes[-1] / sizes[0] - 1), "%")
-    emit("fake", "soak_stuck_sessions", len(daemon.status()["sessions"]), "sessions")
+        rounds.append(held(daemon.process.pid))
+        print(f"soak round {len(rounds)}: {rounds[-1]}", file=sys.stderr, flush=True)
+    emit(engine, "soak", soak_s, "s")
+    emit(engine, "soak_rounds", len(rounds), "rounds")
+    emit(engine, "soak_rss_drift", 100 * (rounds[-1]["rss_bytes"] / rounds[0]["rss_bytes"] - 1), "%")
+    emit(engine, "soak_files_drift", rounds[-1]["files"] - rounds[0]["files"], "files")
+    emit(engine, "soak_threads_drift", rounds[-1]["threads"] - rounds[0]["threads"], "threads")
+    emit(engine, "soak_stuck_sessions", len(daemon.status()["sessions"]), "sessions")
 
 
 # -- with the real engine
@@ -135,6 +158,31 @@ def bench_sharing(daemon: DaemonProcess, model: Path, folder: Path) -> None:
         app.stdin.close()
         app.kill()
     first.close()
+
+
+def bench_turns(daemon: DaemonProcess, model: Path) -> None:
+    """The second turn of a chat: tokens computed for its prompt, less those that the first turn did not have."""
+    client = Client(daemon)
+    session = client.create(model)
+    messages = [{"role": "user", "content": "Name three cities. " + "Answer in few words. " * 20}]
+    first = ask_counted(daemon, client, session, messages)
+    messages += [{"role": "assistant", "content": first["text"]}, {"role": "user", "content": "And three rivers?"}]
+    second = ask_counted(daemon, client, session, messages)
+    computed = second["prompt_tokens"] - second["cached_tokens"]
+    new = second["prompt_tokens"] - first["prompt_tokens"] - first["output_tokens"]
+    emit("real", "second_turn_computed_beyond_new", computed - new, "tokens")
+    client.close()
+
+
+def ask_counted(daemon: DaemonProcess, client: Client, session: int, messages: list[dict[str, str]]) -> dict[str, Any]:
+    """A streamed request's text, and its token counts as the status shows them while it runs."""
+    context = client.submit(session, messages=messages, max_tokens=40)
+    client.call("started", context)
+    counts: dict[str, Any] = {}
+    while requests := daemon.status()["sessions"][0]["requests"]:
+        counts = requests[0]
+    text = "".join(reply["message"]["content"] for reply in client.wait(context))
+    return {**counts, "text": text}
 
 
 def bench_abort(daemon: DaemonProcess, model: Path) -> None:
@@ -224,6 +272,12 @@ def running_s(pid: int) -> float:
 def proc_bytes(pid: int, file: str, name: str) -> int:
     (line,) = [x for x in Path(f"/proc/{pid}/{file}").read_text().splitlines() if x.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
+
+
+def held(pid: int) -> dict[str, int]:
+    """What a process holds that a leak would grow."""
+    files, threads = (len(os.listdir(f"/proc/{pid}/{name}")) for name in ("fd", "task"))
+    return {"rss_bytes": rss_bytes(pid), "files": files, "threads": threads}
 
 
 def rss_bytes(pid: int) -> int:

@@ -5,17 +5,15 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from ems.common.exception import EmsException, invalid_argument, io_error
-from ems.config import LEGACY_DEFAULT_ACCESS_ID, EmsConfig
+from ems.config import EmsConfig
 from ems.context_caching import ContextCaching
 from ems.private_agent import EmbeddedAgent
-from ems.profiling import Profiler
-from ems.transport import LinkPool, find_socket
-from ems.wire import messages as m
+from ems.session import Session, locate_socket
+from ems.transport import find_socket
 
 _INIT_S = 5.0
 _HEALTH_S = 1.0
@@ -27,28 +25,16 @@ class _State:
     """What `Ems.init` makes and `Ems.shutdown` ends."""
 
     def __init__(self, config: EmsConfig, embedded: EmbeddedAgent | None) -> None:
-        access_id = config.access_id or ""
-        self.identity = (access_id, config.access_key or "", config.cc_config)
+        self.identity = (config.access_id or "", config.access_key or "", config.cc_config)
         self.embedded = embedded
-        self.profiler = Profiler()
-        wire_id = "" if access_id == LEGACY_DEFAULT_ACCESS_ID else access_id
-        self.links = LinkPool(self.locate, wire_id, config.access_key or "")
-        assert config.cc_config is not None
-        self.caching = ContextCaching(self.links, config.cc_config, self.profiler)
+        self.session = Session(config, self.locate)
 
     def locate(self, deadline_s: float) -> Path:
         """The agent's socket now. Raises OSError when there is none."""
-        if self.embedded is not None:
-            return self.embedded.locate(deadline_s)
-        path = find_socket()
-        if path is None:
-            raise FileNotFoundError("no agent socket; start `kvloom pool agent` or set EMS_EMBEDDED=1")
-        return path
+        return self.embedded.locate(deadline_s) if self.embedded is not None else locate_socket(deadline_s)
 
     def close(self, stops_agent: bool) -> None:
-        self.caching.close()
-        self.links.close()
-        self.profiler.close()
+        self.session.close()
         if self.embedded is not None and stops_agent:
             self.embedded.stop()
 
@@ -80,7 +66,7 @@ class Ems:
             try:
                 if state.embedded is not None:
                     _start(state.embedded)
-                _ping(state.links, _INIT_S)
+                state.session.ping(_INIT_S)
             except EmsException as error:
                 _log.error("EMS init failed: %s", error)
                 state.close(stops_agent=state.embedded is not _embedded)
@@ -90,19 +76,13 @@ class Ems:
     @classmethod
     def get_cc(cls) -> ContextCaching | None:
         """The ContextCaching of this process; None before a successful init (seed 000, 7.1)."""
-        return _state.caching if _state is not None else None
+        return _state.session.caching if _state is not None else None
 
     @classmethod
     def check_health(cls) -> bool:
         """Whether the pool answers within a second (seed 000, 7.2). Never raises."""
         state = _state
-        if state is None:
-            return False
-        try:
-            _ping(state.links, _HEALTH_S)
-        except EmsException:
-            return False
-        return True
+        return state is not None and state.session.is_healthy(_HEALTH_S)
 
     @classmethod
     def shutdown(cls) -> None:
@@ -128,12 +108,6 @@ def _start(agent: EmbeddedAgent) -> None:
         raise io_error(f"the embedded agent does not start: {error}") from error
 
 
-def _ping(links: LinkPool, timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    with links.lend(deadline_s) as link:
-        link.call(m.Ping(), deadline_s)
-
-
 @contextlib.contextmanager
 def embedded(pool: str = _EMBEDDED_POOL, arguments: tuple[str, ...] = ()) -> Iterator[EmbeddedAgent]:
     """Within the context `Ems.init` uses a private agent with a pool of that size; at its end both are shut down.
@@ -156,8 +130,7 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     if _state is not None:
-        _state.links.after_fork()
-        _state.caching.after_fork()
+        _state.session.after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork)

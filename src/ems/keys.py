@@ -14,6 +14,8 @@ from dataclasses import dataclass
 KEY_BYTES = 32
 NONCE_BYTES = 32
 DEFAULT_TENANT = "default"
+_SIGN_AND_SIZE = struct.Struct("<BI").pack
+_NUM_TOKENS = struct.Struct("<Q").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,8 @@ class Identity:
 def encode_int(value: int) -> bytes:
     """Any integer, negative or beyond 64 bits, as sign, length and magnitude: no two integers share an encoding."""
     magnitude = abs(value)
-    size = (magnitude.bit_length() + 7) // 8
-    return struct.pack("<BI", value < 0, size) + magnitude.to_bytes(size, "big")
+    size = (magnitude.bit_length() + 7) >> 3
+    return _SIGN_AND_SIZE(value < 0, size) + magnitude.to_bytes(size, "big")
 
 
 def _encode_str(text: str) -> bytes:
@@ -78,7 +80,7 @@ class KeySpace:
     def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
         """Name of the block whose prefix hash the caller computed; any integer."""
         digest = self._hash_base.copy()
-        digest.update(encode_int(block_hash) + struct.pack("<Q", num_tokens))
+        digest.update(encode_int(block_hash) + _NUM_TOKENS(num_tokens))
         return digest.digest()
 
     def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ def browser() -> Iterator[Browser]:
             pytest.fail("CI has no chromium; run: make browser")
         pytest.skip("there is no chromium; run: make browser")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
         yield browser
         browser.close()
 

@@ -1,5 +1,6 @@
 """The console in a real browser, over the fake model."""
 
+import json
 import re
 import threading
 from pathlib import Path
@@ -263,6 +264,23 @@ def test_what_a_model_writes_is_text(slow: FakeServer, open_page: Open):
     )
     assert drawn["kinds"] == ["p", "p", "strong", "code", "pre", "code", "p"]
     assert drawn["texts"] == ["Title", "A bold x <img src=x onerror=alert(1)>", "<script>alert(1)</script>", "end"]
+
+
+def test_reasoning_is_shown_apart_and_not_told_again(slow: FakeServer, open_page: Open):
+    page = open_page(slow.url + "/console")
+    deltas = [{"reasoning": "Let me "}, {"reasoning": "think."}, {"content": "Four."}]
+    choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
+    events = [json.dumps({"id": "x", "choices": [choice]}) for choice in choices]
+    body = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    say(page, "two and two?")
+    done(page)
+    expect(page.locator(".thought .answer")).to_have_text("Let me think.")
+    expect(answer(page)).to_have_text("Four.")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        say(page, "sure?")
+    assert asked.value.post_data_json["messages"][1] == {"role": "assistant", "content": "Four."}
+    done(page)
 
 
 def test_several_models_can_be_chosen_from(open_page: Open):

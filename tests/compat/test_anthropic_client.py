@@ -59,6 +59,37 @@ class Person(pydantic.BaseModel):
     is_tall: bool
 
 
+TOOL = {
+    "name": "weather",
+    "description": "Of a city.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_messages_use_tools_and_take_their_results(client: anthropic.Anthropic):
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    answer = client.messages.create(**FIELDS, tools=[TOOL], tool_choice=choice, extra_body={"seed": 1})
+    [use] = answer.content
+    assert (use.type, answer.stop_reason) == ("tool_use", "tool_use")
+    assert set(use.input) == {"city"}
+    with client.messages.stream(**FIELDS, tools=[TOOL], tool_choice=choice, extra_body={"seed": 1}) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "rain"}
+    said = [
+        *FIELDS["messages"],
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    again = client.messages.create(model=MODEL, max_tokens=5, messages=said, tools=[TOOL])
+    assert again.role == "assistant"
+
+
 def test_messages_are_parsed_into_models(client: anthropic.Anthropic):
     answer = client.messages.parse(**FIELDS, output_format=Person, extra_body={"seed": 2})
     assert isinstance(answer.parsed_output, Person)

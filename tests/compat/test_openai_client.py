@@ -1,5 +1,6 @@
 """The official openai client, unmodified."""
 
+import json
 from collections.abc import Iterator
 
 import openai
@@ -100,6 +101,40 @@ def test_responses_and_their_streams_agree(client: openai.OpenAI):
 class Person(pydantic.BaseModel):
     age: int
     is_tall: bool
+
+
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "Of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 5}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
+
+def test_responses_call_tools_and_take_their_results(client: openai.OpenAI):
+    asked = {"model": MODEL, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    answer = client.responses.create(input="weather?", **asked, extra_body={"seed": 1})
+    [call] = answer.output
+    assert call.type == "function_call"
+    assert set(json.loads(call.arguments)) == {"city"}
+    with client.responses.stream(input="weather?", **asked, extra_body={"seed": 1}) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        final = stream.get_final_response()
+    assert "".join(pieces) == call.arguments == final.output[0].arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    again = client.responses.create(
+        model=MODEL,
+        max_output_tokens=5,
+        input=[{"role": "user", "content": "weather?"}, *answer.output, result],
+        tools=[TOOL],
+    )
+    assert again.output
 
 
 def test_responses_are_parsed_into_models(client: openai.OpenAI):

@@ -87,7 +87,7 @@ def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
     found = []
     for world_size in (1, 2):
         config = EngineConfig(model=str(folder), num_blocks=64, world_size=world_size, **REFERENCE)  # type: ignore[arg-type]
-        executor = RankExecutor(config, [])
+        executor = RankExecutor(config, list)
         try:
             found.append(torch.tensor(vectors(Engine(config, executor, ByteTokenizer()), pooling)))
         finally:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvloom.engine.config import EngineConfig
+from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.engine import Engine
 from kvloom.engine.errors import BadRequest, GenerationFailed, ModelError, Unavailable
 from kvloom.engine.executor import RankExecutor
@@ -20,6 +20,7 @@ from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.engine.weights.checkpoint import open_checkpoint
 from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import run_all
+from tests.support.pool import running_agent
 
 NUM_KILLS = int(os.environ.get("KVLOOM_TEST_RANK_KILLS", "6"))
 LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order
@@ -53,6 +54,35 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path, name):
     shared, shared_values = answers(replace(config, world_size=2))
     assert shared == alone
     assert torch.allclose(torch.tensor(shared_values), torch.tensor(alone_values), atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
+    """What another pair of ranks has saved is loaded; a block counts only when both parts are there."""
+    path = save(tiny_model("llama"), tmp_path)
+    requests = [Request(f"r{i}", tuple(range(3 + i, 60 + i)), params) for i, params in enumerate(PARAMS)]
+
+    def run(config: EngineConfig) -> tuple[list[list[int]], int]:
+        executor = RankExecutor(config, [])
+        try:
+            engine = Engine(config, executor, ByteTokenizer())
+            found = run_all(engine, *requests, max_steps=10**7)
+            loaded = engine.stats().total_tier_loaded_blocks
+        finally:
+            executor.close()
+        return [[token for delta in found[r.id] for token in delta.token_ids] for r in requests], loaded
+
+    with running_agent(pool_bytes=32 << 20) as agent:
+        tier = TierConfig("kvloom.server.ems_tier:open_tier", 5.0, {"socket": str(agent.config.socket)})
+        config = EngineConfig(
+            model=str(path), backend="reference", dtype="float32", num_blocks=64, world_size=2, kv_tier=tier
+        )
+        want, cold = run(config)
+        again, warm = run(config)
+        assert (again, cold) == (want, 0)
+        assert warm > 0
+        pool = agent.node.pools()[0]
+        pool.evict(pool.usage()["used_bytes"] // 2)
+        assert run(config)[0] == want
 
 
 def test_the_parts_of_the_ranks_are_the_whole(tmp_path):

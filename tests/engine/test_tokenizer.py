@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
+from kvloom.engine.chat_template import ChatTemplates
 from kvloom.engine.errors import BadRequest, ModelError
 from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
@@ -112,8 +113,7 @@ _BYTE_LEVEL = Tokenizer(
     eos_ids=frozenset({256}),
     bos_id=None,
     is_byte_level=True,
-    templates={},
-    template_values={},
+    templates=ChatTemplates({}, {}),
 )
 
 
@@ -179,8 +179,7 @@ def sentence_piece(**meta: Any) -> Tokenizer:
         eos_ids=frozenset({2}),
         bos_id=1,
         is_byte_level=False,
-        templates={},
-        template_values={},
+        templates=ChatTemplates({}, {}),
     )
 
 

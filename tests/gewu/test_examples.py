@@ -11,7 +11,8 @@ import pytest
 
 from kvloom.gewu import Code, Refused, Session
 from kvloom.gewu.cli import ask_status
-from tests.support.gewu import compile_c, has_nlohmann, run_program, wait_until
+from kvloom.gewu.settings import find_service
+from tests.support.gewu import compile_c, has_nlohmann, make_model, run_program, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gewu"
 ANSWER = "LLM is a model.\nIt predicts tokens."
@@ -41,15 +42,48 @@ def test_the_command_line(daemon, model):
     assert found["pid"] == daemon.process.pid
     assert "model   " in run_cli(daemon, "status").stdout
     refused = run_cli(daemon, "run", "/nowhere", "hi")
-    assert (refused.returncode, refused.stderr) == (1, "gewu: the session on /nowhere was refused (INVAL)\n")
+    assert (refused.returncode, refused.stderr) == (1, "gewu: /nowhere: No such file or directory (INVAL)\n")
     assert "-lqos" in run_cli(daemon, "--cflags", "--libs").stdout
 
 
 def test_without_a_daemon(daemon, tmp_path):
     environ = {**daemon.environ, "GEWU_SOCKET": str(tmp_path / "none")}
-    command = [sys.executable, "-m", "kvloom.gewu", "run", "/tmp", "hi"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "gewu: the session on /tmp was refused (NOSYS)\n")
+    for arguments, code in ((("run", "/tmp", "hi"), " (NOSYS)"), (("status",), "")):
+        command = [sys.executable, "-m", "kvloom.gewu", *arguments]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        why = "(No such file or directory): start it with `kvloom gewu daemon`"
+        assert done.returncode == 1
+        assert done.stderr == f"gewu: no service answers on {tmp_path}/none {why}{code}\n"
+
+
+def test_what_is_no_model_is_named(daemon, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    refused = run_cli(daemon, "run", str(tmp_path), "hi")
+    assert refused.stderr == f"gewu: {tmp_path} holds no .safetensors or .gguf file (INVAL)\n"
+    huge = make_model(tmp_path / "huge", 1 << 42)
+    assert "`kvloom gewu status` shows the budget" in run_cli(daemon, "run", str(huge), "hi").stderr
+
+
+def test_the_library_says_why_when_asked_to(daemon, model, tmp_path):
+    program = compile_c(tmp_path, EXAMPLES / "chat.c")
+
+    def stderr_of(path: object, **environ: str) -> str:
+        command, environ = [str(program), str(path)], {**daemon.environ, **environ}
+        return subprocess.run(command, env=environ, capture_output=True, text=True, input="", check=False).stderr
+
+    assert "libqos" not in stderr_of("/nowhere")
+    assert "libqos: refused with 401: /nowhere: No such file or directory\n" in stderr_of("/nowhere", GEWU_LOG="1")
+    lost = stderr_of(model, GEWU_LOG="1", GEWU_SOCKET=str(tmp_path / "none"))
+    assert f"libqos: no service answers on {tmp_path}/none (No such file or directory): start it with" in lost
+
+
+def test_a_client_finds_the_service_where_the_library_does(tmp_path):
+    own, system = tmp_path / "gewu.sock", Path("/run/gewu/gewu.sock")
+    assert find_service({"XDG_RUNTIME_DIR": str(tmp_path)}) == system
+    own.touch()
+    assert find_service({"XDG_RUNTIME_DIR": str(tmp_path)}) == own
+    assert find_service({"XDG_RUNTIME_DIR": str(tmp_path), "GEWU_SOCKET": "/x"}) == Path("/x")
+    assert find_service({}) == system
 
 
 def test_the_python_binding(daemon, model, monkeypatch):

@@ -105,6 +105,14 @@ def test_stalls_count_within_two_seconds():
         assert ladder.update(Readings(8 * GIB, 16 * GIB, None, 0, second * 70_000, 0), float(second)) == 0
 
 
+def test_a_trigger_raises_the_level_at_once_and_it_is_left_like_any_other():
+    ladder = Ladder()
+    assert ladder.update(CALM, 0.0) == 0
+    assert ladder.update(CALM, 0.1, fired=2) == 2
+    assert ladder.update(CALM, 1.0) == 2
+    assert ladder.update(CALM, 11.0) == 1
+
+
 def test_a_level_is_left_after_ten_seconds_below_it():
     ladder = Ladder()
     ladder.update(CALM, 0.0)

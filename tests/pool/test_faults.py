@@ -19,7 +19,7 @@ from ems.common.channel import Channel
 from ems.wire import messages as m
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
-from kvloom.pool.store import Place
+from kvloom.pool.entries import Place
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle, fork, kill_after
 

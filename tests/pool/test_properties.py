@@ -13,9 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget, RateLimit
+from kvloom.pool.entries import Entry, Geometry, Place
 from kvloom.pool.evict import Lru, Order, S3Fifo
 from kvloom.pool.placement import Breaker, home
-from kvloom.pool.store import Entry, Geometry, Place, TenantPool
+from kvloom.pool.store import TenantPool
 
 SLAB = 1 << 16
 

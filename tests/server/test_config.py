@@ -115,6 +115,13 @@ def test_a_kv_pool_becomes_the_outer_tier_of_the_engine(tmp_path):
         Settings(load_settings(write(tmp_path, document))).build()
 
 
+def test_the_first_layout_has_a_kv_pool_too(tmp_path):
+    document = json.loads(json.dumps(SEED_LAYOUT))
+    document["ModelDeployParam"]["kvPoolConfig"] = {"backend": "ems", "timeoutMs": 100}
+    tier = Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier
+    assert tier == TierConfig("kvloom.server.ems_tier:open_tier", 0.1, {})
+
+
 def test_the_cache_may_be_bytes_and_tokens_may_be_guessed_ahead(tmp_path):
     document = changed(LATER_LAYOUT, "BackendConfig.ModelDeployConfig.ModelConfig.kvCacheDtype", "int8")
     document = changed(document, "BackendConfig.ScheduleConfig.numSpeculativeTokens", 4)

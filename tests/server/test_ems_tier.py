@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from ems.circuit import Circuit
 from kvloom.engine.batch import Moved, Transfer
 from kvloom.engine.config import EngineConfig, TierConfig
 from kvloom.engine.errors import BadRequest, ModelError
@@ -22,7 +23,7 @@ from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.request import Request, SamplingParams
 from kvloom.engine.thread import EngineThread, open_engine
 from kvloom.pool.auth import new_credential
-from kvloom.server.ems_tier import Circuit, EmsTier, open_tier
+from kvloom.server.ems_tier import EmsTier, open_tier
 from tests.support.pool import SECRET, running_agent
 from tests.support.pool_faults import AgentProcess
 from tests.support.servers import until

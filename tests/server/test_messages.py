@@ -156,7 +156,8 @@ def test_tokens_of_a_prompt_are_counted(server: FakeServer):
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: takes up to 16"),
         ({"mcp_servers": [{}]}, "mcp_servers: is not supported"),
         ({"container": "c"}, "container: is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking: is not supported"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 20}}, "thinking: is not what this model's"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens: is required"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format.schema",

@@ -210,7 +210,7 @@ TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
         ({**CHAT, "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({**CHAT, "messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-        ({**CHAT, "tools": [{"type": "function"}]}, "tools"),
+        ({**CHAT, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({**CHAT, "functions": [{"name": "f"}]}, "functions"),
         ({**CHAT, "response_format": {"type": "xml"}}, "response_format.type"),
         ({**CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

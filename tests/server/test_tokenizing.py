@@ -36,6 +36,13 @@ def test_messages_are_tokenized_as_chat_does(server: FakeServer):
     assert bytes(bare).decode() == "user: hello\n"
 
 
+def test_tools_are_part_of_the_prompt_as_in_chat(server: FakeServer):
+    tools = [{"type": "function", "function": {"name": "weather", "description": "Of a city."}}]
+    tokens = server.post("/tokenize", {"messages": MESSAGES, "tools": tools}).json()["tokens"]
+    assert len(tokens) == server.chat("hello", max_tokens=1, tools=tools).json()["usage"]["prompt_tokens"]
+    assert b"weather" in bytes(tokens)
+
+
 @pytest.mark.parametrize(
     ("fields", "is_marked"),
     [

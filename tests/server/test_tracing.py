@@ -2,6 +2,8 @@
 
 import http.server
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from tests.support.servers import MODEL, FakeServer, fake_server, until
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
+OPERATIONS = {"/v1/messages": "chat", "/v1/embeddings": "embeddings", "/v1/completions": "text_completion"}
 PROMPT = "nobody may read this"
 
 
@@ -81,6 +84,19 @@ def test_it_belongs_to_the_callers_trace(traced: FakeServer, memory: InMemorySpa
     assert request.parent is not None
     assert f"{request.parent.span_id:016x}" == PARENT_ID
     assert request.context.trace_state.get("vendor") == "1"
+
+
+def test_each_route_names_its_operation(traced: FakeServer, memory: InMemorySpanExporter):
+    said = {"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/messages": said,
+        "/v1/embeddings": {"model": MODEL, "input": "hi"},
+        "/v1/completions": {"model": MODEL, "prompt": "hi", "max_tokens": 2},
+    }
+    for path, body in asked.items():
+        assert traced.post(path, body).status_code == 200
+        assert set(spans_of(memory)) & {"chat", "embeddings", "text_completion"} == {OPERATIONS[path]}
+        memory.clear()
 
 
 @pytest.mark.parametrize("header", ["00-" + "0" * 32 + "-b7ad6b7169203331-01", "nonsense"])
@@ -223,3 +239,9 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
         open_tracer("http://127.0.0.1:1", {})
     assert open_tracer("", asked) is None
     assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but tracing needs the extra otel" in caplog.text
+
+
+def test_a_server_without_it_loads_nothing_of_it():
+    script = "import kvloom.server.main, sys; print([name for name in sys.modules if 'opentelemetry' in name])"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"

@@ -72,15 +72,16 @@ def fake_server(
     has_eos: bool = True,
     keys: Sequence[str] = (),
     tracer: Tracer | None = None,
+    tokenizer: ByteTokenizer | None = None,
+    max_seq_len: int = 2048,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
 
     `keys`: API keys, one of which is asked for. `config` goes into EngineConfig.
     """
-    runner = FakeRunner(num_blocks=512, max_seq_len=2048, step_s=step_s)
-    executor = InProcessExecutor(runner)
-    tokenizer = ByteTokenizer()
+    executor = InProcessExecutor(FakeRunner(num_blocks=512, max_seq_len=max_seq_len, step_s=step_s))
+    tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
     engine_config = EngineConfig(backend="fake", **config)  # type: ignore[arg-type]
@@ -102,9 +103,8 @@ def fake_server(
         app = _guarded(make_app(health, dialects, max_body_bytes, on_start), keys)
         app = app if tracer is None else CallerMiddleware(app)
         factory = None if tls is None else lambda settings, default: tls
-        return uvicorn.Server(
-            uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
-        )
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
+        return uvicorn.Server(settings)
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

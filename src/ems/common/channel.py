@@ -45,6 +45,7 @@ class Channel:
         self._writable.register(sock, select.POLLOUT)
         self._reader = FrameReader()
         self._writer = FrameWriter()
+        self._held = bytearray()
 
     def use_key(self, sending: bytes, receiving: bytes) -> None:
         """Tags every later frame: `sending` for ours, `receiving` for theirs."""
@@ -61,11 +62,21 @@ class Channel:
         fd: int | None = None,
     ) -> None:
         """Sends one frame, with a file descriptor if one is given."""
-        data = memoryview(self._writer.encode(message, request_id, deadline_ms))
+        frame = self._writer.encode(message, request_id, deadline_ms)
+        data = memoryview(bytes(self._held) + frame if self._held else frame)
+        self._held.clear()
         if fd is not None:
             self._wait(self._writable, deadline_s)
             data = data[socket.send_fds(self.sock, [data], [fd], socket.MSG_DONTWAIT) :]
         self.send_bytes(data, deadline_s)
+
+    def hold(self, message: Message, request_id: int) -> None:
+        """As `send`, but the frame waits for the next one: several answers wake their reader once."""
+        self._held += self._writer.encode(message, request_id)
+
+    def has_frame(self) -> bool:
+        """Whether `receive` would return at once."""
+        return self._reader.missing == 0 or bool(self._readable.poll(0))
 
     def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
         """Sends raw block bytes."""

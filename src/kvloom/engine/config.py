@@ -163,8 +163,6 @@ class EngineConfig:
                 raise BadRequest(name, f"must be 0 (FCFS), 1 (STATE) or 3 (MLFQ), got {getattr(self, name)}")
         if self.kv_tier is not None and not self.enable_prefix_cache:
             raise BadRequest("kv_tier", "needs enable_prefix_cache")
-        if self.kv_tier is not None and self.world_size > 1:
-            raise BadRequest("kv_tier", f"needs world_size 1, got {self.world_size}")
         self.limits(block_size=1)
 
     def limits(self, block_size: int) -> Limits:

@@ -20,6 +20,7 @@ from kvloom.engine.batch import AdapterInfo, Batch, LoadAdapter, RankInfo, Runne
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest, ModelError
 from kvloom.engine.lora import FIELD
+from kvloom.engine.transfers import Moves
 
 _EXIT_S = 1.0  # what a rank gets to end by itself
 
@@ -227,6 +228,8 @@ class RankExecutor:
         chosen = [[(sample.id, sample.token_id) for sample in output.samples] for output in outputs]
         if any(other != chosen[0] for other in chosen[1:]):
             raise RankDied("the ranks of the model chose different tokens")
+        outputs[0].moved = self._moves.merge([output.moved for output in outputs])
+        outputs[0].is_tier_up = all(output.is_tier_up for output in outputs)
         return outputs[0]
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
@@ -269,6 +272,7 @@ class RankExecutor:
     def _start(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
+        self._moves = Moves(self._config.world_size)
         self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
         try:
             for _ in range(self._config.world_size):

@@ -27,9 +27,10 @@ from kvloom.engine.batch import (
 )
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest
-from kvloom.engine.guide import Guide, Guides
+from kvloom.engine.guide import Guides
 from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.lora import read_adapter
+from kvloom.engine.reasoning_guide import Guide
 from kvloom.engine.request import SamplingParams
 
 BOS_ID, EOS_ID = 256, 257
@@ -73,6 +74,9 @@ class ByteTokenizer:
     ) -> str:
         lines = [f"{message.get('role', 'user')}: {message.get('content') or ''}\n" for message in messages]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
+
+    def chat_template(self, has_tools: bool = False) -> str:
+        return ""
 
 
 def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
@@ -194,8 +198,7 @@ class FakeRunner:
         state = self._states[new.id] = _State(list(new.token_ids), new.params, new.seed, len(new.token_ids))
         state.mark = self._marks[new.adapter]
         state.pooling = new.pooling
-        if new.params.grammar:
-            state.guide = self._guides.guide(new.params.grammar)
+        state.guide = self._guides.guide(new.params)
 
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
@@ -241,8 +244,10 @@ class FakeRunner:
             context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
             token_id = fake_next(context, state.params, state.seed)
             if state.guide is not None:
-                allowed = state.guide.mask().nonzero()[0]
-                token_id = int(allowed[token_id % len(allowed)])
+                mask = state.guide.mask()
+                if mask is not None:
+                    allowed = mask.nonzero()[0]
+                    token_id = int(allowed[token_id % len(allowed)])
                 state.guide.take(token_id)
             state.token_ids.append(token_id)
             logprob = _fake_logprob(token_id, state) if state.params.logprobs is not None else None

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 import llguidance
 import numpy as np
-import numpy.typing as npt
+
+from kvloom.engine.reasoning_guide import EndMark, Guide, Mask, ReasoningGuide
+from kvloom.engine.request import SamplingParams
 
 log = logging.getLogger(__name__)
-
-Mask = npt.NDArray[np.bool_]
 
 
 class Spelling(Protocol):
@@ -35,19 +35,40 @@ class Guides:
     def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
         """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
         self._open_tokenizer, self._num_logits = open_tokenizer, num_logits
+        self._spelling: Spelling | None = None
         self._tokenizer: llguidance.LLTokenizer | None = None
+        self._marks: dict[str, EndMark] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
 
-    def guide(self, grammar: str) -> "Guide":
-        """Of a grammar that has been checked (server/grammars.py)."""
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """Of a request whose grammar has been checked (server/grammars.py). None = every token may always come."""
+        grammar = self._grammar(params.grammar) if params.grammar else None
+        if not params.reasoning_end:
+            return grammar
+        return ReasoningGuide(self._mark(params.reasoning_end), grammar, params.max_reasoning_tokens)
+
+    def _grammar(self, grammar: str) -> "GrammarGuide":
         if self._tokenizer is None:
-            self._tokenizer = _ll_tokenizer(self._open_tokenizer())
+            self._tokenizer = _ll_tokenizer(self._spell())
         matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
-        return Guide(matcher, self._num_logits, list(self._tokenizer.eos_tokens), self._pool)
+        return GrammarGuide(matcher, self._num_logits, list(self._tokenizer.eos_tokens), self._pool)
+
+    def _mark(self, text: str) -> EndMark:
+        if text not in self._marks:
+            spelling = self._spell()
+            tokens = [spelling.token_bytes(i) for i in range(min(spelling.vocab_size, self._num_logits))]
+            ids = spelling.encode(text, add_special_tokens=False)
+            self._marks[text] = EndMark(text, ids, tokens, sorted(spelling.eos_ids), self._num_logits)
+        return self._marks[text]
+
+    def _spell(self) -> Spelling:
+        if self._spelling is None:
+            self._spelling = self._open_tokenizer()
+        return self._spelling
 
 
-class Guide:
-    """One sequence's place in its grammar. Owned by the rank's thread."""
+class GrammarGuide:
+    """One sequence's place in its grammar."""
 
     def __init__(
         self, matcher: llguidance.LLMatcher, num_logits: int, eos_ids: Sequence[int], pool: ThreadPoolExecutor
@@ -56,7 +77,7 @@ class Guide:
         self._next: Future[Mask] = pool.submit(self._compute)
 
     def mask(self) -> Mask:
-        """[num_logits] whether a token may come next; at least one may: the end, when nothing else."""
+        """The end of the answer is allowed when nothing else is."""
         return self._next.result()
 
     def take(self, token_id: int) -> None:
@@ -65,6 +86,9 @@ class Guide:
         if token_id not in self._eos_ids and not self._matcher.consume_token(token_id):
             log.warning("a grammar gave up: %s", self._matcher.get_error())
         self._next = self._pool.submit(self._compute)
+
+    def is_free(self, num_more: int) -> bool:
+        return False
 
     def _compute(self) -> Mask:
         mask = np.zeros(self._num_logits, np.bool_)

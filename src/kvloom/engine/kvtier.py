@@ -18,12 +18,14 @@ class KvMemory:
 
     layers: for each layer its tensors [num_blocks, block_size, ...] (torch, or anything numpy reads without a copy), K
     before V. A backend may permute the bytes inside a block. model: a fingerprint of weights and shape; layout: how the
-    backend computes and arranges, beyond dtype and shape.
+    backend computes and arranges, beyond dtype and shape. rank, world_size: which part of every block this is.
     """
 
     layers: Sequence[Sequence[Any]]
     model: str
     layout: str
+    rank: int = 0
+    world_size: int = 1
 
 
 class KvTier(Protocol):

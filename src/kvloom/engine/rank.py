@@ -6,6 +6,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import cast
 
 from kvloom.engine.batch import LoadAdapter, RankOrder, Runner, UnloadAdapter
@@ -33,7 +34,10 @@ def open_runner(
 ) -> Runner:
     """The runner of `config.backend`. The fake one is opened without importing torch. Raises ServingError."""
     runner = _opener(config.backend)(config, eos_ids, progress, rank, rendezvous)
-    return TieredRunner(runner, open_tier(config.kv_tier, runner.kv_memory(config.model))) if config.kv_tier else runner
+    if config.kv_tier is None:
+        return runner
+    memory = replace(runner.kv_memory(config.model), rank=rank, world_size=config.world_size)
+    return TieredRunner(runner, open_tier(config.kv_tier, memory))
 
 
 def _opener(backend: str) -> OpenRunner:

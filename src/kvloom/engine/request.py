@@ -50,6 +50,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     watermark: bool = False
     grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
+    reasoning_end: str = ""  # the answer begins with reasoning, which this text ends; then the grammar begins
+    max_reasoning_tokens: int | None = None  # after so many reasoning_end is forced; None = no limit
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -84,6 +86,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2, 2),
     ("max_tokens", 0, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
+    ("max_reasoning_tokens", 0, 2**31 - 1),
     ("seed", -(2**63), 2**64 - 1),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),

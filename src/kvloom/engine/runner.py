@@ -123,9 +123,9 @@ class ModelRunner:
             self._states.pop(id, None)
         for new in batch.new:
             history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
-            if new.params.grammar:
+            if new.params.grammar or new.params.reasoning_end:
                 assert self._guides is not None, "a grammar, and no tokenizer to read it with"
-                history.guide = self._guides.guide(new.params.grammar)
+                history.guide = self._guides.guide(new.params)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
             self._states[new.id] = _State(history, new.adapter, pooler=pooler)
         output = StepOutput([], [], 0.0)

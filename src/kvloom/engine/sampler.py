@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kvloom.engine.batch import Logprob
-from kvloom.engine.guide import Guide
 from kvloom.engine.kernels.backend import Draw, most_likely
+from kvloom.engine.reasoning_guide import Guide
 from kvloom.engine.request import SamplingParams
 
 MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
@@ -49,7 +49,7 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
     params = row.params
     count = 1 if params.is_greedy else params.top_k
     may_raise = params.repetition_penalty < 1 or params.frequency_penalty < 0 or params.presence_penalty < 0
-    if row.guide is not None:
+    if row.guide is not None and not row.guide.is_free(num_more):
         return 0
     if not 0 < count <= MAX_TOP or params.logprobs is not None or params.logit_bias or params.watermark or may_raise:
         return 0
@@ -112,7 +112,10 @@ def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw
 
 def _restrict(logits: torch.Tensor, guide: Guide) -> None:
     """Rule out what the grammar does, in place; when nothing is left, what another rule had ruled out is back."""
-    allowed = torch.from_numpy(guide.mask()).to(logits.device)
+    mask = guide.mask()
+    if mask is None:
+        return
+    allowed = torch.from_numpy(mask).to(logits.device)
     logits.masked_fill_(~allowed, -torch.inf)
     if logits.max() == -torch.inf:
         logits.masked_fill_(allowed, 0.0)

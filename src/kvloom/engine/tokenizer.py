@@ -3,17 +3,13 @@
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
-from kvloom.engine.errors import BadRequest, ModelError
+from kvloom.engine.chat_template import ChatTemplates
+from kvloom.engine.errors import ModelError
 from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.weights.metadata import read_metadata
 
@@ -31,16 +27,13 @@ class Tokenizer:
         eos_ids: frozenset[int],
         bos_id: int | None,
         is_byte_level: bool,
-        templates: Mapping[str, str],
-        template_values: Mapping[str, Any],
+        templates: ChatTemplates,
     ) -> None:
         self._fast = fast
         self._special_ids = special_ids
         self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
         self._is_byte_level = is_byte_level
         self._templates = templates
-        self._template_values = template_values
-        self._compiled: dict[str, Template] = {}
         self.eos_ids, self.bos_id = eos_ids, bos_id
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
 
@@ -83,19 +76,11 @@ class Tokenizer:
         **kwargs: Any,
     ) -> str:
         """The conversation as the model's prompt. Raises BadRequest when the template refuses it or there is none."""
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
-        if name not in self._templates:
-            raise BadRequest("messages", "this model has no chat template; use completions")
-        values = {**self._template_values, **kwargs, "messages": messages, "tools": tools}
-        try:
-            return self._template(name).render(**values, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
-            raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
+        return self._templates.apply(messages, tools, add_generation_prompt, **kwargs)
 
-    def _template(self, name: str) -> Template:
-        if name not in self._compiled:
-            self._compiled[name] = _ENVIRONMENT.from_string(self._templates[name])
-        return self._compiled[name]
+    def chat_template(self, has_tools: bool = False) -> str:
+        """The template's own text; "" when there is none."""
+        return self._templates.source(has_tools)
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
@@ -118,10 +103,10 @@ def _load_gguf(path: Path) -> Tokenizer:
         eos_ids=frozenset(ids[name] for name in ("eos", "eot", "eom") if ids[name] is not None),
         bos_id=ids["bos"],
         is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
-        templates=templates,
-        template_values={
-            f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")
-        },
+        templates=ChatTemplates(
+            templates,
+            {f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")},
+        ),
     )
 
 
@@ -142,8 +127,9 @@ def _load_folder(folder: Path) -> Tokenizer:
         eos_ids=frozenset(i for i in ids if i is not None),
         bos_id=fast.token_to_id(bos),
         is_byte_level="ByteLevel" in json.dumps(decoder),
-        templates=_folder_templates(folder, config),
-        template_values={"bos_token": bos, "eos_token": _content(config.get("eos_token"))},
+        templates=ChatTemplates(
+            _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
+        ),
     )
 
 
@@ -179,29 +165,3 @@ def byte_alphabet() -> dict[int, str]:
 
 
 _BYTE_OF = {text: byte for byte, text in byte_alphabet().items()}
-
-
-class _Generation(Extension):
-    """`{% generation %}`, which training code uses to mark answers: its body is rendered as it is."""
-
-    tags = {"generation"}  # noqa: RUF012, jinja2's interface
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
-
-
-def _refuse(message: str) -> None:
-    raise TemplateError(message)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-)
-_ENVIRONMENT.filters["tojson"] = _to_json
-_ENVIRONMENT.globals["raise_exception"] = _refuse
-_ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -126,6 +126,25 @@ class Transfers:
         return self._next_id
 
 
+class Moves:
+    """What the ranks of a model report of transfers: one is finished when all say so, and as far as all came."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._counts: dict[int, list[int]] = {}  # transfer -> blocks moved, of the ranks that have reported
+
+    def merge(self, reports: Sequence[Sequence[Moved]]) -> list[Moved]:
+        """The transfers that finished with these reports, one list a rank."""
+        finished = []
+        for report in (report for of_rank in reports for report in of_rank):
+            counts = self._counts.setdefault(report.id, [])
+            counts.append(report.num_blocks)
+            if len(counts) == self._num_ranks:
+                finished.append(Moved(report.id, min(counts)))
+                del self._counts[report.id]
+        return finished
+
+
 def _wake(load: _Load) -> None:
     seq, load.seq = load.seq, None
     if seq is not None and seq.status is Status.LOADING:

@@ -17,7 +17,7 @@ from kvloom.gewu.codes import Refused
 from kvloom.gewu.daemon import run as run_daemon
 from kvloom.gewu.frames import Frame, FrameDecoder, encode
 from kvloom.gewu.session import Session
-from kvloom.gewu.settings import find_socket, read_settings
+from kvloom.gewu.settings import find_service, read_settings
 
 app = typer.Typer(help="On-device inference sessions behind a C ABI.", no_args_is_help=True, add_completion=False)
 
@@ -56,10 +56,12 @@ def daemon(
 @app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """What the daemon holds: models, sessions, requests, memory."""
+    path = find_service(os.environ)
     try:
-        found = ask_status(find_socket(os.environ))
+        found = ask_status(path)
     except OSError as error:
-        raise SystemExit(f"gewu: no daemon answers on {find_socket(os.environ)}: {error}") from None
+        why = error.strerror or error
+        raise SystemExit(f"gewu: no service answers on {path} ({why}): start it with `kvloom gewu daemon`") from None
     print(json.dumps(found) if as_json else _format_status(found))
 
 

@@ -19,6 +19,7 @@ from kvloom.gewu.frames import Frame, FrameError
 from kvloom.gewu.messages import Event, Opener
 from kvloom.gewu.models import Models
 from kvloom.gewu.probe import code_of_errno, probe
+from kvloom.gewu.psi import Watcher, open_triggers
 from kvloom.gewu.qos import Level, effective_level
 from kvloom.gewu.schema import Attributes, parse_attributes, parse_chat, reply
 from kvloom.gewu.sessions import Phase, Request, Session, Sessions
@@ -67,11 +68,14 @@ class Daemon:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         loop.add_reader(listener, self._accept, listener)
+        triggers = open_triggers(self._settings.psi_file)
+        watcher = Watcher(triggers, lambda level: loop.call_soon_threadsafe(self._models.tick, level))
         ticker = loop.create_task(self._tick())
         try:
             await stop.wait()
         finally:
             ticker.cancel()
+            watcher.close()
             loop.remove_reader(listener)
             for connection in list(self._connections.values()):
                 connection.close()

@@ -10,7 +10,7 @@ MIN_KV_TOKENS = 256
 LEAVE_AFTER_S = 10.0  # a level is left after so long below it
 PSI_WINDOW_S = 2.0
 _BYTES_PER_TOKEN = 4  # of a prompt before it is tokenised: English text
-_SOME_STALL_US, _FULL_STALL_US = 150_000, 100_000  # within the window
+SOME_STALL_US, FULL_STALL_US = 150_000, 100_000  # within the window
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,9 @@ class Ladder:
     _below_since_s: float | None = None
     _history: list[tuple[float, int, int]] = field(default_factory=list)  # time, some, full
 
-    def update(self, readings: Readings, now_s: float) -> int:
-        seen = self._seen(readings, now_s)
+    def update(self, readings: Readings, now_s: float, fired: int = 0) -> int:
+        """`fired`: the level whose trigger the kernel has fired just now, 0 for none."""
+        seen = max(fired, self._seen(readings, now_s))
         if seen >= self.level:
             self.level = seen
             self._below_since_s = None
@@ -108,9 +109,9 @@ class Ladder:
         while len(self._history) > 1 and self._history[1][0] <= now_s - PSI_WINDOW_S:
             self._history.pop(0)
         _, some_then, full_then = self._history[0]
-        if full - full_then >= _FULL_STALL_US or readings.available_bytes < readings.total_bytes // 20:
+        if full - full_then >= FULL_STALL_US or readings.available_bytes < readings.total_bytes // 20:
             return 2
-        if some - some_then >= _SOME_STALL_US or readings.available_bytes < readings.total_bytes // 10:
+        if some - some_then >= SOME_STALL_US or readings.available_bytes < readings.total_bytes // 10:
             return 1
         return 0
 

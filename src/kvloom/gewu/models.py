@@ -258,8 +258,8 @@ class Models:
 
     # -- time passes
 
-    def tick(self) -> None:
-        """Unload what is idle, follow the pressure ladder. Called a few times a second."""
+    def tick(self, fired: int = 0) -> None:
+        """Unload what is idle, follow the pressure ladder. Called a few times a second, and when a trigger fires."""
         now_s = time.monotonic()
         for model in list(self._models.values()):
             if self._sessions.unfinished(model.key):
@@ -271,7 +271,7 @@ class Models:
                 if not sessions:
                     os.close(model.fd)
                     del self._models[model.key]
-        level = self.ladder.update(read_memory(self._settings.psi_file), now_s)
+        level = self.ladder.update(read_memory(self._settings.psi_file), now_s, fired)
         if level >= 1:
             for model in list(self._models.values()):
                 if model.state is State.READY and not self._sessions.unfinished(model.key):

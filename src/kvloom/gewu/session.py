@@ -12,6 +12,7 @@ import msgspec
 
 from kvloom.gewu.build import library
 from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.reason import why_refused
 
 Messages = Sequence[Mapping[str, str]]
 OnReply = Callable[[dict[str, Any]], None]
@@ -80,7 +81,8 @@ class Session:
         text = msgspec.json.encode({"model": model, **attributes})
         result = load_library().OH_QoS_GewuCreateSession(text)
         if result.error:
-            raise Refused(Code(result.error), f"the session on {model} was refused")
+            code = Code(result.error)
+            raise Refused(code, why_refused(code, model))
         self.handle: int = result.handle
 
     def __enter__(self) -> "Session":

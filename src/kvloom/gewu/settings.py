@@ -43,6 +43,12 @@ def find_socket(environ: Mapping[str, str]) -> Path:
     return SYSTEM_SOCKET
 
 
+def find_service(environ: Mapping[str, str]) -> Path:
+    """Where a client finds the service, as libqos.so does: the system's when this user has none of his own."""
+    path = find_socket(environ)
+    return path if environ.get("GEWU_SOCKET") or path.exists() else SYSTEM_SOCKET
+
+
 def read_settings(
     aliases: Mapping[str, str], backend: str = "auto", environ: Mapping[str, str] = os.environ
 ) -> Settings:

@@ -39,7 +39,9 @@ from kvloom.pool.node import Node
 from kvloom.pool.node_http import NodeHttp
 from kvloom.pool.peer_session import PeerSession
 from kvloom.pool.peers import Peers
+from kvloom.pool.segments import huge_pages_in_use
 from kvloom.pool.session import ClientSession
+from kvloom.pool.snapshot import Snapshots
 
 _HELLO_S = 5.0
 _BACKLOG = 128
@@ -67,6 +69,7 @@ class Agent:
         self._lock = threading.Lock()
         self._wake_receive, self._wake_send = socket.socketpair()
         self._is_closing = False
+        self._snapshots = Snapshots(config.snapshot_dir) if config.snapshot_dir else None
         self._thread = threading.Thread(target=self._accept, name="ems-accept", daemon=True)
 
     def start(self) -> None:
@@ -90,8 +93,14 @@ class Agent:
             self._http = NodeHttp(self.config.http, self.stats)
         self._selector.register(self._wake_receive, selectors.EVENT_READ)
         self._thread.start()
+        threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
+
+    def _warm(self) -> None:
+        """What makes the first calls better and need not be there for them: earlier blocks, then memory."""
+        if self._snapshots is not None:
+            self._snapshots.restore(self.node)
         if self.config.is_prefaulted:
-            threading.Thread(target=self.node.prepare, name="ems-prefault", daemon=True).start()
+            self.node.prepare()
 
     def _join_cluster(self) -> None:
         config = self.config
@@ -127,10 +136,12 @@ class Agent:
         if _is_serving(path):
             listener.close()
             raise OSError(f"another agent serves {path}")
-        path.unlink(missing_ok=True)
-        listener.bind(str(path))
-        path.chmod(0o660)
+        hidden = path.with_name(f"{path.name}.{os.getpid()}")  # whoever finds the socket's name can connect to it
+        hidden.unlink(missing_ok=True)
+        listener.bind(str(hidden))
+        hidden.chmod(0o660)
         self._add_listener(listener)
+        hidden.replace(path)
 
     def _add_listener(self, listener: socket.socket) -> None:
         listener.listen(_BACKLOG)
@@ -197,6 +208,8 @@ class Agent:
         for part in (self._http, self._control, self.peers, self.engine):
             if part is not None:
                 part.close()
+        if self._snapshots is not None:
+            self._snapshots.write(self.node)
         self.node.close()
 
 
@@ -241,6 +254,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-prefault", action="store_true", help="take memory when it is first used, not at the start"
     )
+    parser.add_argument(
+        "--huge-pages", action="store_true", help="take the pool from huge pages; without them, from ordinary ones"
+    )
+    parser.add_argument("--snapshot-dir", type=Path, help="folder that keeps the blocks over an orderly restart")
     parser.add_argument("--ends-with-stdin", action="store_true", help="stop when standard input is closed")
     return parser
 
@@ -263,6 +280,8 @@ def config_from(arguments: list[str]) -> AgentConfig:
         secret=read_secret(args.secret_file) if args.secret_file else b"",
         is_direct=args.direct,
         is_prefaulted=not args.no_prefault,
+        has_huge_pages=args.huge_pages,
+        snapshot_dir=args.snapshot_dir,
         ends_with_stdin=args.ends_with_stdin,
         peers=tuple(args.peer),
         listen=args.listen,
@@ -289,6 +308,8 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValueError, EngineError) as error:
         print(f"kvloom pool agent: {error}", file=sys.stderr)
         return 1
+    if agent.config.has_huge_pages:
+        print(f"kvloom pool agent: memory of {huge_pages_in_use()}", file=sys.stderr, flush=True)
     print(f"kvloom pool agent: serving {agent.config.socket}", flush=True)
     with selectors.DefaultSelector() as selector:
         selector.register(stop_read, selectors.EVENT_READ)

@@ -6,8 +6,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvloom.pool.entries import Geometry
 from kvloom.pool.evict import ORDERS
-from kvloom.pool.store import Geometry
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DEFAULT_SOCKET = "/dev/shm/ems/ems.sock"
@@ -70,6 +70,8 @@ class AgentConfig:
     put_rate: bytes a second that each tenant may save, 0 = no limit.
     state: file where what the control plane said is kept for a restart without it.
     engine: URL of a distributed store behind this node.
+    has_huge_pages: take the pool's memory from huge pages where there are some.
+    snapshot_dir: folder that keeps the blocks between an orderly end and the next start.
     secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
     """
 
@@ -85,6 +87,8 @@ class AgentConfig:
     is_open: bool = True
     is_direct: bool = False
     is_prefaulted: bool = True
+    has_huge_pages: bool = False
+    snapshot_dir: Path | None = None
     credentials: Path | None = None
     tenants: tuple[TenantLimits, ...] = ()
     secret: bytes = b""
@@ -121,7 +125,7 @@ class AgentConfig:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.segment_bytes, self.slab_bytes)
+        return Geometry(self.segment_bytes, self.slab_bytes, self.has_huge_pages)
 
 
 def read_secret(path: str) -> bytes:

@@ -9,8 +9,9 @@ from ems.keys import DEFAULT_TENANT, derive
 from kvloom.pool.auth import Keyring
 from kvloom.pool.budget import Budget, RateLimit
 from kvloom.pool.config import AgentConfig, TenantLimits
+from kvloom.pool.entries import Entry
 from kvloom.pool.evict import ORDERS
-from kvloom.pool.store import Entry, TenantPool
+from kvloom.pool.store import TenantPool
 
 
 class Others(Protocol):

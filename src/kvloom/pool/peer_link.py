@@ -16,8 +16,9 @@ from ems.keys import NONCE_BYTES, derive, proof, same
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 from kvloom.pool.config import Address
+from kvloom.pool.entries import Entry, Place
 from kvloom.pool.placement import Breaker
-from kvloom.pool.store import Entry, Place, TenantPool
+from kvloom.pool.store import TenantPool
 
 _CONNECT_S = 1.0
 _PUSH_S = 5.0

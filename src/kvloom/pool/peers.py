@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvloom.pool.config import Address
+from kvloom.pool.entries import Entry
 from kvloom.pool.peer_link import PeerLink
 from kvloom.pool.placement import home
-from kvloom.pool.store import Entry, TenantPool
+from kvloom.pool.store import TenantPool
 
 _FETCH_THREADS = 8
 

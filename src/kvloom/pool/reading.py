@@ -4,8 +4,9 @@ import time
 
 from ems.wire import messages as m
 from ems.wire.messages import Cause
+from kvloom.pool.entries import Entry
 from kvloom.pool.node import Node
-from kvloom.pool.store import Entry, TenantPool
+from kvloom.pool.store import TenantPool
 
 _FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
 _PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy

@@ -124,7 +124,9 @@ class ClientSession:
         except Refused as refusal:
             self._fail(frame, refusal.code, str(refusal))
             return
-        if answer is not None:
+        if isinstance(message, m.Save) and not message.is_last and answer is not None and self._channel.has_frame():
+            self._channel.hold(answer, frame.request_id)  # its client sends the rest of the batch and waits for the end
+        elif answer is not None:
             self._channel.send(answer, time.monotonic() + _SEND_S, request_id=frame.request_id, fd=fd)
 
     def _fail(self, frame: Frame, code: EmsErrorCode, text: str) -> None:

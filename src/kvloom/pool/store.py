@@ -8,54 +8,18 @@ to its key. One lock a tenant guards the index; bytes are copied outside of it.
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import xxhash
 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget
+from kvloom.pool.entries import Entry, Geometry, Place
 from kvloom.pool.evict import Order, S3Fifo
 from kvloom.pool.segments import Bytes, SharedMemory
 
 _MAX_REMEMBERED = 65536  # keys whose loss can still be explained
 _MAX_EVICTIONS = 4096  # to make room for one block
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes in bytes: a segment is one shared file, a multiple of a slab; a block fits into a slab."""
-
-    segment_bytes: int
-    slab_bytes: int
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """A published block. `children` were saved right after it in a chain; they are useless without it."""
-
-    key: bytes
-    offset: int
-    length: int
-    slot: int  # bytes its place takes
-    checksum: bytes
-    is_rcache: bool
-    parent: "Entry | None"
-    queue: Order
-    children: "dict[Entry, None]" = field(default_factory=dict)
-    pins: int = 0
-    is_live: bool = True
-
-
-class Place(NamedTuple):
-    """Memory for a block that is being written; it ends in `publish` or `abandon`."""
-
-    key: bytes
-    offset: int
-    length: int
-    slot: int
-    is_rcache: bool
 
 
 class TenantPool:
@@ -279,7 +243,8 @@ class TenantPool:
     def _grow(self) -> bool:
         if not self._budget.take(self.tenant, self.geometry.segment_bytes):
             return False
-        self._segments.append(SharedMemory("ems-pool", self.geometry.segment_bytes, self._is_sealed))
+        size = self.geometry.segment_bytes
+        self._segments.append(SharedMemory("ems-pool", size, self._is_sealed, self.geometry.has_huge_pages))
         self._allocator.grow(self.geometry.segment_bytes // self.geometry.slab_bytes)
         return True
 
@@ -362,6 +327,11 @@ class TenantPool:
                 segment = self._segments[-1]
             if not segment.prefault(0, segment.size):
                 return
+
+    def block_keys(self) -> list[bytes]:
+        """The keys of all blocks, oldest first: a prefix before what follows it."""
+        with self._lock:
+            return list(self._index)
 
     def usage(self) -> dict[str, int]:
         """Blocks, bytes in use, bytes of segments, bytes of read cache, quota."""

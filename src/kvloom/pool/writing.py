@@ -12,9 +12,10 @@ import xxhash
 
 from ems.wire import messages as m
 from ems.wire.messages import Status
+from kvloom.pool.entries import Entry, Place
 from kvloom.pool.node import Node
 from kvloom.pool.segments import Bytes, SharedMemory
-from kvloom.pool.store import Entry, Place, TenantPool
+from kvloom.pool.store import TenantPool
 
 _KEYS_AT_ONCE = 32  # of a message, between two turns of other sessions at the index
 _COUNTER = [f"save_{status.name.lower()}" for status in Status]

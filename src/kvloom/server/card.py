@@ -18,3 +18,5 @@ class ModelCard:
     world_size: int = 1
     dtype: str = "auto"  # of the weights, as the routes tell it
     lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start
+    tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
+    reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says

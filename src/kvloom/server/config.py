@@ -335,7 +335,14 @@ _OPTIONS: Sequence[str] = (
     "has_oip_health",
     "lora_root",
 )
-_CARD_FIELDS: Sequence[str] = ("instance_type", "npu_mem_gb", "cpu_mem_gb", "world_size")
+_CARD_FIELDS: Sequence[str] = (
+    "instance_type",
+    "npu_mem_gb",
+    "cpu_mem_gb",
+    "world_size",
+    "tool_parser",
+    "reasoning_parser",
+)
 _ENGINE_FIELDS: Sequence[str] = (
     "backend",
     "device",

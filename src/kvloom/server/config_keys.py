@@ -121,6 +121,14 @@ _MODEL: dict[str, Key] = {
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
     "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
     "loraModules": Key(list, "LoRA adapters of the start, \"NAME=FOLDER\" each", setting="lora_modules"),
+    "toolParser": Key(
+        str, "how the model writes tool calls; auto = as its chat template says",
+        choices=("auto", "hermes", "qwen3_coder", "llama3"), setting="tool_parser",
+    ),
+    "reasoningParser": Key(
+        str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
+        setting="reasoning_parser",
+    ),
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
 _POLICIES = "0 first come first served, 1 by state, 3 multi-level feedback queue"
@@ -170,7 +178,7 @@ _KV_POOL: dict[str, Key] = {
 LAYOUT_1: Mapping[str, Any] = {
     "OtherParam": {"ResourceParam": _RESOURCE, "LogParam": _LOG, "ServeParam": _SERVE},
     "WorkFlowParam": {"TemplateParam": _TEMPLATE},
-    "ModelDeployParam": {**_DEPLOY, "ModelParam": [_MODEL]},
+    "ModelDeployParam": {**_DEPLOY, "kvPoolConfig": _KV_POOL, "ModelParam": [_MODEL]},
     "ScheduleParam": _SCHEDULE,
 }
 

@@ -56,6 +56,7 @@ class TokenizerLike(Protocol):
     def token_text(self, token_id: int) -> str: ...
     def is_special(self, token_id: int) -> bool: ...
     def apply_chat_template(self, messages: list[dict[str, Any]], **kwargs: Any) -> str: ...
+    def chat_template(self, has_tools: bool = False) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Generation:
     priority: int = 0  # as engine.request.Request's
     tenant: str = ""
     pooling: str = ""
+    cache_salt: str = ""
 
 
 @dataclass(slots=True)
@@ -218,8 +220,8 @@ class GenerationService:
         try:
             async with self._place(generation, count, timing) as running, aclosing(self._merge(running)) as deltas:
                 async for choice, delta in deltas:
-                    if delta.token_ids:
-                        timing.token()
+                    if delta.token_ids and timing.token():
+                        self.meter.began(timing)
                     if delta.finish_reason is not None:
                         reasons.append(delta.finish_reason)
                         num_cached = max(num_cached, delta.num_cached_tokens)
@@ -324,9 +326,9 @@ def _requests(generation: Generation, count: int, serial: int, adapter: int) -> 
             if params.seed is not None and i:
                 params = replace(params, seed=(params.seed + i) % 2**63)
             id = f"{generation.id}-{serial}-{len(requests)}"
-            request = Request(id, prompt, params, tenant=generation.tenant, priority=generation.priority)
-            if adapter or generation.pooling:
-                request = replace(request, adapter=adapter, pooling=generation.pooling)
+            salt, pooling = generation.cache_salt, generation.pooling
+            request = Request(id, prompt, params, salt, generation.tenant, generation.priority, pooling=pooling)
+            request = replace(request, adapter=adapter) if adapter else request
             requests.append(request)
     return requests
 

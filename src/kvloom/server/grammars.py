@@ -24,7 +24,7 @@ def json_grammar(schema: dict[str, Any] | str | bool, field: str) -> str:
             raise BadRequest(field, "must be a JSON schema: an object")
         text = json.dumps(known)
         _check_size(text, field)
-        return _checked(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM), field)
+        return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM), field)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is no JSON schema: {error}") from None
 
@@ -37,7 +37,7 @@ def object_grammar() -> str:
 def regex_grammar(pattern: str, field: str) -> str:
     """Raises BadRequest."""
     _check_size(pattern, field)
-    return _checked(llguidance.LLMatcher.grammar_from_regex(pattern), field)
+    return checked_grammar(llguidance.LLMatcher.grammar_from_regex(pattern), field)
 
 
 def choice_grammar(choices: list[str], field: str) -> str:
@@ -46,7 +46,7 @@ def choice_grammar(choices: list[str], field: str) -> str:
         raise BadRequest(field, "must be a list of texts, at least one, none of them empty")
     rule = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
     _check_size(rule, field)
-    return _checked(llguidance.LLMatcher.grammar_from_lark(rule), field)
+    return checked_grammar(llguidance.LLMatcher.grammar_from_lark(rule), field)
 
 
 def text_grammar(grammar: str, field: str) -> str:
@@ -56,7 +56,7 @@ def text_grammar(grammar: str, field: str) -> str:
         lark = any_to_lark(grammar) if "::=" in grammar else grammar
     except Exception as error:  # the converter raises plain exceptions of several kinds
         raise BadRequest(field, f"is no GBNF grammar: {error}") from None
-    return _checked(llguidance.LLMatcher.grammar_from_lark(lark), field)
+    return checked_grammar(llguidance.LLMatcher.grammar_from_lark(lark), field)
 
 
 def _check_size(text: str, field: str) -> None:
@@ -64,7 +64,14 @@ def _check_size(text: str, field: str) -> None:
         raise BadRequest(field, f"must have at most {_MAX_CHARS} characters, got {len(text)}")
 
 
-def _checked(grammar: str, field: str) -> str:
+def inner_schema(schema: Any, field: str) -> Any:
+    """A JSON schema as a part of a Lark grammar, after `%json`: written in the same form. Raises BadRequest."""
+    grammar: dict[str, Any] = json.loads(json_grammar(schema, field))
+    return grammar["grammars"][0]["json_schema"]
+
+
+def checked_grammar(grammar: str, field: str) -> str:
+    """The grammar, in llguidance's own form. Raises BadRequest when it cannot be used."""
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
     if is_error:
         raise BadRequest(field, f"cannot be used: {' '.join(messages[0].split())[:500]}")

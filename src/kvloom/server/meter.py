@@ -72,6 +72,12 @@ class Meter:
     prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
     output_tokens: Histogram = field(default_factory=lambda: Histogram(TOKEN_BOUNDS))
 
+    def began(self, timing: Timing) -> None:
+        """A generation that has its first token, whatever becomes of it."""
+        if timing.first_token_s is not None:
+            self.first_token.add(timing.queue_s + timing.first_token_s)
+            self.prefill.add(timing.first_token_s)
+
     def finished(self, timing: Timing, num_prompt: int, num_choices: int, reasons: Iterable[FinishReason]) -> None:
         """A generation that ended by itself."""
         self.num_finished.update(reasons)
@@ -79,8 +85,6 @@ class Meter:
         self.output_tokens.add(timing.num_tokens)
         self.queue.add(timing.queue_s)
         if timing.first_token_s is not None:
-            self.first_token.add(timing.queue_s + timing.first_token_s)
-            self.prefill.add(timing.first_token_s)
             self.decode.add(timing.decode_s)
             self.whole.add(timing.queue_s + timing.first_token_s + timing.decode_s)
         num_gaps = timing.num_tokens / num_choices - 1

@@ -24,7 +24,12 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 2.0  # what the last spans get on the way out
 SERVICE = "kvloom"
-_CHAT = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
+_OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/embeddings": "embeddings",
+}  # of other paths: text_completion
 
 
 def open_otlp(endpoint: str) -> "OtelTracer":
@@ -65,7 +70,7 @@ class OtelTracer:
         start_ns = end_ns - _ns(trace.timing.age_s)
         carrier = {"traceparent": trace.caller.traceparent, "tracestate": trace.caller.tracestate}
         parent = self._propagator.extract({name: value for name, value in carrier.items() if value})
-        operation = "chat" if trace.caller.path in _CHAT else "text_completion"
+        operation = _OPERATIONS.get(trace.caller.path, "text_completion")
         request = self._tracer.start_span(
             f"{operation} {trace.model}", parent, SpanKind.SERVER, _attributes(trace, operation), start_time=start_ns
         )

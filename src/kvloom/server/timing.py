@@ -24,9 +24,11 @@ class Timing:
         now = time.perf_counter()
         self.queue_s, self._began, self.has_place = now - self._began, now, True
 
-    def token(self) -> None:
+    def token(self) -> bool:
+        """Whether it is the first."""
         passed = time.perf_counter() - self._began
         if self.first_token_s is None:
             self.first_token_s = passed
         self.decode_s = passed - self.first_token_s
         self.num_tokens += 1
+        return self.num_tokens == 1

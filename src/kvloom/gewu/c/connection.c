@@ -236,6 +236,9 @@ static void *read_frames(void *argument)
         } else if (frame.op == 'o') {
             answer_call(frame.a, 0, payload);
         } else {
+            if (frame.b != OH_QOS_GEWU_OK) {
+                gewu_log("refused with %u: %s", frame.b, payload);
+            }
             answer_call(frame.a, frame.b, NULL);
             free(payload);
         }
@@ -277,7 +280,14 @@ static int open_socket(void)
         return -1;
     }
     setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-    if (!find_socket(&address) || connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+    if (!find_socket(&address)) {
+        gewu_log("the socket's path is longer than %zu bytes: set GEWU_SOCKET", sizeof address.sun_path - 1);
+        close(fd);
+        return -1;
+    }
+    if (connect(fd, (struct sockaddr *)&address, sizeof address) != 0) {
+        gewu_log("no service answers on %s (%s): start it with `kvloom gewu daemon`", address.sun_path,
+            strerror(errno));
         close(fd);
         return -1;
     }

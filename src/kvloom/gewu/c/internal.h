@@ -89,6 +89,7 @@ struct session {
 
 extern pthread_mutex_t gewu_lock;
 
+void gewu_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void gewu_enter(void);
 unsigned gewu_thread_qos(void);
 unsigned gewu_next_id(unsigned *counter);

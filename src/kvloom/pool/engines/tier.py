@@ -18,8 +18,9 @@ import xxhash
 
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.engines.engine import Engine, EngineError
+from kvloom.pool.entries import Entry, Place
 from kvloom.pool.placement import Breaker
-from kvloom.pool.store import Entry, Place, TenantPool
+from kvloom.pool.store import TenantPool
 
 _WORKERS = 4  # calls at once, abandoned ones included
 _PUSH_BLOCKS = 16  # stored by one call

@@ -7,11 +7,10 @@ from contextlib import aclosing
 import msgspec
 
 from kvloom.engine.errors import ServingError
-from kvloom.engine.request import FinishReason
+from kvloom.engine.request import SamplingParams
 from kvloom.server.api.messages_bodies import CountBody, MessagesBody
 from kvloom.server.api.messages_shapes import MessageWriter
 from kvloom.server.body import decode_body
-from kvloom.server.chat_events import TextDelta
 from kvloom.server.chat_output import ChatOutput
 from kvloom.server.errors import ErrorReply, anthropic_error, anthropic_reply
 from kvloom.server.generation import Generation, GenerationService
@@ -44,33 +43,32 @@ class Messages:
         """Raises ServingError before anything is answered."""
         body = decode_body(_decoder, call.body)
         service = self._models.choose(body.model)
-        body.check()
-        ids, params = body.prompt(service.tokenizer), body.params()
-        generation = Generation(
-            f"msg_{self._new_id()}", (ids,), params, priority=body.priority or 0, tenant=call.tenant
-        )
+        chat = body.prepared(service, body.params())
+        ids, id = chat.prompt_ids, f"msg_{self._new_id()}"
+        generation = Generation(id, (ids,), chat.params, priority=body.priority or 0, tenant=call.tenant)
         service.check(generation, "messages")
-        writer = MessageWriter(generation.id, service.name, len(ids), self._new_id)
+        writer = MessageWriter(id, service.name, len(ids), self._new_id)
+        events = _events(service, generation, chat.output(), writer)
         if body.stream:
-            events = _events(service, generation, writer)
             return Reply(media_type=MEDIA_TYPE, events=await Events.begin(events, _error_event))
-        [answer] = await service.collect(generation)
-        writer.count(len(answer.token_ids), answer.num_cached_tokens)
-        writer.add([TextDelta(answer.text)] if answer.text else [])
-        writer.end(answer.finish_reason or FinishReason.ABORT, answer.stop_reason)
+        async with aclosing(events):
+            async for _ in events:  # the message is built by the way
+                pass
         return Reply(msgspec.json.encode(writer.message))
 
     async def count(self, call: Call) -> Reply:
         """Raises BadRequest, NotFound."""
         body = decode_body(_count_decoder, call.body)
         service = self._models.choose(body.model)
-        body.check()
-        return Reply(msgspec.json.encode({"input_tokens": len(body.prompt(service.tokenizer))}))
+        chat = body.prepared(service, SamplingParams())
+        return Reply(msgspec.json.encode({"input_tokens": len(chat.prompt_ids)}))
 
 
-async def _events(service: GenerationService, generation: Generation, writer: MessageWriter) -> AsyncGenerator[bytes]:
+async def _events(
+    service: GenerationService, generation: Generation, output: ChatOutput, writer: MessageWriter
+) -> AsyncGenerator[bytes]:
     """The first comes with the first token, so that an error before it has a status."""
-    output, is_begun = ChatOutput(), False
+    is_begun = False
     async with aclosing(service.stream(generation)) as deltas:
         async for _, delta in deltas:
             found = output.add(delta)

@@ -3,6 +3,7 @@
 Beyond Anthropic's own: seed, ignore_eos, priority.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -11,23 +12,14 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
-from kvloom.server.api.openai_bodies import Message, conversation_of
-from kvloom.server.generation import TokenizerLike
+from kvloom.server.api.messages_input import Block, Turn, messages_of, text_of
+from kvloom.server.api.openai_bodies import Message, conversation_of, effort_values
+from kvloom.server.chat_request import ChatRequest, PreparedChat, prepare
+from kvloom.server.generation import GenerationService
 from kvloom.server.grammars import json_grammar
+from kvloom.server.tools import Tool, ToolChoice, check_tools
 
 MAX_STOPS = 16
-
-
-class Block(msgspec.Struct, kw_only=True):
-    """A part of a message. `cache_control` has no effect: every prefix is cached."""
-
-    type: str
-    text: str | None = None
-
-
-class Turn(msgspec.Struct, kw_only=True):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
 
 
 class JsonFormat(msgspec.Struct, kw_only=True):
@@ -43,8 +35,46 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class Thinking(msgspec.Struct, kw_only=True):
+    """adaptive: as the model itself decides."""
+
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # of an enabled one: then it is ended
+
+    def values(self) -> dict[str, Any]:
+        """For the chat template. Raises BadRequest."""
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise BadRequest("thinking.budget_tokens", "is required")
+        return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled"}
+
+
+class ToolBody(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, field: str) -> Tool:
+        """Raises BadRequest for tools that Anthropic itself defines."""
+        if self.type not in (None, "custom"):
+            raise BadRequest(f"{field}.type", f"must be 'custom'; {self.type!r} is not supported")
+        if (self.input_schema or {}).get("type", "object") != "object":
+            raise BadRequest(f"{field}.input_schema.type", "must be 'object'")
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), field)
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of a tool
+    disable_parallel_tool_use: bool | None = None
+
+    def choice(self) -> ToolChoice:
+        """Raises BadRequest."""
+        if self.type == "tool":
+            if self.name is None:
+                raise BadRequest("tool_choice.name", "is required")
+            return ToolChoice("named", self.name)
+        return ToolChoice("required" if self.type == "any" else self.type)
 
 
 class CountBody(msgspec.Struct, kw_only=True):
@@ -53,38 +83,54 @@ class CountBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1)]
     system: str | list[Block] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     mcp_servers: list[Any] | None = None
     container: Any = None
 
-    def check(self) -> None:
-        """Raises BadRequest for what this server cannot do, by name."""
-        if self.tools and not (isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "none"):
-            raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
-        if self.thinking is not None and self.thinking.type == "enabled":
-            raise BadRequest("thinking", "is not supported")
+    def prepared(self, service: GenerationService, params: SamplingParams) -> PreparedChat:
+        """A last message of the assistant is the beginning of the answer. Raises BadRequest naming the field."""
         for name in ("mcp_servers", "container"):
             if getattr(self, name):
                 raise BadRequest(name, "is not supported")
-
-    def prompt(self, tokenizer: TokenizerLike) -> tuple[int, ...]:
-        """Token ids. A last message of the assistant is the beginning of the answer. Raises BadRequest."""
-        turns = [
-            Message(role=turn.role, content=_text_of(turn.content, f"messages[{place}].content"))
-            for place, turn in enumerate(self.messages)
-        ]
-        begun = str(turns.pop().content) if turns[-1].role == "assistant" else ""
+        turns = self.messages
+        begun = ""
+        if turns[-1].role == "assistant":
+            turns, begun = turns[:-1], text_of(turns[-1].content, f"messages[{len(turns) - 1}].content")
         if not turns:
             raise BadRequest("messages", "must hold one of the user")
+        chat = prepare(service, self._chat(turns), params)
+        if self.thinking is not None and self.thinking.type == "enabled" and not chat.style.is_thinking:
+            raise BadRequest("thinking", "is not what this model's chat template knows")
+        if not begun:
+            return chat
+        if chat.is_thinking:
+            raise BadRequest("messages", "must not end with one of the assistant while the model thinks")
+        more = service.tokenizer.encode(begun, add_special_tokens=False)
+        return replace(chat, prompt_ids=(*chat.prompt_ids, *more))
+
+    def _chat(self, turns: Sequence[Turn]) -> ChatRequest:
+        tools = tuple(tool.tool(f"tools[{place}]") for place, tool in enumerate(self.tools or ()))
+        choice = None if self.tool_choice is None else self.tool_choice.choice()
+        messages = messages_of(turns)
         if self.system is not None:
-            turns.insert(0, Message(role="system", content=_text_of(self.system, "system")))
-        effort = None if self.output_config is None else self.output_config.effort
-        values = {} if effort is None else {"reasoning_effort": effort}
-        text = tokenizer.apply_chat_template(conversation_of(turns), add_generation_prompt=True, **values)
-        return tuple(tokenizer.encode(text + begun, add_special_tokens=False))
+            messages.insert(0, Message(role="system", content=text_of(self.system, "system")))
+        thinking = self.thinking
+        return ChatRequest(
+            conversation_of(messages),
+            tools,
+            check_tools(tools, choice, "tool_choice"),
+            not (self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use),
+            {
+                **effort_values(None if self.output_config is None else self.output_config.effort),
+                **({} if thinking is None else thinking.values()),
+            },
+            max_reasoning_tokens=thinking.budget_tokens
+            if thinking is not None and thinking.type == "enabled"
+            else None,
+        )
 
 
 class MessagesBody(CountBody, kw_only=True):
@@ -119,17 +165,3 @@ class MessagesBody(CountBody, kw_only=True):
         format = None if self.output_config is None else self.output_config.format
         grammar = "" if format is None else json_grammar(format.schema, "output_config.format.schema")
         return replace(params, grammar=grammar) if grammar else params
-
-
-def _text_of(content: str | list[Block], field: str) -> str:
-    """Raises BadRequest for what is no text; earlier thinking is left out, as templates leave it out."""
-    if isinstance(content, str):
-        return content
-    texts = []
-    for place, block in enumerate(content):
-        if block.type in ("thinking", "redacted_thinking"):
-            continue
-        if block.type != "text" or block.text is None:
-            raise BadRequest(f"{field}[{place}]", f"must be a text block; {block.type!r} is not supported")
-        texts.append(block.text)
-    return "\n".join(texts)

@@ -13,7 +13,9 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
+from kvloom.server.api.openai_tools import CallBody, NamedChoice, ToolBody, read_tools
 from kvloom.server.api.openai_unsupported import Unsupported
+from kvloom.server.chat_request import ChatRequest
 from kvloom.server.grammars import choice_grammar, json_grammar, object_grammar, regex_grammar, text_grammar
 
 MAX_STOPS = 4
@@ -100,6 +102,9 @@ class SamplingBody(Unsupported, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None  # requests of different salts share no cached prompts
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = False
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None  # vLLM's older names of the same
@@ -110,6 +115,8 @@ class SamplingBody(Unsupported, kw_only=True):
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
         self.refuse_unsupported_fields()
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("prompt_logprobs", "cannot be streamed; leave out stream or prompt_logprobs")
         if self.top_p is not None and self.top_p == 0:
             raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
         return SamplingParams(
@@ -169,8 +176,10 @@ class Message(msgspec.Struct, omit_defaults=True):
     role: str = msgspec.field(default="user")
     content: str | list[Part] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[CallBody] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
@@ -180,6 +189,8 @@ def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
         plain = msgspec.to_builtins(message)
         plain["role"] = message.role
         plain["content"] = _text_of(message.content, f"messages[{i}].content")
+        if message.reasoning is not None:
+            plain.setdefault("reasoning_content", message.reasoning)
         found.append(plain)
     return found
 
@@ -192,6 +203,13 @@ def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
     return given or {}
 
 
+def effort_values(effort: str | None) -> dict[str, Any]:
+    """How much to think, as templates know it."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
 class ChatBody(SamplingBody, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -199,9 +217,12 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: list[Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         if self.top_logprobs is not None and not self.logprobs:
@@ -209,18 +230,23 @@ class ChatBody(SamplingBody, kw_only=True):
         if self.max_tokens == 0:
             raise BadRequest("max_tokens", "must be at least 1")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self.sampling(logprobs, self.max_completion_tokens or self.max_tokens or default_max_tokens, None)
+        max_tokens = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        return self.sampling(logprobs, max_tokens, self.prompt_logprobs)
 
-    def refuse_unsupported(self) -> None:
-        """Raises BadRequest for what this server cannot do yet, by name."""
+    def chat(self) -> ChatRequest:
+        """Raises BadRequest naming the field."""
         if self.functions:
-            raise BadRequest("functions", "is not supported")
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
-
-    def conversation(self) -> list[dict[str, Any]]:
-        """As conversation_of."""
-        return conversation_of(self.messages)
+            raise BadRequest("functions", "is not supported; give tools")
+        tools, choice = read_tools(self.tools, self.tool_choice)
+        return ChatRequest(
+            conversation_of(self.messages),
+            tools,
+            choice,
+            self.parallel_tool_calls is not False,
+            {**effort_values(self.reasoning_effort), **template_values(self.chat_template_kwargs)},
+            self.add_generation_prompt is not False,
+            self.thinking_token_budget,
+        )
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -229,6 +255,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     echo: bool | None = False
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     suffix: str | None = None
+    add_special_tokens: bool | None = None  # of texts; true unless given
 
     def params(self) -> SamplingParams:
         if self.suffix:
@@ -241,7 +268,8 @@ class CompletionBody(SamplingBody, kw_only=True):
         if self.max_tokens == 0 and not self.echo:
             raise BadRequest("max_tokens", "must be at least 1 unless echo is true")
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
-        return self.sampling(self.logprobs, max_tokens, self.logprobs if self.echo else None)
+        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return self.sampling(self.logprobs, max_tokens, max(counts, default=None))
 
     def texts_or_ids(self) -> list[str | list[int]]:
         """The prompts, one or many. Raises BadRequest."""

@@ -1,11 +1,15 @@
 """OpenAI answers: the structs that become JSON, and the pieces both kinds of completion share."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvloom.engine.request import FinishReason, TokenLogprob
+from kvloom.server.api.openai_tools import CallDelta, FunctionDelta, call_id
+from kvloom.server.chat_events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat_request import ChatAnswer
 from kvloom.server.generation import Answer, TokenizerLike
 
 FINISH = {
@@ -32,20 +36,24 @@ class Usage(msgspec.Struct):
     completion_tokens_details: ReasoningTokens
 
 
-def usage_of(num_prompt: int, num_output: int, num_cached: int) -> Usage:
-    return Usage(num_prompt, num_output, num_prompt + num_output, CachedTokens(num_cached), ReasoningTokens())
+def usage_of(num_prompt: int, num_output: int, num_cached: int, num_reasoning: int = 0) -> Usage:
+    total = num_prompt + num_output
+    return Usage(num_prompt, num_output, total, CachedTokens(num_cached), ReasoningTokens(num_reasoning))
 
 
-def usage_of_answers(prompts: tuple[tuple[int, ...], ...], answers: list[Answer]) -> Usage:
+def usage_of_answers(prompts: tuple[tuple[int, ...], ...], answers: list[Answer], num_reasoning: int = 0) -> Usage:
     """A prompt counts once, however many choices it has."""
     num_cached = max((answer.num_cached_tokens for answer in answers), default=0) if len(prompts) == 1 else 0
     if len(prompts) > 1:
         num_cached = sum(answer.num_cached_tokens for answer in answers)
-    return usage_of(sum(map(len, prompts)), sum(len(answer.token_ids) for answer in answers), num_cached)
+    num_output = sum(len(answer.token_ids) for answer in answers)
+    return usage_of(sum(map(len, prompts)), num_output, num_cached, num_reasoning)
 
 
-def finish_name(reason: FinishReason | None) -> str | None:
-    return None if reason is None else FINISH[reason]
+def finish_name(reason: FinishReason | None, num_calls: int = 0) -> str | None:
+    """`num_calls`: tool calls of the answer."""
+    name = None if reason is None else FINISH[reason]
+    return "tool_calls" if num_calls and name == "stop" else name
 
 
 def token_text(tokenizer: TokenizerLike, token_id: int) -> str:
@@ -92,9 +100,60 @@ class TextLogprobs:
         }
 
 
+def prompt_logprobs(tokenizer: TokenizerLike, values: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM has them: of each place its token and the likeliest ones, by id.
+
+    The rank of a token that is not among the likeliest is not known: null.
+    """
+
+    def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(tokenizer, token_id)}
+
+    found: list[dict[str, Any] | None] = []
+    for value in values:
+        if value is None:
+            found.append(None)
+            continue
+        place = {str(value.token_id): entry(value.token_id, value.logprob, None)}
+        place |= {str(id): entry(id, logprob, rank) for rank, (id, logprob) in enumerate(value.top, 1)}
+        found.append(place)
+    return found
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name of the same
+    tool_calls: list[CallDelta] | None = None
+
+
+def chat_delta(event: ChatEvent, new_id: Callable[[], str]) -> ChatDelta:
+    """One event of an answer as the delta of a chunk."""
+    match event:
+        case TextDelta(text):
+            return ChatDelta(content=text)
+        case ReasoningDelta(text):
+            return ChatDelta(reasoning=text, reasoning_content=text)
+        case ToolCallStart(index, name):
+            call = CallDelta(index, call_id(new_id()), "function", FunctionDelta(name, ""))
+            return ChatDelta(tool_calls=[call])
+        case ToolCallArguments(index, text):
+            return ChatDelta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))])
+
+
+def chat_message(answer: ChatAnswer, new_id: Callable[[], str]) -> dict[str, Any]:
+    """The message of a whole choice; content is null when there are only calls."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message |= {"reasoning": answer.reasoning, "reasoning_content": answer.reasoning}
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call_id(new_id()), "type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in answer.calls
+        ]
+    return message
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -102,6 +161,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
 
 
 class TextChunkChoice(msgspec.Struct):
@@ -110,6 +170,8 @@ class TextChunkChoice(msgspec.Struct):
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # with a choice's first tokens
 
 
 class Chunk(msgspec.Struct):
@@ -122,3 +184,4 @@ class Chunk(msgspec.Struct):
     system_fingerprint: str
     choices: list[ChatChunkChoice] | list[TextChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # of a chat, in its first event

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 
 from kvloom.engine.errors import ServingError
-from kvloom.engine.request import FinishReason, TokenLogprob
+from kvloom.engine.request import TokenLogprob
 from kvloom.server.api.openai_shapes import chat_logprobs
 from kvloom.server.api.responses_bodies import ResponsesBody
 from kvloom.server.api.responses_shapes import ResponseWriter, response_object
 from kvloom.server.body import decode_body
-from kvloom.server.chat_events import TextDelta
 from kvloom.server.chat_output import ChatOutput
+from kvloom.server.chat_request import prepare
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.generation import Generation, GenerationService
 from kvloom.server.models import Models
@@ -49,29 +49,26 @@ class Responses:
         body = decode_body(_decoder, call.body)
         service = self._models.choose(body.model)
         body.check()
-        text = service.tokenizer.apply_chat_template(
-            body.conversation_messages(), add_generation_prompt=True, **body.template_values()
-        )
-        ids = tuple(service.tokenizer.encode(text, add_special_tokens=False))
-        params = body.params(self._models.options.default_max_tokens)
-        id = f"resp_{self._new_id()}"
-        generation = Generation(id, (ids,), params, priority=body.priority or 0, tenant=call.tenant)
+        chat = prepare(service, body.chat(), body.params(self._models.options.default_max_tokens))
+        ids, id = chat.prompt_ids, f"resp_{self._new_id()}"
+        generation = Generation(id, (ids,), chat.params, priority=body.priority or 0, tenant=call.tenant)
         service.check(generation, "input")
         response = response_object(id, int(self._now()), service.name, body)
         writer = ResponseWriter(response, len(ids), self._new_id)
+        events = _events(service, generation, chat.output(), writer)
         if body.stream:
-            events = _events(service, generation, writer)
             return Reply(media_type=MEDIA_TYPE, events=await Events.begin(events, writer.failed))
-        [answer] = await service.collect(generation)
-        writer.count(len(answer.token_ids), answer.num_cached_tokens, 0)
-        writer.add([TextDelta(answer.text)], _logprobs(service, tuple(answer.logprobs)))
-        writer.end(answer.finish_reason or FinishReason.ABORT)
+        async with aclosing(events):
+            async for _ in events:  # the response is built by the way
+                pass
         return Reply(msgspec.json.encode(response))
 
 
-async def _events(service: GenerationService, generation: Generation, writer: ResponseWriter) -> AsyncGenerator[bytes]:
+async def _events(
+    service: GenerationService, generation: Generation, output: ChatOutput, writer: ResponseWriter
+) -> AsyncGenerator[bytes]:
     """The first comes with the first token, so that an error before it has a status."""
-    output, is_begun = ChatOutput(), False
+    is_begun = False
     async with aclosing(service.stream(generation)) as deltas:
         async for _, delta in deltas:
             found = output.add(delta)

@@ -12,12 +12,14 @@ from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest
 from kvloom.engine.request import SamplingParams
-from kvloom.server.api.openai_bodies import Message, Part, Penalty, SamplingBody, TokenId, conversation_of
+from kvloom.server.api.openai_bodies import Message, Penalty, SamplingBody, TokenId, conversation_of, effort_values
+from kvloom.server.api.responses_input import InputItem, messages_of
+from kvloom.server.chat_request import ChatRequest
 from kvloom.server.grammars import json_grammar, object_grammar
+from kvloom.server.tools import Tool, ToolChoice, check_tools
 
 LOGPROBS = "message.output_text.logprobs"
 _INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: reasoning is shown as it is
-_TEXT_PARTS = ("input_text", "output_text", "text")
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos"),
@@ -65,23 +67,23 @@ class Reasoning(msgspec.Struct, kw_only=True):
     summary: str | None = None
 
 
-class InputItem(msgspec.Struct, kw_only=True):
-    """A message, or what an earlier response put out."""
+class FunctionTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
-    type: str | None = None
-    role: str | None = None
-    content: str | list[Part] | None = None
+    def tool(self, field: str) -> Tool:
+        """Raises BadRequest for tools that OpenAI itself would run."""
+        if self.type != "function":
+            raise BadRequest(f"{field}.type", f"must be 'function'; {self.type!r} is not supported")
+        return Tool(self.name, self.description or "", self.parameters, bool(self.strict), field)
 
-    def message(self, field: str) -> Message | None:
-        """None of what a template does not see. Raises BadRequest."""
-        if self.type == "reasoning":
-            return None
-        if self.type not in (None, "message"):
-            raise BadRequest(f"{field}.type", f"{self.type!r} is not supported")
-        if self.role is None:
-            raise BadRequest(f"{field}.role", "is required")
-        role = "system" if self.role == "developer" else self.role
-        return Message(role=role, content=_text_of(self.content, f"{field}.content"))
+
+class FunctionChoice(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    name: str
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
@@ -102,8 +104,8 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -136,8 +138,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
                 raise BadRequest(f"include[{place}]", f"{name!r} is not supported")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise BadRequest("top_logprobs", f"needs include: [{LOGPROBS!r}]")
-        if self.tools and self.tool_choice != "none":
-            raise BadRequest("tools", "is not supported; leave it out or set tool_choice to none")
 
     def params(self, default_max_tokens: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""
@@ -147,11 +147,26 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         format = None if self.text is None else self.text.format
         return params if format is None else replace(params, grammar=format.grammar())
 
-    def conversation_messages(self) -> list[dict[str, Any]]:
-        """As the template takes them; instructions and a following system message are one. Raises BadRequest."""
+    def chat(self) -> ChatRequest:
+        """Raises BadRequest naming the field."""
+        tools = tuple(tool.tool(f"tools[{place}]") for place, tool in enumerate(self.tools or ()))
+        choice: ToolChoice | None = None
+        if isinstance(self.tool_choice, FunctionChoice):
+            choice = ToolChoice("named", self.tool_choice.name)
+        elif self.tool_choice is not None and (tools or self.tool_choice == "required"):
+            choice = ToolChoice(self.tool_choice)
+        return ChatRequest(
+            self._messages(),
+            tools,
+            check_tools(tools, choice, "tool_choice"),
+            self.parallel_tool_calls is not False,
+            effort_values(None if self.reasoning is None else self.reasoning.effort),
+        )
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Instructions and a system message that follows them are one."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
-        found = [item.message(f"input[{place}]") for place, item in enumerate(items)]
-        messages = [message for message in found if message is not None]
+        messages = messages_of(items)
         if self.instructions is not None:
             system = self.instructions
             if messages and messages[0].role == "system":
@@ -160,17 +175,3 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
         if not messages:
             raise BadRequest("input", "holds no message")
         return conversation_of(messages)
-
-    def template_values(self) -> dict[str, Any]:
-        """What the template is given beside the conversation."""
-        effort = None if self.reasoning is None else self.reasoning.effort
-        return {} if effort is None else {"reasoning_effort": effort}
-
-
-def _text_of(content: str | list[Part] | None, field: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for place, part in enumerate(content):
-        if part.type not in _TEXT_PARTS or part.text is None:
-            raise BadRequest(f"{field}[{place}]", f"must be a text part; {part.type!r} is not supported")
-    return "\n".join(part.text or "" for part in content)

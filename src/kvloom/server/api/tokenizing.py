@@ -6,10 +6,13 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.engine.errors import BadRequest, ServingError
+from kvloom.engine.request import SamplingParams
 from kvloom.server.api.openai_bodies import Message, TokenId, conversation_of, template_values
+from kvloom.server.api.openai_tools import ToolBody, read_tools
 from kvloom.server.body import decode_body
+from kvloom.server.chat_request import ChatRequest, prepare
 from kvloom.server.errors import ErrorReply, openai_reply
-from kvloom.server.generation import TokenizerLike
+from kvloom.server.generation import GenerationService
 from kvloom.server.models import Models
 from kvloom.server.reply import Call, Endpoint, Reply
 
@@ -27,11 +30,11 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None  # of messages; true unless given
     return_token_strs: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None  # shown to the template
+    tools: list[ToolBody] | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
 
-    def text(self, tokenizer: TokenizerLike) -> str:
+    def text(self, service: GenerationService) -> str:
         """The text that is tokenized. Raises BadRequest naming the field."""
         if self.continue_final_message:
             raise BadRequest("continue_final_message", "is not supported")
@@ -41,12 +44,15 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
             raise BadRequest("prompt", "or messages is required, and not both")
         if self.messages is None:
             return self.prompt or ""
-        return tokenizer.apply_chat_template(
+        tools, choice = read_tools(self.tools, None)
+        chat = ChatRequest(
             conversation_of(self.messages),
-            tools=self.tools or None,
+            tools,
+            choice,
+            template_values=template_values(self.chat_template_kwargs),
             add_generation_prompt=self.add_generation_prompt is not False,
-            **template_values(self.chat_template_kwargs),
         )
+        return prepare(service, chat, SamplingParams()).text
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
@@ -88,7 +94,7 @@ class Tokenizing:
         body = decode_body(_tokenize_decoder, call.body)
         service = self._models.choose(body.model)
         is_special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        ids = service.tokenizer.encode(body.text(service.tokenizer), add_special_tokens=is_special)
+        ids = service.tokenizer.encode(body.text(service), add_special_tokens=is_special)
         texts = [service.tokenizer.token_text(id) for id in ids] if body.return_token_strs else None
         return Reply(msgspec.json.encode(Tokenization(len(ids), service.engine.max_seq_len, ids, texts)))
 

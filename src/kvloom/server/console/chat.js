@@ -102,7 +102,18 @@ export class Chat {
     const name = make("h3", { textContent: byId("model").value || "model" });
     const growing = new Growing(body);
     this.tip.watch(body, () => growing.tokens);
-    return { article: make("article", { class: "turn" }, name, body, meta), body, meta, growing };
+    return { article: make("article", { class: "turn" }, name, body, meta), body, meta, growing, thought: null };
+  }
+
+  /** Where a turn's reasoning grows: above the answer, folded away by whoever has seen enough of it. */
+  thinking(turn) {
+    if (turn.thought) return turn.thought;
+    const body = make("div", { class: "answer", tabIndex: 0, role: "group", "aria-label": "Reasoning" });
+    const details = make("details", { class: "thought", open: true }, make("summary", { textContent: "Reasoning" }), body);
+    turn.body.before(details);
+    turn.thought = new Growing(body);
+    this.tip.watch(body, () => turn.thought.tokens);
+    return turn.thought;
   }
 
   /** Runs one answer into `turn`; whatever ends it, the turn says so. */
@@ -119,11 +130,13 @@ export class Chat {
         if (!choice) continue;
         found.reason = ENDED[choice.finish_reason] ?? choice.finish_reason ?? found.reason;
         const entries = choice.logprobs?.content ?? [];
-        if (!entries.length && !choice.delta.content) continue;
+        const thought = choice.delta.reasoning ?? choice.delta.reasoning_content ?? "";
+        if (!entries.length && !choice.delta.content && !thought) continue;
         found.last = performance.now();
         found.first ||= found.last;
         found.count += entries.length || 1;
-        turn.growing.add(choice.delta.content ?? "", entries);
+        if (thought) this.thinking(turn).add(thought, entries);
+        else turn.growing.add(choice.delta.content ?? "", entries);
         this.follow();
       }
     } catch (error) {
@@ -131,6 +144,7 @@ export class Chat {
       else if (error instanceof Problem) problem = error.message;
       else throw error;
     }
+    turn.thought?.draw();
     turn.growing.draw();
     turn.body.setAttribute("aria-busy", "false");
     this.finish(turn, found, began, problem);

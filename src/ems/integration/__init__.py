@@ -1,0 +1,1 @@
+"""EMS inside other engines."""

@@ -1,0 +1,171 @@
+"""The worker's half of a connector: moves whole blocks of one rank between the engine's cache and the pool.
+
+All on the SDK's threads. A block of a save stays the engine's and unchanged until the save is reported (or was waited
+for, before a preemption); a block of a load is not used until it is reported. What fails is a miss.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ems.circuit import Circuit
+from ems.common.exception import EmsException
+from ems.config import CcKvOption
+from ems.context_caching import CcFuture
+from ems.integration.scheduling import Transfer
+from ems.integration.settings import RankLayout, Settings
+from ems.session import Session
+
+log = logging.getLogger(__name__)
+_HEALTH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockParts:
+    """The cache as uint8 [num_blocks, 1, bytes]: one part for each piece of memory in which a block is contiguous."""
+
+    parts: list[torch.Tensor]
+    arrangement: str
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(part.shape[2] for part in self.parts)
+
+
+def split_blocks(caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockParts:
+    """Views of an engine's KV tensors by block, whatever the order of dimensions inside one.
+
+    caches: by layer; a tensor has one dimension of `num_blocks` (or a multiple: smaller blocks for the kernels), and in
+    front of it at most K and V. Tensors that several layers share count once. Raises ValueError for any other memory.
+    """
+    parts, about, seen = [], [], set()
+    for name, tensor in caches.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: a KV cache of {type(tensor).__name__} is not supported")
+        if (tensor.data_ptr(), tensor.shape) in seen:
+            continue
+        seen.add((tensor.data_ptr(), tensor.shape))
+        dim = next((i for i, n in enumerate(tensor.shape[:2]) if n % num_blocks == 0 and n >= num_blocks), None)
+        if dim is None or (dim == 1 and tensor.shape[0] > 2):
+            raise ValueError(f"{name}: shape {list(tensor.shape)} has no dimension of {num_blocks} blocks")
+        halves = [tensor] if dim == 0 else list(tensor)
+        parts += [_rows(name, half, num_blocks) for half in halves]
+        about.append(f"{tensor.dtype}{list(tensor.shape[dim + 1 :])}{list(tensor.stride()[dim + 1 :])}")
+    return BlockParts(parts, "|".join(about))
+
+
+def _rows(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """uint8 [num_blocks, 1, bytes] over the same memory."""
+    ratio, row = tensor.shape[0] // num_blocks, tensor[0].numel()
+    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
+    if extent != row or (ratio > 1 and tensor.stride(0) != row):
+        raise ValueError(f"{name}: the bytes of a block do not lie together")
+    size = (num_blocks, 1, ratio * row)
+    stride = (ratio * tensor.stride(0), ratio * row, 1)
+    return tensor.as_strided(size, stride).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    transfer: Transfer
+    future: CcFuture
+
+
+class Moving:
+    """Owned by the worker's thread."""
+
+    def __init__(self, settings: Settings, layout: RankLayout, parts: BlockParts) -> None:
+        self._session: Session = settings.open(layout.identity())
+        self._session.caching.register_kvcache([parts.parts])
+        self._option = CcKvOption(timeout=settings.timeout_ms)
+        self._circuit = Circuit(lambda: self._session.is_healthy(_HEALTH_S))
+        self._circuit.wait_up(settings.timeout_ms / 1000)
+        self._loads: list[_UnderWay] = []
+        self._saves: list[_UnderWay] = []
+        self._savers: set[str] = set()  # requests with saves that are not reported
+        self._finished: set[str] = set()  # of those, the ones whose blocks wait for the report
+        self._received: set[str] = set()
+        self._failed_blocks: set[int] = set()
+
+    def load(self, transfers: Iterable[Transfer]) -> None:
+        """Begins loads; each is reported by `reports`."""
+        for transfer in transfers:
+            future = self._begin(transfer, is_load=True)
+            if future is None:
+                self._end_load(transfer, 0)
+            else:
+                self._loads.append(_UnderWay(transfer, future))
+
+    def save(self, transfers: Iterable[Transfer]) -> None:
+        """Begins saves of blocks whose bytes are there, or come with what the device is computing now."""
+        for transfer in transfers:
+            self._savers.add(transfer.request_id)
+            future = self._begin(transfer, is_load=False)
+            if future is not None:
+                self._saves.append(_UnderWay(transfer, future))
+
+    def wait_for(self, request_ids: Iterable[str]) -> None:
+        """Ends the saves of preempted requests; their blocks may be overwritten afterwards."""
+        preempted = set(request_ids)
+        for work in self._saves:
+            if work.transfer.request_id in preempted:
+                self._result(work)
+        self._saves = [work for work in self._saves if work.transfer.request_id not in preempted]
+        self._savers -= preempted
+
+    def reports(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
+        """Requests whose saves, and whose loads, are over. finished: requests that ended since the last call."""
+        self._finished |= set(finished) & self._savers
+        self._collect()
+        busy = {work.transfer.request_id for work in self._saves}
+        sent, received = self._finished - busy, self._received
+        self._finished &= busy
+        self._savers -= sent
+        self._received = set()
+        return sent, received
+
+    def take_failed_blocks(self) -> set[int]:
+        """Blocks of ended loads that did not come."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def close(self) -> None:
+        self._circuit.close()
+        self._session.close()
+
+    def _begin(self, transfer: Transfer, is_load: bool) -> CcFuture | None:
+        """None: the pool is down, nothing was begun."""
+        if not self._circuit.is_up:
+            return None
+        caching = self._session.caching
+        try:
+            move = caching.async_load if is_load else caching.async_save
+            return move(transfer.blocks, transfer.hashes, [1] * len(transfer.blocks), self._option)
+        except EmsException as error:
+            self._circuit.failed(str(error))
+            return None
+
+    def _collect(self) -> None:
+        for work in [work for work in self._loads if work.future.done()]:
+            self._loads.remove(work)
+            count = self._result(work)
+            if count is not None:
+                self._circuit.succeeded()
+            self._end_load(work.transfer, count or 0)
+        for work in [work for work in self._saves if work.future.done()]:
+            self._saves.remove(work)
+            self._result(work)
+
+    def _result(self, work: _UnderWay) -> int | None:
+        """Blocks of the prefix that were moved; None when the pool failed, which opens the circuit."""
+        try:
+            return work.future.result().success
+        except EmsException as error:
+            self._circuit.failed(str(error))
+            return None
+
+    def _end_load(self, transfer: Transfer, count: int) -> None:
+        self._received.add(transfer.request_id)
+        self._failed_blocks |= set(transfer.blocks[count:])

@@ -1,0 +1,212 @@
+"""The scheduler's half of a connector: which blocks of which request are loaded and saved, and when. Moves no bytes.
+
+A request asks the pool once for the full blocks of its prompt behind those the engine has, on a thread: the scheduler
+waits for a moment and otherwise asks again in its next step. A load that came short is not tried again. Blocks are
+saved in the step that fills them, once the scheduler knows their tokens.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from ems.circuit import Circuit
+from ems.config import CcKvOption
+from ems.integration.chain import Chain, ExtraKeys
+from ems.integration.settings import RankLayout, Settings
+from ems.session import Session
+
+log = logging.getLogger(__name__)
+_PATIENCE_S = 0.002  # of a scheduler step for a lookup
+_HEALTH_S = 1.0
+_LOOKUP_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Blocks of the engine's cache and the hashes of what belongs into them, in chain order."""
+
+    request_id: str
+    blocks: list[int]
+    hashes: list[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten."""
+
+    loads: list[Transfer] = field(default_factory=list)
+    saves: list[Transfer] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+class Lookup:
+    """Asks the pool how many blocks of a prefix all ranks have."""
+
+    def __init__(self, settings: Settings, layouts: Iterable[RankLayout]) -> None:
+        self._timeout_s = settings.timeout_ms / 1000
+        self._sessions: list[Session] = []
+        for layout in layouts:
+            session = settings.open(layout.identity())
+            session.caching.register_kvcache(layout.empty_cache())
+            self._sessions.append(session)
+        self._executor = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="ems-lookup")
+        self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
+
+    def begin(self, hashes: list[int]) -> "Future[int] | None":
+        """None while the pool is down."""
+        return self._executor.submit(self._count, hashes) if self._circuit.is_up else None
+
+    def _count(self, hashes: list[int]) -> int:
+        deadline_s, count = time.monotonic() + self._timeout_s, len(hashes)
+        for session in self._sessions:
+            left_ms = int((deadline_s - time.monotonic()) * 1000)
+            count = session.caching.exists(hashes[:count], CcKvOption(timeout=max(1, left_ms))) if count else 0
+        if time.monotonic() >= deadline_s:
+            self._circuit.failed("a lookup took longer than its deadline")
+        else:
+            self._circuit.succeeded()
+        return count
+
+    def close(self) -> None:
+        self._circuit.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        for session in self._sessions:
+            session.close()
+
+
+@dataclass(slots=True)
+class _Tracked:
+    request: Any
+    chain: Chain
+    blocks: list[int] = field(default_factory=list)
+    num_saved: int = 0  # blocks from the first on that the pool has, or is being given
+    asked: tuple[int, int] | None = None  # first block and number of blocks that `lookup` is about
+    lookup: "Future[int] | None" = None
+    loading: frozenset[int] = frozenset()
+    is_let_down: bool = False  # a load came short
+
+
+class Scheduling:
+    """Owned by the scheduler's thread."""
+
+    def __init__(self, block_size: int, extra_keys: ExtraKeys, is_loading: bool = True, is_saving: bool = True) -> None:
+        self._block_size = block_size
+        self._extra_keys = extra_keys
+        self._is_loading, self._is_saving = is_loading, is_saving
+        self._tracked: dict[str, _Tracked] = {}
+        self._saving: set[str] = set()  # requests with a save that the workers were told of
+        self._loads: list[Transfer] = []
+        self.lookup: Lookup | None = None  # set when the workers have told their layouts
+
+    def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Tokens behind `num_computed_tokens` that the pool has, in whole blocks; None = ask again. And if to load."""
+        size = self._block_size
+        first = num_computed_tokens // size
+        count = (request.num_tokens - 1) // size - first  # the last token is always computed
+        may_load = self._is_loading and self.lookup is not None and _is_shareable(request)
+        if not may_load or count < 1 or num_computed_tokens % size or getattr(request, "skip_reading_prefix_cache", 0):
+            return 0, False
+        tracked = self._track(request)
+        if tracked.is_let_down:
+            return 0, False
+        if tracked.asked != (first, count):
+            hashes = tracked.chain.upto(request, first + count)[first:]
+            assert self.lookup is not None
+            tracked.asked, tracked.lookup = (first, count), self.lookup.begin(hashes)
+        if tracked.lookup is None:
+            return 0, False
+        try:
+            found = tracked.lookup.result(_PATIENCE_S) * size
+        except FutureTimeout:
+            return None, False
+        return found, found > 0
+
+    def allocated(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
+        """The request has its blocks; the tokens that `matched` promised are to be loaded into them."""
+        if not _is_shareable(request):
+            return
+        tracked = self._track(request)
+        tracked.blocks = list(blocks)
+        if num_external_tokens and tracked.asked is not None:
+            first, count = tracked.asked[0], num_external_tokens // self._block_size
+            hashes = tracked.chain.upto(request, first + count)[first:]
+            self._loads.append(Transfer(request.request_id, tracked.blocks[first : first + count], hashes))
+            tracked.loading = frozenset(tracked.blocks[first : first + count])
+        tracked.asked = tracked.lookup = None
+
+    def plan(self, output: Any) -> Plan:
+        """The step's transfers, from vLLM's SchedulerOutput."""
+        plan = Plan(loads=self._loads, preempted=list(output.preempted_req_ids or ()))
+        self._loads = []
+        self._saving -= set(plan.preempted)  # the workers end these saves first
+        num_computed: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            num_computed[new.req_id] = new.num_computed_tokens
+            self._restart(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for id, new_blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            num_computed[id] = computed
+            if id in cached.resumed_req_ids:
+                self._restart(id, list(new_blocks[0]) if new_blocks else [], computed)
+            elif new_blocks and id in self._tracked:
+                self._tracked[id].blocks += new_blocks[0]
+        if self._is_saving:
+            for id, count in output.num_scheduled_tokens.items():
+                self._save(plan, id, num_computed.get(id, 0) + count)
+        return plan
+
+    def _restart(self, request_id: str, blocks: list[int], num_computed_tokens: int) -> None:
+        """A request begins to compute: what it has then was loaded, or was saved when somebody computed it."""
+        tracked = self._tracked.get(request_id)
+        if tracked is not None:
+            tracked.blocks, tracked.num_saved = blocks, num_computed_tokens // self._block_size
+
+    def _save(self, plan: Plan, request_id: str, num_computed_tokens: int) -> None:
+        tracked = self._tracked.get(request_id)
+        if tracked is None:
+            return
+        num_known = min(num_computed_tokens, tracked.request.num_tokens)  # guesses and tokens on their way come later
+        first, end = tracked.num_saved, min(num_known // self._block_size, len(tracked.blocks))
+        if end > first:
+            hashes = tracked.chain.upto(tracked.request, end)[first:]
+            plan.saves.append(Transfer(request_id, tracked.blocks[first:end], hashes))
+            tracked.num_saved = end
+            self._saving.add(request_id)
+
+    def loaded(self, request_ids: Iterable[str], failed_blocks: Iterable[int]) -> None:
+        """The workers report ended loads, and all blocks that did not come."""
+        failed = frozenset(failed_blocks)
+        for id in request_ids:
+            tracked = self._tracked.get(id)
+            if tracked is not None:
+                tracked.is_let_down = tracked.is_let_down or bool(tracked.loading & failed)
+                tracked.loading = frozenset()
+
+    def finished(self, request_id: str) -> bool:
+        """The request is over. True: its blocks are free only when the workers have reported its saves."""
+        self._tracked.pop(request_id, None)
+        is_saving = request_id in self._saving
+        self._saving.discard(request_id)
+        return is_saving
+
+    def close(self) -> None:
+        if self.lookup is not None:
+            self.lookup.close()
+
+    def _track(self, request: Any) -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys))
+            self._tracked[request.request_id] = tracked
+        return tracked
+
+
+def _is_shareable(request: Any) -> bool:
+    """Whether token ids and extra keys decide the KV. An adapter's name says nothing about its weights."""
+    return getattr(request, "lora_request", None) is None

@@ -1,0 +1,129 @@
+"""What a connector is told (vLLM's kv_connector_extra_config), checked once; and the sessions it opens with that."""
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
+from ems.common.exception import EmsException
+from ems.config import EmsConfig
+from ems.session import Session, locate_socket
+
+log = logging.getLogger(__name__)
+KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms")
+_MAX_TIMEOUT_MS = 60_000
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """socket: path of the agent's, empty = the usual places; model_id: empty = made from the model's files.
+
+    timeout_ms: what a request waits for its prefix at most, and a save for the pool.
+    """
+
+    socket: str = ""
+    access_id: str = ""
+    access_key: str = ""
+    model_id: str = ""
+    timeout_ms: int = 500
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> "Settings":
+        """Raises ValueError naming the key that is unknown or out of range."""
+        unknown = sorted(values.keys() - set(KEYS))
+        if unknown:
+            raise ValueError(f"kv_connector_extra_config.{unknown[0]}: is not known; known are {', '.join(KEYS)}")
+        for name in KEYS[:-1]:
+            if not isinstance(values.get(name, ""), str):
+                raise ValueError(f"kv_connector_extra_config.{name}: must be a string")
+        timeout_ms = values.get("timeout_ms", 500)
+        if isinstance(timeout_ms, bool) or not isinstance(timeout_ms, int) or not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
+            raise ValueError(f"kv_connector_extra_config.timeout_ms: must be 1 to {_MAX_TIMEOUT_MS}")
+        settings = cls(
+            values.get("socket", ""),
+            values.get("access_id", ""),
+            _first_line(values.get("access_key_file", "")),
+            values.get("model_id", ""),
+            timeout_ms,
+        )
+        try:
+            settings._config(CcConfig_v1(0, 0, settings.model_id or "m")).validate()
+        except EmsException as error:
+            raise ValueError(f"kv_connector_extra_config.{error.message()}") from None
+        return settings
+
+    def _config(self, identity: CcConfig_v1) -> EmsConfig:
+        return EmsConfig(self.access_id or None, self.access_key or None, identity)
+
+    def open(self, identity: CcConfig_v1) -> Session:
+        """A session of one rank. It connects when it is first used."""
+        config = self._config(identity)
+        config.validate()
+        return Session(config, (lambda _deadline_s: Path(self.socket)) if self.socket else locate_socket)
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What a worker tells the scheduler, so that both use the same names for a rank's blocks.
+
+    widths: bytes of one block in each registered part; arrangement: how the engine lays a block's elements out.
+    """
+
+    model_id: str
+    engine: str
+    arrangement: str
+    is_mla: bool
+    tp_world_size: int
+    pp_world_size: int
+    rank_in_tp: int
+    rank_in_pp: int
+    widths: tuple[int, ...]
+
+    def identity(self) -> CcConfig_v1:
+        return CcConfig_v1(
+            rank_id=self.rank_in_pp * self.tp_world_size + self.rank_in_tp,
+            device_id=0,
+            model_id=self.model_id,
+            tp_world_size=self.tp_world_size,
+            pp_world_size=self.pp_world_size,
+            rank_in_tp_group=self.rank_in_tp,
+            rank_in_pp_group=self.rank_in_pp,
+            llm_engine=f"{self.engine}/{hashlib.sha256(self.arrangement.encode()).hexdigest()[:32]}",
+            kvcache_type=KVCacheType.MLA if self.is_mla else KVCacheType.GQA,
+        )
+
+    def empty_cache(self) -> list[list[torch.Tensor]]:
+        """A cache of one block that is never filled: enough to make the names of blocks."""
+        return [[torch.empty((1, 1, width), dtype=torch.uint8) for width in self.widths]]
+
+
+def model_fingerprint(folder: str, facts: tuple[object, ...]) -> str:
+    """A model_id from what the engine was told (`facts`) and, for a local folder, its files' names, sizes and times.
+
+    The times keep two folders of equal shape apart, and equal copies too: where copies shall share, give model_id.
+    """
+    digest = hashlib.sha256(repr(facts).encode())
+    if os.path.isdir(folder):
+        for path in sorted(Path(folder).iterdir()):
+            if path.suffix in _WEIGHTS:
+                about = path.stat()
+                digest.update(f"{path.name}|{about.st_size}|{about.st_mtime_ns}".encode())
+    else:
+        digest.update(folder.encode())
+    return f"m-{digest.hexdigest()}"
+
+
+def _first_line(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
+    except OSError as error:
+        raise ValueError(f"kv_connector_extra_config.access_key_file: {path}: {error.strerror}") from None

@@ -1,0 +1,176 @@
+"""EMSConnector: vLLM's KV cache outlives its engine. A KVConnector V1, for vLLM 0.32.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "EMSConnector", "kv_role": "kv_both",
+      "kv_connector_module_path": "ems.integration.vllm", "kv_load_failure_policy": "recompute",
+      "kv_connector_extra_config": {"socket": "/run/ems/ems.sock"}}'
+
+vLLM makes one object in its scheduler and one in each worker. Whole blocks travel between steps, so nothing happens
+layer by layer; a block counts as present when all ranks have their part of it; whatever fails is computed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from ems.integration.moving import Moving, split_blocks
+from ems.integration.scheduling import Lookup, Plan, Scheduling
+from ems.integration.settings import RankLayout, Settings, model_fingerprint
+
+
+@dataclass
+class EMSConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """From the scheduler to the workers, once a step."""
+
+    plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
+class EMSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """From a worker to the scheduler, once."""
+
+    layout: RankLayout
+
+
+class EMSConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Methods are vLLM's; see its KVConnectorBase_V1 for who calls them when."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        """Raises ValueError naming the setting that does not fit."""
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = Settings.parse(transfer.kv_connector_extra_config or {})
+        _check(vllm_config, kv_cache_config)
+        self._scheduling: Scheduling | None = None
+        self._moving: Moving | None = None
+        self._layout: RankLayout | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+            self._scheduling = Scheduling(
+                block_size, generate_block_hash_extra_keys, transfer.is_kv_consumer, transfer.is_kv_producer
+            )
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not saved is computed
+
+    # In the scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], EMSHandshake]) -> None:
+        if self._scheduling is not None:
+            layouts = [shake.layout for shake in metadata.values()]
+            is_alike = layouts[0].is_mla  # with MLA all tensor ranks hold the same bytes
+            self._scheduling.lookup = Lookup(
+                self._settings, [one for one in layouts if one.rank_in_tp == 0 or not is_alike]
+            )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduling is not None
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduling is not None
+        self._scheduling.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> EMSConnectorMetadata:
+        assert self._scheduling is not None
+        return EMSConnectorMetadata(self._scheduling.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduling is not None
+        self._scheduling.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids or ())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduling is not None
+        return self._scheduling.finished(request.request_id), None
+
+    # In a worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        parts = split_blocks(kv_caches, self._kv_cache_config.num_blocks)
+        tp, pp = get_tp_group(), get_pp_group()
+        self._layout = RankLayout(
+            model_id=self._settings.model_id or _model_id(self._vllm_config),
+            engine=f"vllm/{vllm.__version__}",
+            arrangement=f"{self._kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size}|{parts.arrangement}",
+            is_mla=bool(self._vllm_config.model_config.use_mla),
+            tp_world_size=tp.world_size,
+            pp_world_size=pp.world_size,
+            rank_in_tp=tp.rank_in_group,
+            rank_in_pp=pp.rank_in_group,
+            widths=parts.widths,
+        )
+        self._moving = Moving(self._settings, self._layout, parts)
+
+    def get_handshake_metadata(self) -> EMSHandshake | None:
+        return EMSHandshake(self._layout) if self._layout is not None else None
+
+    def handle_preemptions(self, kv_connector_metadata: EMSConnectorMetadata) -> None:
+        if self._moving is not None:
+            self._moving.wait_for(kv_connector_metadata.plan.preempted)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._moving is not None:
+            self._moving.load(self._get_connector_metadata().plan.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """A request runs only when all its blocks are there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, when the step has computed all their layers."""
+
+    def wait_for_save(self) -> None:
+        if self._moving is not None:
+            self._moving.save(self._get_connector_metadata().plan.saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._moving.reports(finished_req_ids) if self._moving is not None else (None, None)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._moving.take_failed_blocks() if self._moving is not None else set()
+
+    def shutdown(self) -> None:
+        for part in (self._moving, self._scheduling):
+            if part is not None:
+                part.close()
+        self._moving = self._scheduling = None
+
+
+def _check(config: Any, kv_cache_config: Any) -> None:
+    """Refuses what would need more than whole blocks of one kind, each decided by the tokens up to its end."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    if config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ValueError('kv_load_failure_policy: EMSConnector needs "recompute", so that a miss is not an error')
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"{name}: EMSConnector needs 1")
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        raise ValueError(f"speculative_config.method: EMSConnector takes ngram or suffix, not {speculative.method}")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        raise ValueError("kv_cache_config: EMSConnector needs a model whose layers all use full attention")
+
+
+def _model_id(config: Any) -> str:
+    model = config.model_config
+    facts = (
+        vllm.__version__,
+        model.revision,
+        getattr(model.hf_config, "_commit_hash", None),
+        model.hf_config.to_json_string(use_diff=False),
+        str(model.dtype),
+        model.quantization,
+        config.cache_config.cache_dtype,
+        config.device_config.device_type,
+    )
+    return model_fingerprint(model.model, facts)

@@ -1,0 +1,20 @@
+/* Why calls fail, for people: one line each on stderr when GEWU_LOG is set. The app gets only codes. */
+#include "internal.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+void gewu_log(const char *format, ...)
+{
+    char line[1024];
+    const char *wish = getenv("GEWU_LOG");
+    va_list arguments;
+    if (wish == NULL || *wish == '\0' || *wish == '0') {
+        return;
+    }
+    va_start(arguments, format);
+    vsnprintf(line, sizeof line, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "libqos: %s\n", line);
+}

@@ -1,0 +1,41 @@
+"""Why a Create was refused, for people: the C call answers with a code alone."""
+
+import os
+import socket
+from collections.abc import Mapping
+
+from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.probe import probe
+from kvloom.gewu.settings import find_service
+
+
+def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
+    """One sentence: what is wrong and, where somebody can do something about it, what."""
+    if code is Code.NOSYS and (silence := _silence(environ)):
+        return f"no service answers on {find_service(environ)} ({silence}): start it with `kvloom gewu daemon`"
+    if code is Code.NOMEM:
+        return f"there is no memory for {model}: `kvloom gewu status` shows the budget and who holds it"
+    return _wrong_with(model) or f"the session on {model} was refused; GEWU_LOG=1 says why"
+
+
+def _silence(environ: Mapping[str, str]) -> str | None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(str(find_service(environ)))
+        except OSError as error:
+            return error.strerror or str(error)
+    return None
+
+
+def _wrong_with(model: str) -> str | None:
+    try:
+        fd = os.open(model, os.O_RDONLY | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        return f"{model}: {getattr(error, 'strerror', None) or error}"
+    try:
+        probe(fd)
+    except Refused as refused:
+        return str(refused)
+    finally:
+        os.close(fd)
+    return None

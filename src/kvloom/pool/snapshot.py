@@ -1,0 +1,148 @@
+"""Snapshots: a folder that keeps the blocks of a node between its orderly end and its next start.
+
+One file a tenant: a header, then for each block its record and its bytes, prefixes first. Every block is summed again
+before it is published, so a damaged file costs blocks and nothing else. A file is read once and removed: what was
+evicted or revoked later does not come back. Its owner alone can read it; it holds the blocks unencrypted.
+"""
+
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import xxhash
+
+from ems.keys import KEY_BYTES
+from kvloom.pool.entries import Entry, Place
+from kvloom.pool.node import Node
+from kvloom.pool.store import TenantPool
+
+log = logging.getLogger(__name__)
+_MAGIC = b"EMSSNAP1"
+_HEADER = struct.Struct("<8s32sH")  # magic, digest of the tenant's key salt, length of the tenant's name that follows
+_RECORD = struct.Struct("<32s32s16sIB")  # key, parent's key or zeros, checksum, length, whether of the read cache
+_NO_PARENT = bytes(KEY_BYTES)
+
+
+class _Record(NamedTuple):
+    key: bytes
+    parent: bytes
+    checksum: bytes
+    length: int
+    is_rcache: bool
+
+
+class Snapshots:
+    """Owned by the agent; `restore` may run while sessions save and load."""
+
+    def __init__(self, folder: Path) -> None:
+        """Makes the folder, for its owner only. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._folder = folder
+        self._is_closing = False
+
+    def write(self, node: Node) -> int:
+        """Writes all blocks of all tenants. Returns how many; what cannot be written is logged and left out."""
+        self._is_closing = True  # ends a restore that is under way
+        count = 0
+        for pool in node.pools():
+            path = self._path(pool.tenant)
+            fresh = path.with_suffix(".new")
+            try:
+                with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 1 << 20) as file:
+                    count += _write_pool(file, pool, _salt_digest(node, pool.tenant))
+                fresh.replace(path)
+            except OSError as error:
+                log.warning("the snapshot of tenant %s was not written: %s", pool.tenant, error)
+                fresh.unlink(missing_ok=True)
+        return count
+
+    def restore(self, node: Node) -> int:
+        """Publishes the blocks of all files as far as there is room, then removes the files. Returns how many."""
+        count = 0
+        for path in sorted(self._folder.glob("*.ems")):
+            try:
+                with path.open("rb", 1 << 20) as file:
+                    count += self._restore_file(file, node)
+            except (OSError, ValueError) as error:
+                log.warning("the snapshot %s was not used up: %s", path, error)
+            if not self._is_closing:
+                path.unlink(missing_ok=True)
+        return count
+
+    def _restore_file(self, file: BinaryIO, node: Node) -> int:
+        tenant = _read_header(file, node)
+        if tenant is None:
+            return 0
+        pool, count = node.pool(tenant), 0
+        for record, data in _records(file, pool.geometry.slab_bytes):
+            usage = pool.usage()
+            if self._is_closing or usage["used_bytes"] + record.length > usage["quota_bytes"]:
+                break
+            count += _publish(pool, record, data)
+        return count
+
+    def _path(self, tenant: str) -> Path:
+        return self._folder / f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.ems"
+
+
+def _salt_digest(node: Node, tenant: str) -> bytes:
+    return hashlib.sha256(node.key_salt(tenant)).digest()
+
+
+def _write_pool(file: BinaryIO, pool: TenantPool, salt_digest: bytes) -> int:
+    name = pool.tenant.encode()
+    file.write(_HEADER.pack(_MAGIC, salt_digest, len(name)) + name)
+    count = 0
+    for key in pool.block_keys():
+        (entry,) = pool.pin_each([key])
+        if entry is not None:
+            parent = entry.parent.key if entry.parent is not None else _NO_PARENT
+            file.write(_RECORD.pack(key, parent, entry.checksum, entry.length, entry.is_rcache))
+            file.write(pool.view(entry.offset, entry.length).data)
+            pool.unpin([entry])
+            count += 1
+    return count
+
+
+def _read_header(file: BinaryIO, node: Node) -> str | None:
+    """The tenant; None when its blocks had other names, because the cluster's secret was another one."""
+    head = file.read(_HEADER.size)
+    if len(head) != _HEADER.size:
+        raise ValueError("it has no header")
+    magic, salt_digest, length = _HEADER.unpack(head)
+    if magic != _MAGIC:
+        raise ValueError("it is not a snapshot")
+    tenant = file.read(length).decode()
+    return tenant if salt_digest == _salt_digest(node, tenant) else None
+
+
+def _records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[_Record, bytes]]:
+    """Blocks until the file's end, or the first record that makes no sense."""
+    while len(head := file.read(_RECORD.size)) == _RECORD.size:
+        key, parent, checksum, length, is_rcache = _RECORD.unpack(head)
+        if not 0 < length <= max_bytes or is_rcache > 1:
+            raise ValueError("a record makes no sense")
+        data = file.read(length)
+        if len(data) < length:
+            raise ValueError("it ends within a block")
+        yield _Record(key, parent, checksum, length, bool(is_rcache)), data
+
+
+def _publish(pool: TenantPool, record: _Record, data: bytes) -> bool:
+    """False when the bytes do not match their sum, or the block is there, or has no room."""
+    if xxhash.xxh3_128_digest(data) != record.checksum:
+        return False
+    place = pool.begin(record.key, record.length, record.is_rcache)
+    if isinstance(place, Entry):
+        pool.unpin([place])
+        return False
+    if not isinstance(place, Place):
+        return False
+    pool.view(place.offset, place.length)[:] = memoryview(data)
+    _status, entry = pool.publish(place, record.checksum, b"" if record.parent == _NO_PARENT else record.parent)
+    pool.unpin([entry])
+    return True

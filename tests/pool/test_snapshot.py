@@ -1,0 +1,114 @@
+"""Snapshots: what an agent had when it ended in good order is there after its next start; damage costs blocks."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvloom.pool.auth import new_credential
+from kvloom.pool.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
+from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool_faults import AgentProcess, Oracle
+from tests.support.servers import until
+
+HASHES = list(range(1, 13))
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """The folder of an agent that had the blocks of HASHES when it ended."""
+    oracle = Oracle()
+    with running_agent(snapshot_dir=tmp_path / "kept") as agent, session(agent.config.socket, oracle.kv) as cc:
+        assert oracle.save(cc, HASHES) == len(HASHES)
+    return tmp_path / "kept"
+
+
+def blocks_after(folder: Path, **changes: object) -> int:
+    """Blocks of the prefix that the next agent loads, all bytes compared."""
+    oracle = Oracle()
+    with running_agent(snapshot_dir=folder, **changes) as agent, session(agent.config.socket, oracle.kv) as cc:
+        until(lambda: not list(folder.glob("*.ems")))
+        return oracle.load(cc, HASHES)
+
+
+def test_blocks_survive_an_orderly_restart_again_and_again(saved):
+    assert [blocks_after(saved) for _ in range(3)] == [len(HASHES)] * 3
+
+
+def test_the_file_is_its_owners_and_is_gone_once_it_was_read(saved):
+    (file,) = saved.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with running_agent(snapshot_dir=saved):
+        until(lambda: not list(saved.iterdir()))
+
+
+def test_a_flipped_bit_costs_its_block(saved):
+    (file,) = saved.iterdir()
+    data = bytearray(file.read_bytes())
+    truth = Oracle().truth(HASHES[4]).tobytes()
+    data[data.index(truth) + 77] ^= 4
+    file.write_bytes(data)
+    assert blocks_after(saved) == 4
+
+
+@pytest.mark.parametrize("keep", [0, 10, 60, 120, 20_000, 50_000])
+def test_a_cut_file_costs_what_is_behind_the_cut(saved, keep):
+    (file,) = saved.iterdir()
+    file.write_bytes(file.read_bytes()[:keep])
+    assert blocks_after(saved) == max(0, (keep - 49) // (16384 + 85))
+
+
+def test_another_cluster_secret_finds_nothing(saved):
+    assert blocks_after(saved, secret=SECRET) == 0
+
+
+def test_what_does_not_fit_any_more_is_left_out(saved):
+    assert blocks_after(saved, pool_bytes=64 << 10, segment_bytes=64 << 10, slab_bytes=64 << 10) == 4
+
+
+def test_a_killed_agent_leaves_no_snapshot(tmp_path):
+    oracle = Oracle()
+    place, kept = tmp_path / "a.sock", tmp_path / "kept"
+    with AgentProcess(place, f"--snapshot-dir={kept}") as agent, session(place, oracle.kv) as cc:
+        oracle.save(cc, HASHES)
+        agent.kill()
+        agent.start()
+        assert oracle.load(cc, HASHES) == 0
+
+
+def test_tenants_stay_apart(tmp_path):
+    credentials = tmp_path / "credentials.json"
+    key_a, key_b = "a" * 32, "b" * 32
+    both = [new_credential("a", "tenant-a", key_a), new_credential("b", "tenant-b", key_b)]
+    credentials.write_text(json.dumps([each.to_json() for each in both]))
+    config = {"credentials": credentials, "is_open": False, "secret": SECRET, "snapshot_dir": tmp_path / "kept"}
+    oracle = Oracle()
+    with running_agent(**config) as agent:
+        with session(agent.config.socket, oracle.kv, access_id="a", access_key=key_a) as cc:
+            oracle.save(cc, HASHES)
+        with session(agent.config.socket, oracle.kv, access_id="b", access_key=key_b) as cc:
+            oracle.save(cc, HASHES[:5])
+    with running_agent(**config) as agent:
+        until(lambda: not list((tmp_path / "kept").glob("*.ems")))
+        for name, key, count in (("a", key_a, len(HASHES)), ("b", key_b, 5)):
+            with session(agent.config.socket, oracle.kv, access_id=name, access_key=key) as cc:
+                assert oracle.load(cc, HASHES) == count
+
+
+def test_huge_pages_or_ordinary_ones_hold_the_same_bytes():
+    memory = SharedMemory("test", HUGE_PAGE_BYTES, is_sealed=True, has_huge_pages=True)
+    memory.data[:] = 7
+    assert os.pread(memory.fd, 3, HUGE_PAGE_BYTES - 3) == b"\7\7\7"
+    assert memory.is_reserved == huge_pages_in_use().startswith("reserved")
+    memory.close()
+
+
+def test_an_agent_with_huge_pages_serves(tmp_path):
+    with running_agent(has_huge_pages=True) as agent, session(agent.config.socket, kv := new_kv()) as cc:
+        before = kv[0][0][:2].clone()
+        assert cc.save(slots_of(0, 1), [1, 2], [4, 4]).success == 2
+        kv[0][0][:2] = 0
+        assert cc.load(slots_of(0, 1), [1, 2], [4, 4]).success == 2
+        assert (kv[0][0][:2] == before).all()

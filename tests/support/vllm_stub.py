@@ -1,0 +1,160 @@
+"""What EMSConnector needs of vLLM, by the names and signatures of vLLM 0.32.0."""
+
+import importlib
+import sys
+from abc import ABC
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 32
+
+
+class KVConnectorRole(Enum):
+    SCHEDULER = 0
+    WORKER = 1
+
+
+class KVConnectorMetadata(ABC):  # noqa: B024
+    pass
+
+
+class KVConnectorHandshakeMetadata(ABC):  # noqa: B024
+    pass
+
+
+class FullAttentionSpec:
+    block_size = BLOCK_SIZE
+
+
+class KVConnectorBase_V1(ABC):  # noqa: B024
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._vllm_config, self._role, self._kv_cache_config = vllm_config, role, kv_cache_config
+        self._connector_metadata: Any = None
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    def _get_connector_metadata(self) -> Any:
+        assert self._connector_metadata is not None
+        return self._connector_metadata
+
+
+def generate_block_hash_extra_keys(request: Any, start: int, end: int, mm_index: int) -> tuple[Any, int]:
+    return ((request.cache_salt,) if request.cache_salt and start == 0 else None), mm_index
+
+
+@contextmanager
+def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
+    """The module ems.integration.vllm over the stub, as tensor rank `rank`."""
+    group = SimpleNamespace(rank_in_group=rank, world_size=world_size)
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.distributed.kv_transfer.kv_connector.v1.base": {
+            "KVConnectorBase_V1": KVConnectorBase_V1,
+            "KVConnectorHandshakeMetadata": KVConnectorHandshakeMetadata,
+            "KVConnectorMetadata": KVConnectorMetadata,
+            "KVConnectorRole": KVConnectorRole,
+        },
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: group, "get_pp_group": lambda: alone},
+        "vllm.v1.core.kv_cache_utils": {"generate_block_hash_extra_keys": generate_block_hash_extra_keys},
+        "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
+    }
+    names = {".".join(name.split(".")[: i + 1]) for name in contents for i in range(len(name.split(".")))}
+    before = {name: sys.modules.pop(name, None) for name in (*names, "ems.integration.vllm")}
+    try:
+        for name in names:
+            sys.modules[name] = ModuleType(name)
+            vars(sys.modules[name]).update(contents.get(name, {}))
+        yield importlib.import_module("ems.integration.vllm")
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module
+
+
+def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
+    """A VllmConfig as the connector reads it. changes: `kv_role`, `policy`, `extra`, or attributes of the config."""
+    role = changes.pop("kv_role", "kv_both")
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"socket": socket, "timeout_ms": 2000, **changes.pop("extra", {})},
+        is_kv_producer=role != "kv_consumer",
+        is_kv_consumer=role != "kv_producer",
+        kv_load_failure_policy=changes.pop("policy", "recompute"),
+    )
+    hf_config = SimpleNamespace(to_json_string=lambda use_diff: "{}", _commit_hash=None)
+    model = SimpleNamespace(
+        model="tiny", revision=None, hf_config=hf_config, dtype="float16", quantization=None, use_mla=False
+    )
+    fields = {
+        "kv_transfer_config": transfer,
+        "model_config": model,
+        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "device_config": SimpleNamespace(device_type="cpu"),
+        "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+        "speculative_config": None,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def kv_cache_config(*specs: Any) -> SimpleNamespace:
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (FullAttentionSpec(),)]
+    return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
+
+
+@dataclass
+class FakeRequest:
+    """vLLM's Request, as far as connectors look at it."""
+
+    request_id: str
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    lora_request: Any = None
+    skip_reading_prefix_cache: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+@dataclass
+class Step:
+    """vLLM's SchedulerOutput, as far as connectors look at it."""
+
+    new: list[tuple[FakeRequest, list[int], int]] = field(default_factory=list)  # request, blocks, computed tokens
+    running: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # id -> new blocks, computed tokens
+    counts: dict[str, int] = field(default_factory=dict)  # id -> tokens of this step
+    preempted: set[str] = field(default_factory=set)
+
+    def output(self) -> SimpleNamespace:
+        cached = SimpleNamespace(
+            req_ids=list(self.running),
+            resumed_req_ids=set(),
+            new_block_ids=[(blocks,) if blocks else None for blocks, _ in self.running.values()],
+            num_computed_tokens=[computed for _, computed in self.running.values()],
+        )
+        new = [
+            SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=computed)
+            for request, blocks, computed in self.new
+        ]
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=self.counts,
+            preempted_req_ids=self.preempted or None,
+        )
+
+
+def new_caches(seed: int) -> dict[str, torch.Tensor]:
+    """Two layers of [2, blocks, block_size, heads, head_size] halves."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, NUM_BLOCKS, BLOCK_SIZE, 2, 8)
+    return {f"layer{i}": torch.randn(shape, generator=generator).half() for i in range(2)}
