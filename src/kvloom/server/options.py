@@ -14,5 +14,5 @@ class WireOptions:
     is_root_object: bool = False  # POST / answers an object, as the seed prints, not TGI's array
     is_input_echoed: bool = False  # Triton infer puts the prompt's ids before the answer's
     has_oip_health: bool = False  # health bodies of the Open Inference Protocol on /v2/health
-    lora_root: Path | None = None  # below it adapters may be loaded at run time; None = they may not
     default_max_tokens: int | None = None  # of /v1 requests that give none; None = until the end of the sequence
+    lora_root: Path | None = None  # below it adapters may be loaded at run time; None = they may not
