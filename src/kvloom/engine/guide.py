@@ -32,7 +32,7 @@ class Spelling(Protocol):
 
 
 class Guides:
-    """Makes the guides of one model. The tokenizer is opened at once, in the background."""
+    """Makes the guides of one model. The tokenizer is opened in the background: by `prepare`, or for the first guide."""
 
     def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
         """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
@@ -42,7 +42,13 @@ class Guides:
         self._tokenizer: llguidance.LLTokenizer | None = None  # of the pool's thread
         self._marks: dict[str, EndMark] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
-        self._pool.submit(self._open)  # when it fails, the first grammar tries again and says why
+        self._is_prepared = False
+
+    def prepare(self) -> None:
+        """Open the tokenizer, in the background, so that the first guide need not; when that fails, it says why."""
+        if not self._is_prepared:
+            self._is_prepared = True
+            self._pool.submit(self._open)
 
     def guide(self, params: SamplingParams) -> Guide | None:
         """Of a request whose grammar has been checked (server/grammars.py). None = every token may always come."""
