@@ -32,7 +32,7 @@ class Spelling(Protocol):
 
 
 class Guides:
-    """Makes the guides of one model. The tokenizer is opened in the background: by `prepare`, or for the first guide."""
+    """Makes the guides of one model. The tokenizer is opened beside the steps: by `prepare`, or for the first guide."""
 
     def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
         """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
