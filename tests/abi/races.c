@@ -61,7 +61,7 @@ int main(int argc, char **argv)
         race(abort_request);
         submit(session, put_reply, &box);
         race(destroy);
-        CHECK_EQUAL(box.num_final, 0);
+        CHECK(box.num_final <= 2);  /* both requests may have ended by themselves before the race */
     }
     return 0;
 }
