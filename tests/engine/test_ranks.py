@@ -105,10 +105,13 @@ def test_the_parts_of_the_ranks_are_the_whole(tmp_path):
     [
         ({"world_size": 4}, ModelError, "worldSize: 4 ranks cannot share 2 KV heads evenly"),
         ({"world_size": 2, "backend": "cpu"}, BadRequest, "world_size: the cpu backend's threads share one rank"),
+        ({"device": "npu"}, ModelError, "device: torch .* sees no npu here"),
+        ({"device": "tpu"}, BadRequest, "device: must be cpu, cuda or npu, got 'tpu'"),
+        ({"device": "cuda", "backend": "cpu"}, BadRequest, "device: the cpu backend computes on the CPU"),
         ({"world_size": 0}, BadRequest, "world_size: must be at least 1, got 0"),
     ],
 )
-def test_a_model_that_cannot_be_shared_is_one_clear_error(tmp_path, fields, error, words):
+def test_a_model_that_cannot_be_opened_so_is_one_clear_error(tmp_path, fields, error, words):
     path = save(tiny_model("llama"), tmp_path)
     with pytest.raises(error, match=words):
         RankExecutor(EngineConfig(model=str(path), **{"backend": "reference", **fields}), list)

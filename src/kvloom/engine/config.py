@@ -156,6 +156,12 @@ class EngineConfig:
                 raise BadRequest(name, f"must be at least {low}, got {value}")
         if self.world_size > 1 and self.backend == "cpu":
             raise BadRequest("world_size", "the cpu backend's threads share one rank already; leave backend at auto")
+        if self.device.partition(":")[0] not in ("cpu", "cuda", "npu"):
+            raise BadRequest("device", f"must be cpu, cuda or npu, got {self.device!r}")
+        if self.device != "cpu" and self.backend == "cpu":
+            raise BadRequest(
+                "device", f"the cpu backend computes on the CPU, not on {self.device}; leave backend at auto"
+            )
         if not self.fair_token_s >= 0:
             raise BadRequest("fair_token_s", f"must not be negative, got {self.fair_token_s:g}")
         for name in ("prefill_policy", "decode_policy"):

@@ -30,7 +30,7 @@ from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
 from kvloom.engine.lora import read_adapter
-from kvloom.engine.machine import available_bytes, says_what_to_lower
+from kvloom.engine.machine import available_bytes, check_device, device_bytes, says_what_to_lower
 from kvloom.engine.memory import CacheShape, Machine, Pools, Wish, plan_pools
 from kvloom.engine.mesh import Mesh, join
 from kvloom.engine.models.spec import DecoderSpec
@@ -264,6 +264,7 @@ def open_runner(
 
     Raises ServingError when that cannot be done.
     """
+    check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
     max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
     mesh = join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
@@ -383,5 +384,5 @@ def _pools_for(
     shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
     host_bytes = available_bytes() // config.world_size
     is_shared = torch.device(config.device).type == "cpu"
-    free_bytes = host_bytes if is_shared else torch.cuda.mem_get_info(config.device)[0]
+    free_bytes = host_bytes if is_shared else device_bytes(config.device)
     return plan_pools(wish, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)

@@ -24,6 +24,7 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json; the other options override it.")] = None,
     backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
@@ -43,7 +44,7 @@ def serve(
     settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
     settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
-    settings.override_model(model=model, name=served_model_name, backend=backend, dtype=dtype)
+    settings.override_model(model=model, name=served_model_name, backend=backend, device=device, dtype=dtype)
     settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
     settings.override(lora_root=lora_root)
     settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)

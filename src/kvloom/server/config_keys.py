@@ -120,6 +120,9 @@ _MODEL: dict[str, Key] = {
     "backendType": _needed(str, "default", "the kernels that are there are taken"),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
     "weightFormat": Key(str, "of the CPU kernels", choices=("auto", "w8a8", "w4a8", "bf16"), setting="weight_format"),
+    "deviceType": Key(
+        str, "what computes; cuda and npu take the torch backend", choices=("cpu", "cuda", "npu"), setting="device"
+    ),
     "toolParser": Key(
         str, "how the model writes tool calls; auto = as its chat template says",
         choices=("auto", "hermes", "qwen3_coder", "llama3"), setting="tool_parser",

@@ -69,7 +69,7 @@ def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lamb
     most, _ = largest_batch(state.times, aim.workload)
     most = min(most, aim.most or most)
     while (batch := next_batch(state.points, most, aim.limit_ms)) is not None:
-        state.points.append(_run(config, aim, state.times, batch, progress))
+        state.points.append(run_point(config, aim, state.times, batch, progress))
         _save(state, folder / STATE)
     tuned = _conclude(state, aim)
     write(tuned, aim, config, folder)
@@ -97,7 +97,7 @@ def _conclude(state: State, aim: Aim) -> Tuned:
     return Tuned(chosen, state.points, proposals, is_within)
 
 
-def _run(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point:
+def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point:
     """One point of the sweep, with what depends on maxBatchSize set for it."""
     num_requests = max(_MIN_REQUESTS, _ROUNDS * batch)
     what = f"maxBatchSize {batch}"
