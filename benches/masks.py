@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
+from kvloom.engine.executor import RankExecutor
 from kvloom.engine.hub import pull
 from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
 from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
 from kvloom.server.grammars import json_grammar
 
@@ -32,9 +31,11 @@ SCHEMA = {"type": "array", "items": ITEM, "minItems": 100}  # longer than any an
 PROMPT = "The history of the lighthouse begins long before electricity, when a keeper"
 
 
-def steps_s(runner: ModelRunner, tokenizer: Tokenizer, num_plain: int, num_joining: int, grammar: str) -> list[float]:
+def steps_s(
+    executor: RankExecutor, tokenizer: Tokenizer, num_plain: int, num_joining: int, grammar: str
+) -> list[float]:
     """Seconds of each step after the others have joined, until the plain requests end."""
-    engine = Engine(EngineConfig(model="m", enable_prefix_cache=False), InProcessExecutor(runner), tokenizer)
+    engine = Engine(EngineConfig(model="m", enable_prefix_cache=False), executor, tokenizer)
     ids = tuple(tokenizer.encode(PROMPT))
 
     def add(name: str, count: int, grammar: str) -> None:
@@ -65,15 +66,15 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or pull("smollm2")
     tokenizer = load_tokenizer(model)
-    runner = open_runner(EngineConfig(model=str(model), backend="cpu", num_blocks=256), [], lambda done, total: None)
+    executor = RankExecutor(EngineConfig(model=str(model), backend="cpu", num_blocks=256), list)
     kinds = {"plain": "", "structured": json_grammar(SCHEMA, "schema")}
-    steps_s(runner, tokenizer, args.plain, args.joining, "")
-    first_s = max(steps_s(runner, tokenizer, args.plain, args.joining, kinds["structured"])[:2])
+    steps_s(executor, tokenizer, args.plain, args.joining, "")
+    first_s = max(steps_s(executor, tokenizer, args.plain, args.joining, kinds["structured"])[:2])
     totals: dict[str, list[float]] = {kind: [] for kind in kinds}
     longest: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(args.rounds):
         for kind, grammar in kinds.items():
-            found = steps_s(runner, tokenizer, args.plain, args.joining, grammar)
+            found = steps_s(executor, tokenizer, args.plain, args.joining, grammar)
             totals[kind].append(sum(found))
             longest[kind].append(max(found))
     plain, structured = (statistics.median(totals[kind]) for kind in kinds)

@@ -156,6 +156,9 @@ class Runner(Protocol):
 
     def run(self, batch: Batch) -> StepOutput: ...
 
+    def rest(self) -> None:
+        """The step's output is under way: begin what the next step will need, beside the engine's turn."""
+
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest when the folder holds no adapter that fits."""
         ...

@@ -68,6 +68,7 @@ class InProcessExecutor:
 
     def submit(self, batch: Batch) -> None:
         self._output = self._runner.run(batch)
+        self._runner.rest()
 
     def collect(self) -> StepOutput:
         output, self._output = self._output, None

@@ -190,6 +190,9 @@ class FakeRunner:
         self._marks[id] = adapter_mark(adapter.digest)
         return AdapterInfo(adapter.digest, adapter.rank, len(adapter.data))
 
+    def rest(self) -> None:
+        self._guides.rest()
+
     def unload_adapter(self, id: int) -> None:
         self._marks.pop(id, None)
 

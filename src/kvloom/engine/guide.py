@@ -1,6 +1,6 @@
 """Guides: which tokens a grammar allows next. The parser is llguidance; here is its place in a rank.
 
-A guide's mask for the next token is computed on a thread of its own while the model computes that token's logits; the
+A guide's mask for the next token is computed on a thread of its own, from when the rank only waits for the next step; the
 vocabulary and each grammar are read there too, so that the other sequences of a batch do not wait for them.
 """
 
@@ -32,7 +32,7 @@ class Spelling(Protocol):
 
 
 class Guides:
-    """Makes the guides of one model. The tokenizer is opened beside the steps: by `prepare`, or for the first guide."""
+    """Makes the guides of one model. The tokenizer is opened beside the steps."""
 
     def __init__(self, open_tokenizer: Callable[[], Spelling], num_logits: int) -> None:
         """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed."""
@@ -42,13 +42,20 @@ class Guides:
         self._tokenizer: llguidance.LLTokenizer | None = None  # of the pool's thread
         self._marks: dict[str, EndMark] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
-        self._is_prepared = False
+        self._is_opening = False
+        self._due: list[GrammarGuide] = []  # those whose mask for the next step has not been begun
 
-    def prepare(self) -> None:
-        """Open the tokenizer, in the background, so that the first guide need not; when that fails, it says why."""
-        if not self._is_prepared:
-            self._is_prepared = True
+    def rest(self) -> None:
+        """The rank waits for its next step: begin what that will need, in the background.
+
+        Also the tokenizer, so that the first guide need not open it; when that fails, it says why.
+        """
+        if not self._is_opening:
+            self._is_opening = True
             self._pool.submit(self._open)
+        for guide in self._due:
+            guide.begin()
+        self._due.clear()
 
     def guide(self, params: SamplingParams) -> Guide | None:
         """Of a request whose grammar has been checked (server/grammars.py). None = every token may always come."""
@@ -62,7 +69,7 @@ class Guides:
             tokenizer = self._open()
             return llguidance.LLMatcher(tokenizer, grammar, log_level=0), list(tokenizer.eos_tokens)
 
-        return GrammarGuide(match, self._num_logits, self._pool)
+        return GrammarGuide(match, self._num_logits, self._pool, self._due)
 
     def _open(self) -> llguidance.LLTokenizer:
         if self._tokenizer is None:
@@ -88,24 +95,36 @@ class GrammarGuide:
     """One sequence's place in its grammar."""
 
     def __init__(
-        self, match: Callable[[], tuple[llguidance.LLMatcher, list[int]]], num_logits: int, pool: ThreadPoolExecutor
+        self,
+        match: Callable[[], tuple[llguidance.LLMatcher, list[int]]],
+        num_logits: int,
+        pool: ThreadPoolExecutor,
+        due: "list[GrammarGuide]",
     ) -> None:
         """`match` reads the grammar, on the pool's thread; with it the tokens that end an answer."""
-        self._num_logits, self._pool = num_logits, pool
+        self._num_logits, self._pool, self._due = num_logits, pool, due
         self._matcher: llguidance.LLMatcher
         self._eos_ids: list[int]
-        self._next: Future[Mask] = pool.submit(self._begin, match)
+        self._next: Future[Mask] | None = pool.submit(self._begin, match)
+
+    def begin(self) -> Future[Mask]:
+        """Compute what may follow, unless that has begun."""
+        if self._next is None:
+            self._next = self._pool.submit(self._compute)
+        return self._next
 
     def mask(self) -> Mask:
         """The end of the answer is allowed when nothing else is."""
-        return self._next.result()
+        return self.begin().result()
 
     def take(self, token_id: int) -> None:
-        """The token was chosen; begin to compute what may follow."""
-        self._next.result()
+        """The token was chosen."""
+        if self._next is not None:
+            self._next.result()
+        self._next = None
+        self._due.append(self)
         if token_id not in self._eos_ids and not self._matcher.consume_token(token_id):
             log.warning("a grammar gave up: %s", self._matcher.get_error())
-        self._next = self._pool.submit(self._compute)
 
     def is_free(self, num_more: int) -> bool:
         return False
@@ -117,9 +136,9 @@ class GrammarGuide:
     def _compute(self) -> Mask:
         mask = np.zeros(self._num_logits, np.bool_)
         if not self._matcher.is_error() and not self._matcher.is_stopped():
-            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-            count = min(len(bits), self._num_logits)
-            mask[:count] = bits[:count]
+            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # those missing are zeros
+            mask = bits.view(np.bool_)
         if not mask.any():
             mask[list(self._eos_ids)] = True
         return mask

@@ -88,6 +88,9 @@ class TieredRunner:
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         return self._runner.load_adapter(id, path)
 
+    def rest(self) -> None:
+        self._runner.rest()
+
     def unload_adapter(self, id: int) -> None:
         self._runner.unload_adapter(id)
 

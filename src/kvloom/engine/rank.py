@@ -75,6 +75,7 @@ def serve(sock: socket.socket) -> None:
             raise SystemExit(1) from None
         if answer is not None:
             channel.send(answer)
+        runner.rest()
 
 
 def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:

@@ -133,10 +133,13 @@ class ModelRunner:
         self._swap.load([pair for work in batch.work for pair in work.loads])
         if batch.work:
             self._compute(batch.work, output)
-            if self._guides is not None:
-                self._guides.prepare()  # not before the first answer, which somebody may wait for the start of
         output.compute_s = time.perf_counter() - started
         return output
+
+    def rest(self) -> None:
+        """See batch.Runner."""
+        if self._guides is not None:
+            self._guides.rest()
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest."""

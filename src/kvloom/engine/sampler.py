@@ -57,7 +57,7 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
         count += len(set(row.token_ids)) + num_more
     elif params.frequency_penalty or params.presence_penalty:
         count += len(row.counts) + num_more
-    if len(row.token_ids) - row.num_prompt < params.min_tokens:
+    if _is_too_short(row):
         count += num_eos + len(params.stop_token_ids)
     return count if count <= MAX_TOP else 0
 
@@ -97,28 +97,37 @@ def _is_adjusted(row: History) -> bool:
     """Whether a rule of a request with candidates changes logits; see num_candidates."""
     params = row.params
     is_penalised = params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
-    return is_penalised or len(row.token_ids) - row.num_prompt < params.min_tokens
+    return is_penalised or _is_too_short(row)
 
 
 def _sample_row(logits: torch.Tensor, row: History, eos_ids: Sequence[int], draw: Draw) -> tuple[int, Logprob | None]:
     params = row.params
     logprobs = None if params.logprobs is None else torch.log_softmax(logits, dim=-1)
     _adjust(logits, row, eos_ids)
-    if row.guide is not None:
-        _restrict(logits, row.guide)
-    token_id = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
+    ids, logits = _allowed(logits, row)
+    place = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw)
+    token_id = place if ids is None else int(ids[place])
     return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
 
 
-def _restrict(logits: torch.Tensor, guide: Guide) -> None:
-    """Rule out what the grammar does, in place; when nothing is left, what another rule had ruled out is back."""
-    mask = guide.mask()
+def _allowed(logits: torch.Tensor, row: History) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """(ids, their logits) of the tokens that the grammar allows; None = all. Mostly they are few.
+
+    What the answer's least length ruled out is back when nothing else is left.
+    """
+    mask = None if row.guide is None else row.guide.mask()
     if mask is None:
-        return
-    allowed = torch.from_numpy(mask).to(logits.device)
-    logits.masked_fill_(~allowed, -torch.inf)
-    if logits.max() == -torch.inf:
-        logits.masked_fill_(allowed, 0.0)
+        return None, logits
+    ids = torch.from_numpy(mask.nonzero()[0]).to(logits.device)
+    logits = logits[ids]
+    if _is_too_short(row) and logits.max() == -torch.inf:
+        logits = torch.zeros_like(logits)
+    return ids, logits
+
+
+def _is_too_short(row: History) -> bool:
+    """Whether the answer has not reached its least length, so that it must not end."""
+    return len(row.token_ids) - row.num_prompt < row.params.min_tokens
 
 
 def describe(logprobs: torch.Tensor, token_id: int, num_top: int) -> Logprob:
@@ -155,7 +164,7 @@ def _adjust(
         logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
     for token_id, bias in params.logit_bias.items():
         logits[token_id] += bias
-    if len(row.token_ids) - row.num_prompt < params.min_tokens:
+    if _is_too_short(row):
         logits[_places_of([*eos_ids, *params.stop_token_ids], places)] = -torch.inf
     if params.watermark:
         generator = np.random.Generator(np.random.Philox(key=row.token_ids[-1]))
