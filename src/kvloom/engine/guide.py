@@ -1,7 +1,7 @@
 """Guides: which tokens a grammar allows next. The parser is llguidance; here is its place in a rank.
 
-A guide's mask for the next token is computed on a thread of its own, from when the rank only waits for the next step; the
-vocabulary and each grammar are read there too, so that the other sequences of a batch do not wait for them.
+A guide's mask for the next token is computed on a thread of its own, beside the rank's wait for the next step and the
+step itself. The vocabulary and each grammar are read there too, so that other sequences do not wait for them.
 """
 
 import logging
