@@ -6,7 +6,7 @@ from kvloom.engine.batch import Moved
 from kvloom.engine.blocks import BlockPool
 from kvloom.engine.config import Limits
 from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
-from kvloom.engine.transfers import PATIENCE, Transfers
+from kvloom.engine.transfers import PATIENCE, Moves, Transfers
 from tests.engine.test_scheduler import BLOCK, counts, make_seq, sampling_ids
 
 LIMITS = Limits(4, 100, BLOCK)
@@ -180,3 +180,11 @@ def test_a_preempted_sequence_may_ask_again():
         plan = begin(seqs, pool, transfers)
         commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
     assert [seq.is_asked for seq in seqs] == [True, False]
+
+
+def test_a_transfer_of_several_ranks_ends_with_the_last_and_as_far_as_all_came():
+    moves = Moves(num_ranks=2)
+    assert moves.merge([[Moved(1, 4), Moved(2, 3)], [Moved(2, 1)]]) == [Moved(2, 1)]
+    assert moves.merge([[], []]) == []
+    assert moves.merge([[], [Moved(1, 5)]]) == [Moved(1, 4)]
+    assert moves.merge([[Moved(2, 2)], [Moved(2, 2)]]) == [Moved(2, 2)]  # its number may be used again

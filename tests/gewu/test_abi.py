@@ -1,13 +1,16 @@
 """Programs in C and C++ against libqos.so and a daemon with the fake engine."""
 
 import os
+import socket
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvloom.gewu.build import library
+from kvloom.gewu.frames import Frame, FrameDecoder, encode
 from tests.support.gewu import (
     ABI,
     DEMO_MODEL,
@@ -69,6 +72,35 @@ def test_the_calls_and_their_answers(name, daemon, model, tmp_path):
 @pytest.mark.parametrize("name", ["calls", "reentrant"])
 def test_they_are_clean_under_sanitizers(name, daemon, model, tmp_path):
     run_program(compile_with_library(tmp_path, ABI / f"{name}.c", *SANITIZERS), daemon, str(model))
+
+
+def test_requests_have_limits_and_ended_ones_are_remembered(start_daemon, model, tmp_path):
+    run_program(compile_c(tmp_path, ABI / "limits.c"), start_daemon({"rate": 1e6, "tokens": ["a", "b"]}), str(model))
+
+
+def test_a_service_that_is_lost_within_a_call_is_a_fault(model, tmp_path):
+    """A service of the test's own answers Create, and Submit with the end of the connection."""
+    path = tmp_path / "gewu.sock"
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            decoder = FrameDecoder()
+            while (frame := decoder.next_frame()) is None or frame.op == "C":
+                if frame is not None:
+                    connection.sendall(encode(Frame("r", frame.a)))
+                decoder.feed(connection.recv(4096))
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        service = threading.Thread(target=serve, args=(listener,), daemon=True)
+        service.start()
+        program = compile_c(tmp_path, ABI / "lost.c")
+        environ = {**os.environ, "GEWU_SOCKET": str(path)}
+        done = subprocess.run([program, model], env=environ, capture_output=True, text=True, timeout=30, check=False)
+        assert done.returncode == 0, done.stderr
+        service.join(10)
 
 
 def test_no_callback_comes_after_abort(daemon, model, tmp_path):
