@@ -18,9 +18,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from kvloom.engine.errors import BadRequest
-from kvloom.server import tracing
+from kvloom.server import tracers
 from kvloom.server.otel import OtelTracer, open_otlp
-from kvloom.server.tracing import open_tracer
+from kvloom.server.tracers import open_tracer
 from tests.support.processes import CLI, serving
 from tests.support.servers import MODEL, FakeServer, fake_server, until
 
@@ -234,7 +234,7 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     assert open_tracer("", {**asked, "OTEL_TRACES_EXPORTER": "none"}) is None
     with pytest.raises(BadRequest, match=r"^otlpEndpoint: must begin with http:// or https://, got 'host:4317'$"):
         open_tracer("host:4317", {})
-    monkeypatch.setattr(tracing, "EXTRA", "kvloom_has_no_such_extra.sdk")
+    monkeypatch.setattr(tracers, "EXTRA", "kvloom_has_no_such_extra.sdk")
     with pytest.raises(BadRequest, match=r"^otlpEndpoint: needs the extra otel: pip install 'kvloom\[otel\]'$"):
         open_tracer("http://127.0.0.1:1", {})
     assert open_tracer("", asked) is None

@@ -34,7 +34,8 @@ from kvloom.server.health import Health
 from kvloom.server.models import Models
 from kvloom.server.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.tls import ServerContext, reload_on_sighup, tls_context
-from kvloom.server.tracing import CallerMiddleware, Tracer, open_tracer
+from kvloom.server.tracers import open_tracer
+from kvloom.server.tracing import CallerMiddleware, Tracer
 
 log = logging.getLogger(__name__)
 
