@@ -11,8 +11,9 @@ LIMIT_MS = 15_000
 Open = Callable[..., Page]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Not for the whole session: an event loop runs in this thread as long as Playwright is there."""
     path = shutil.which("chromium")
     if path is None:
         if os.environ.get("CI"):

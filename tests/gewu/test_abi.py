@@ -96,7 +96,7 @@ def test_a_service_that_is_lost_within_a_call_is_a_fault(model, tmp_path):
         listener.listen()
         service = threading.Thread(target=serve, args=(listener,), daemon=True)
         service.start()
-        program = compile_c(tmp_path, ABI / "lost.c")
+        program = compile_c(tmp_path, ABI / "vanished.c")
         environ = {**os.environ, "GEWU_SOCKET": str(path)}
         done = subprocess.run([program, model], env=environ, capture_output=True, text=True, timeout=30, check=False)
         assert done.returncode == 0, done.stderr
