@@ -14,7 +14,8 @@ from kvloom.server.auth import new_key
 from tests.browser.conftest import LIMIT_MS, Open
 from tests.server.test_daemon import DAEMON, free_port, install
 from tests.support.processes import serving
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 expect.set_options(timeout=LIMIT_MS)
 

@@ -20,7 +20,7 @@ from tests.support.gewu import (
     compile_with_library,
     has_nlohmann,
     run_program,
-    wait_until,
+    until,
 )
 
 EXPORTED = {
@@ -113,7 +113,7 @@ def test_random_calls_of_sixteen_threads_are_clean_under_sanitizers(start_daemon
     program = compile_with_library(tmp_path, ABI / "stress.c", *SANITIZERS)
     daemon = start_daemon({"rate": 500})
     run_program(program, daemon, str(model), STRESS_S, timeout_s=150)
-    wait_until(lambda: daemon.status()["sessions"] == [])
+    until(lambda: daemon.status()["sessions"] == [])
 
 
 def test_of_threads_that_race_one_wins(daemon, model, tmp_path):

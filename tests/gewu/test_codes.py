@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import make_model, wait_until
+from tests.support.gewu import make_model
+from tests.support.waiting import until
 
 INVALID = 0xFFFFFFFF
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -174,4 +175,4 @@ def test_the_service_takes_512_requests_in_all(start_daemon, start_client, model
         session = client.create(model)
         assert {client.call("submit", session, text, 1)[0] for _ in range(64)} == {Code.OK}
     assert client.call("submit", client.create(model), text, 1) == [Code.NOMEM, INVALID]
-    assert wait_until(lambda: len(daemon.status()["sessions"]) == 9)
+    assert until(lambda: len(daemon.status()["sessions"]) == 9)

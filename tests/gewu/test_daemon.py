@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import make_model, wait_until
+from tests.support.gewu import make_model
+from tests.support.waiting import until
 
 MIB = 1 << 20
 
@@ -37,19 +38,19 @@ def test_a_session_survives_idle_unload_and_loads_again(start_daemon, start_clie
     client = start_client(daemon)
     session = client.create(model)
     first = client.ask(session)
-    wait_until(lambda: daemon.model()["state"] == "absent")
+    until(lambda: daemon.model()["state"] == "absent")
     assert daemon.model()["bytes"] == 0
     assert client.ask(session) == first
     assert daemon.model()["loads"] == 2
     client.call("destroy", session)
-    wait_until(lambda: daemon.status()["models"] == [])
+    until(lambda: daemon.status()["models"] == [])
 
 
 def test_a_session_may_ask_for_its_model_to_be_kept(start_daemon, start_client, model):
     daemon = start_daemon({}, GEWU_IDLE_UNLOAD_S="0.1")
     client = start_client(daemon)
     client.create(model, keep_alive_s=60)
-    wait_until(lambda: daemon.model()["state"] == "ready")
+    until(lambda: daemon.model()["state"] == "ready")
     time.sleep(0.4)
     assert daemon.model()["state"] == "ready"
 
@@ -87,7 +88,7 @@ def test_a_request_whose_kv_cache_finds_no_room_is_refused_at_once(start_daemon,
     client = start_client(daemon)
     path = make_model(tmp_path / "model", 100 * MIB)  # 200 MiB for KV hold 1,600 tokens of a model of unknown shape
     session, other = client.create(path), client.create(path)
-    wait_until(lambda: daemon.model()["state"] == "ready")
+    until(lambda: daemon.model()["state"] == "ready")
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     assert client.call("submit", session, json.dumps(chat | {"max_tokens": 1601}), 1)[0] == Code.NOMEM
     long = [{"role": "user", "content": "word " * 1100}]
@@ -101,7 +102,7 @@ def test_a_request_that_would_load_what_no_longer_fits_is_refused_at_once(start_
     client = start_client(daemon)
     one, two = (make_model(tmp_path / name, 300 * MIB) for name in ("one", "two"))
     first = client.create(one)
-    wait_until(lambda: daemon.model()["loads"] and daemon.model()["state"] == "absent")
+    until(lambda: daemon.model()["loads"] and daemon.model()["state"] == "absent")
     context = client.submit(client.create(two))
     chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     assert client.call("submit", first, chat, 1)[0] == Code.NOMEM
@@ -114,7 +115,7 @@ def test_an_idle_model_makes_room(start_daemon, start_client, tmp_path):
     client = start_client(daemon)
     one, two = (make_model(tmp_path / name, 300 * MIB) for name in ("one", "two"))
     first = client.create(one)
-    wait_until(lambda: daemon.model()["state"] == "ready")
+    until(lambda: daemon.model()["state"] == "ready")
     context = client.submit(first)
     assert client.call("create", json.dumps({"model": str(two)}))[0] == Code.NOMEM  # busy, of the same class
     client.wait(context)
@@ -143,10 +144,10 @@ def test_pressure_unloads_what_is_idle_and_at_last_gives_background_up(start_dae
     client = start_client(daemon)
     client.create(make_model(tmp_path / "idle"))
     background = client.submit(client.create(model, qos="background"))
-    wait_until(lambda: [m["state"] for m in daemon.status()["models"]] == ["ready", "ready"])
+    until(lambda: [m["state"] for m in daemon.status()["models"]] == ["ready", "ready"])
     time.sleep(0.6)  # one tick, so that the stall below is an increase
     daemon.psi_file.write_text("some avg10=9 total=900000\nfull avg10=9 total=900000\n")
-    wait_until(lambda: daemon.status()["models"][0]["state"] == "absent")
+    until(lambda: daemon.status()["models"][0]["state"] == "absent")
     assert daemon.status()["memory"]["pressure"] == 2
     assert daemon.status()["paused"]["below"] == "default"
     (*_, last) = client.wait(background)
@@ -175,7 +176,7 @@ def test_when_an_app_is_killed_its_sessions_go(start_daemon, start_client, model
     for _ in range(5):
         client.submit(client.create(model))
     client.process.kill()
-    wait_until(lambda: daemon.status()["sessions"] == [], timeout_s=0.5)
+    until(lambda: daemon.status()["sessions"] == [], limit_s=0.5)
 
 
 def test_a_worker_answers_and_its_death_ends_its_requests_once(start_daemon, start_client, model):
@@ -201,8 +202,8 @@ def test_unloading_ends_the_worker_process(start_daemon, start_client, model):
     client = start_client(daemon)
     client.ask(client.create(model), max_tokens=3)
     pid = daemon.model()["pid"]
-    wait_until(lambda: daemon.model()["state"] == "absent")
-    wait_until(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=2)
+    until(lambda: daemon.model()["state"] == "absent")
+    until(lambda: not Path(f"/proc/{pid}").exists(), limit_s=2)
 
 
 def test_a_second_daemon_on_the_same_socket_is_refused(start_daemon, daemon):

@@ -12,7 +12,8 @@ import pytest
 from kvloom.gewu import Code, Refused, Session
 from kvloom.gewu.cli import ask_status
 from kvloom.gewu.settings import find_service
-from tests.support.gewu import compile_c, has_nlohmann, make_model, run_program, wait_until
+from tests.support.gewu import compile_c, has_nlohmann, make_model, run_program
+from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gewu"
 ANSWER = "LLM is a model.\nIt predicts tokens."
@@ -128,6 +129,6 @@ def test_a_socket_from_systemd(daemon, model, tmp_path):
         code = "import os; from kvloom.gewu.cli import app; os.environ['LISTEN_PID'] = str(os.getpid()); app()"
         command = [sys.executable, "-c", code, "daemon"]
         with subprocess.Popen(command, env=daemon.environ, preexec_fn=pass_listener, pass_fds=(3,)) as process:
-            wait_until(lambda: ask_status(path)["pid"] == process.pid)
+            until(lambda: ask_status(path)["pid"] == process.pid)
             process.terminate()
     assert path.exists()

@@ -14,6 +14,7 @@ from ems import CcKvOption, EmsErrorCode, EmsException
 from kvloom.pool.control import build_app
 from kvloom.pool.control_state import ControlState
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.waiting import until
 
 TOKEN = "an admin token"
 ADMIN = {"Authorization": f"Bearer {TOKEN}"}
@@ -149,9 +150,13 @@ def test_agents_follow_the_control_plane(served):
         assert b._control.beat()
         assert cc.save(slots_of(*range(30)), list(range(50, 80)), [4] * 30).success == 30
         assert cc.exists(list(range(50, 80)), CcKvOption(read_local_only=True)) == 30
-        served.post("/v1/nodes/a/blocks:evict", json={"tenant": "team-a", "bytes": 1 << 30})
-        assert a._control.beat()
-        assert a.node.pool("team-a").usage()["blocks"] == 0
+
+        def blocks_after_eviction() -> int:  # those on their way to their home stay until they are there
+            served.post("/v1/nodes/a/blocks:evict", json={"tenant": "team-a", "bytes": 1 << 30})
+            assert a._control.beat()
+            return a.node.pool("team-a").usage()["blocks"]
+
+        until(lambda: blocks_after_eviction() == 0)
         text = served.get("/metrics").text
         assert 'ems_load_keys_total{node="a",tenant="team-a"}' in text
         local = httpx.get(f"http://127.0.0.1:{a.http_port}/metrics").text

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,6 +24,7 @@ from kvloom.pool.bench.redis import find_server, private_server
 from kvloom.pool.engines.engine import EngineError, open_engine
 from kvloom.pool.engines.tier import EngineTier
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.waiting import until
 
 HASHES = list(range(100, 116))
 BLOCKS = list(range(len(HASHES)))
@@ -63,13 +64,6 @@ class FakeEngine:
         self.gate.set()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    limit_s = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < limit_s
-        threading.Event().wait(0.005)
-
-
 @contextlib.contextmanager
 def agent_with(engine) -> Iterator[Agent]:
     with running_agent(rcache_share=1.0) as agent:
@@ -81,7 +75,7 @@ def saved_and_forgotten(agent: Agent, cc) -> None:
     """Saves HASHES, waits until the store has them, and empties the node's own pool."""
     pool = agent.node.pool("default")
     assert cc.save(SLOTS, HASHES, OFFSETS).success == len(HASHES)
-    wait_until(lambda: pool.counts["push_done"] == len(HASHES))
+    until(lambda: pool.counts["push_done"] == len(HASHES))
     pool.evict(1 << 30)
     assert pool.usage()["blocks"] == 0
 
@@ -114,7 +108,7 @@ def test_blocks_that_come_do_not_push_each_other_out_of_a_full_pool():
         batches = [list(range(start, start + 48)) for start in range(0, 960, 48)]
         for i, hashes in enumerate(batches):
             cc.save(slots_of(*range(48)), hashes, [4] * 48)
-            wait_until(lambda i=i: pool.counts["push_done"] == 48 * (i + 1))
+            until(lambda i=i: pool.counts["push_done"] == 48 * (i + 1))
         for hashes in batches * 2:
             assert cc.load(slots_of(*range(48)), hashes, [4] * 48).success == 48
         pool.check()
@@ -139,7 +133,7 @@ def test_a_late_get_costs_its_deadline_and_changes_nothing_when_it_returns():
         assert time.monotonic() - start_s < 5
         assert agent.node.pool("default").counts["miss_timeout"] == len(HASHES)
         engine.gate.set()
-        wait_until(lambda: agent.engine._num_busy == 0)
+        until(lambda: agent.engine._num_busy == 0)
         assert agent.node.pool("default").usage()["blocks"] == 0, "the late result is dropped"
         assert not tokens_of(kv, SLOTS).any()
 
@@ -150,10 +144,10 @@ def test_a_late_put_keeps_its_blocks_pinned_until_it_returns():
         pool = agent.node.pool("default")
         engine.gate.clear()
         assert cc.save(slots_of(0), [1], [4]).success == 1
-        wait_until(lambda: engine.num_calls == 1)
+        until(lambda: engine.num_calls == 1)
         assert pool.evict(1 << 30) == 0, "the store still reads from it"
         engine.gate.set()
-        wait_until(lambda: pool.counts["push_done"] == 1)
+        until(lambda: pool.counts["push_done"] == 1)
         assert pool.evict(1 << 30) > 0
         pool.check()
 
@@ -165,10 +159,10 @@ def test_calls_that_never_return_do_not_pile_up():
     for _ in range(20):
         now[0] += 100  # past every pause of the breaker
         assert tier.count("t", [bytes(32)], now[0]) == 0
-    wait_until(lambda: engine.num_calls == 4)
+    until(lambda: engine.num_calls == 4)
     assert tier._num_busy == 4
     engine.gate.set()
-    wait_until(lambda: tier._num_busy == 0)
+    until(lambda: tier._num_busy == 0)
     now[0] += 100
     assert tier.count("t", [bytes(32)], now[0] + 5) == 0
     assert tier.status() == {"engine": True}
@@ -308,7 +302,7 @@ def mooncake_address(tmp_path) -> Iterator[str]:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             ports.append(listener.getsockname()[1])
     with subprocess.Popen([command, f"-rpc_port={ports[0]}", f"-metrics_port={ports[1]}"], cwd=tmp_path) as process:
-        wait_until(lambda: _accepts(ports[0]))
+        until(lambda: _accepts(ports[0]))
         yield f"mooncake://127.0.0.1:{ports[0]}?host={host}&segment=64M"
         process.terminate()
 

@@ -11,6 +11,7 @@ from ems.common.channel import Channel
 from ems.wire import messages as m
 from kvloom.pool.config import Address
 from tests.support.pool import SECRET, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -33,13 +34,6 @@ def cluster():
         yield agents
 
 
-def wait_until(condition):
-    limit = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < limit, "did not happen within 5 s"
-        time.sleep(0.005)
-
-
 def pushed(agent) -> int:
     counts = agent.node.pool("default").counts
     return counts["push_done"] + counts["push_failed"] + counts["push_dropped"]
@@ -51,7 +45,7 @@ def save_all(agent, cc, hashes, **option):
         hashes
     )
     new = agent.node.pool("default").usage()["rcache_bytes"] // 4096 - before[1]
-    wait_until(lambda: pushed(agent) >= before[0] + new)
+    until(lambda: pushed(agent) >= before[0] + new)
 
 
 def test_what_one_node_saves_the_others_load(cluster):

@@ -11,7 +11,7 @@ from kvloom.pool.auth import new_credential
 from kvloom.pool.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle
-from tests.support.servers import until
+from tests.support.waiting import until
 
 HASHES = list(range(1, 13))
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program, wait_until
+from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -53,7 +54,7 @@ def test_streamed_equals_whole_and_the_second_turn_computes_only_what_is_new(dae
     assert request["prompt_tokens"] - request["cached_tokens"] <= 50  # the new turn and what surrounds it, and 16
     assert request["cached_tokens"] > 50
     client.wait(context)
-    wait_until(lambda: all(s["kv_bytes"] == 0 for s in daemon.status()["sessions"]))
+    until(lambda: all(s["kv_bytes"] == 0 for s in daemon.status()["sessions"]))
 
 
 def test_a_full_context_ends_with_length(client, smollm2_path):
@@ -77,9 +78,9 @@ def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_
         client.call("started", context)
         before = pss_bytes(daemon.model()["pid"])
         daemon.psi_file.write_text("some avg10=9 total=200000\nfull avg10=0 total=0\n")
-        wait_until(lambda: daemon.status()["memory"]["pressure"] == 1)
+        until(lambda: daemon.status()["memory"]["pressure"] == 1)
         token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
-        wait_until(lambda: before - pss_bytes(daemon.model()["pid"]) > 1000 * token_bytes)
+        until(lambda: before - pss_bytes(daemon.model()["pid"]) > 1000 * token_bytes)
         client.call("destroy", busy)
         assert text_of(client.ask(idle, messages=messages, max_tokens=4)) == answer
     finally:

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 LONG = {"max_tokens": 1500, "ignore_eos": True, "seed": 1}
 

@@ -16,7 +16,8 @@ from kvloom.server.config_view import config_view
 from kvloom.server.tls import TlsConfig
 from tests.server.test_daemon import DAEMON, free_port, install
 from tests.support.processes import serving
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 MAX_PAGE_BYTES = 60_000
 SECRET_PROMPT = "nobody may read this"

@@ -16,7 +16,7 @@ from kvloom.server.auth import hash_key, new_key
 from kvloom.server.config_cli import starting_point
 from kvloom.server.config_keys import LAYOUT_1
 from tests.support.processes import CLI, serving
-from tests.support.servers import until
+from tests.support.waiting import until
 
 DAEMON = (sys.executable, "-m", "kvloom.server.daemon")
 

@@ -10,7 +10,8 @@ import pytest
 
 from kvloom.server.auth import new_key
 from kvloom.server.options import WireOptions
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ import pytest
 
 from kvloom.engine.fake import FakeRunner, fake_embedding
 from kvloom.engine.pooling import unit
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 from tests.wire.gate import Gate
 
 TEXTS = ["hello", "a longer text, of several blocks", "hello"]

@@ -26,7 +26,7 @@ from kvloom.pool.auth import new_credential
 from kvloom.server.ems_tier import EmsTier, open_tier
 from tests.support.pool import SECRET, running_agent
 from tests.support.pool_faults import AgentProcess
-from tests.support.servers import until
+from tests.support.waiting import until
 
 TIMEOUT_S = 0.4
 FACTORY = "kvloom.server.ems_tier:open_tier"

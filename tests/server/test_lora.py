@@ -20,7 +20,8 @@ from kvloom.server.options import WireOptions
 from tests.support.adapters import TINY_SHAPES, make_adapter
 from tests.support.configs import mock_document
 from tests.support.processes import serve
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 PROMPT = "the quick brown fox"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

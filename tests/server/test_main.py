@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.support.processes import CLI, serve
-from tests.support.servers import until
+from tests.support.waiting import until
 
 MOCK = ("--backend", "fake")
 BODY = {"model": "mock", "prompt": "hi", "ignore_eos": True}

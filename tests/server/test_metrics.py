@@ -5,7 +5,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.server.meter import Histogram, Throughput
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 
 def scrape(server: FakeServer) -> dict[tuple[str, str], float]:

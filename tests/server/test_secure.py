@@ -12,7 +12,7 @@ from kvloom.server.auth import hash_key, new_key
 from kvloom.server.cert_cli import make_files
 from tests.server.test_main import mock_config, run_cli
 from tests.support.processes import serve
-from tests.support.servers import until
+from tests.support.waiting import until
 
 TLS_KEYS = {
     "httpsEnabled": True,

@@ -22,7 +22,8 @@ from kvloom.server import tracers
 from kvloom.server.otel import OtelTracer, open_otlp
 from kvloom.server.tracers import open_tracer
 from tests.support.processes import CLI, serving
-from tests.support.servers import MODEL, FakeServer, fake_server, until
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

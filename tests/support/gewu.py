@@ -6,26 +6,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvloom.gewu.build import INCLUDE, PACKAGE, library
 from kvloom.gewu.cli import ask_status
+from tests.support.waiting import WAIT_S, until
 
 ABI = Path(__file__).parent.parent / "abi"
-WAIT_S = 10.0
 DEMO_MODEL = "/data/storage/el2/base/files/qwen2-awq"  # fixed in the specification's demo
-
-
-def wait_until(condition: Callable[[], Any], timeout_s: float = WAIT_S) -> Any:
-    """The condition's first true value; for effects of other processes, which no event announces."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not become true in time"
-        time.sleep(0.005)
-    return value
 
 
 def make_model(folder: Path, num_bytes: int = 1000, **config: Any) -> Path:
@@ -54,7 +44,7 @@ class DaemonProcess:
     def start(self) -> None:
         command = [sys.executable, "-m", "kvloom.gewu", "daemon", *self._options]
         self.process = subprocess.Popen(command, env=self.environ)
-        wait_until(self._listens)
+        until(self._listens)
 
     def status(self) -> dict[str, Any]:
         return ask_status(self.socket)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.support.servers import until
+from tests.support.waiting import until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
 READY = re.compile(r"(?:is|are) served on (https?://\S+:\d+)\.")

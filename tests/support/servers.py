@@ -3,8 +3,7 @@
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from kvloom.server.models import Models
 from kvloom.server.options import WireOptions
 from kvloom.server.tls import ServerContext
 from kvloom.server.tracing import CallerMiddleware, Tracer
+from tests.support.waiting import until
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -134,11 +134,3 @@ async def _drain(health: Health, grace_s: float | None) -> None:
     health.is_draining = True
     while health.models.admission.num_active:
         await asyncio.sleep(0.01)
-
-
-def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait for a condition that another thread or process makes true."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)

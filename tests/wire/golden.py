@@ -12,7 +12,8 @@ import httpx
 import msgspec
 
 from kvloom.server.options import WireOptions
-from tests.support.servers import FakeServer, fake_server, until
+from tests.support.servers import FakeServer, fake_server
+from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL, Case
 
 FOLDER = Path(__file__).parent / "golden"

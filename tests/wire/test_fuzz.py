@@ -9,7 +9,8 @@ import random
 import threading
 from typing import Any
 
-from tests.support.servers import FakeServer, fake_server, until
+from tests.support.servers import FakeServer, fake_server
+from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL, Case
 
 NUM_REQUESTS = 10_000

@@ -14,7 +14,8 @@ import pytest
 
 from kvloom.engine.fake import EOS_ID, fake_answer
 from kvloom.engine.request import SamplingParams
-from tests.support.servers import FakeServer, fake_server, until
+from tests.support.servers import FakeServer, fake_server
+from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL
 from tests.wire.gate import Gate
 

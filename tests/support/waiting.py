@@ -1,0 +1,16 @@
+"""Waiting for what other threads and processes do, which no event announces."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+WAIT_S = 20.0
+
+
+def until(condition: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
+    """The condition's first true value, within `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "it did not become true in time"
+        time.sleep(0.005)
+    return value
