@@ -1,8 +1,10 @@
 """From the arguments of a call to blocks: names, token counts, and where their tokens lie in the registered cache."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise
+from operator import sub
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,35 +13,31 @@ from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
 from ems.keys import KeySpace
 
 Slots = npt.NDArray[np.int64]
+Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
+Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
 _MAX_TOKEN = 2**63
+_Names = Callable[[int, int], list[bytes]]
 
 
-class Piece(NamedTuple):
-    """`num_tokens` tokens from position `start` of block `block` of the caller's cache."""
-
-    block: int
-    start: int
-    num_tokens: int
-
-
-class Block(NamedTuple):
-    """A block of the pool. Its bytes are, tensor by tensor, its tokens in order; `pieces` say where these lie."""
-
-    key: bytes
-    num_tokens: int
-    pieces: tuple[Piece, ...]
-    groups: tuple[tuple[Piece, ...], ...] = ()  # pieces of each layer group, in place of `pieces`
-
-    def pieces_of(self, group: int) -> tuple[Piece, ...]:
-        return self.groups[group] if self.groups else self.pieces
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
-    """Blocks in chain order. parent: the key of the block before the first one, or empty."""
+    """The blocks of a call, in chain order. A block's bytes are, tensor by tensor, its tokens in order.
 
-    blocks: list[Block]
-    parent: bytes = b""
+    blocks: where they lie. tokens: of each layer group, how many each block has. parent: the key before the first
+    block, or empty.
+    """
+
+    def __init__(self, blocks: list[Block], tokens: list[list[int]], names: _Names, parent: bytes = b"") -> None:
+        self.blocks = blocks
+        self.tokens = tokens
+        self.parent = parent
+        self._names = names
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def keys(self, start: int, end: int) -> list[bytes]:
+        """The names of blocks start .. end, computed now: the first ones can be on their way before the last."""
+        return self._names(start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +91,15 @@ def _by_hash(cache: Cache, slots: Slots, hashes: object, offsets: object) -> Req
     counts = _integers("offsets", offsets).tolist()
     if len(values) != len(counts):
         raise invalid_argument("hashes", f"{len(values)} hashes for {len(counts)} offsets")
-    if any(count < 1 for count in counts):
+    if counts and min(counts) < 1:
         raise invalid_argument("offsets", "each must be at least 1")
     if sum(counts) != len(slots):
         raise invalid_argument("offsets", f"sum to {sum(counts)}, slot_mapping has {len(slots)} entries")
-    keys = [cache.keys.of_hash(value, count) for value, count in zip(values, counts, strict=True)]
-    return Request(_blocks(cache, slots, keys, counts))
+
+    def names(start: int, end: int) -> list[bytes]:
+        return list(map(cache.keys.of_hash, values[start:end], counts[start:end]))
+
+    return Request(_blocks(cache, slots, counts), [counts], names)
 
 
 def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
@@ -107,41 +108,38 @@ def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
     groups = cache.groups or ((cache.block_size, cache.num_slots),)
     if not isinstance(chunk_descs, Sequence) or len(chunk_descs) != len(groups):
         raise invalid_argument("chunk_descs", f"must have one list for each of the {len(groups)} layer groups")
-    pieces: list[list[tuple[Piece, ...]]] = []
+    runs: list[list[tuple[Run, ...]]] = []
     for number, (of_group, (size, num_slots)) in enumerate(zip(chunk_descs, groups, strict=True)):
         name = f"chunk_descs[{number}]"
         if not isinstance(of_group, Sequence) or len(of_group) != len(values):
             raise invalid_argument(name, f"must have one (start_slot, length) for each of {len(values)} hashes")
-        pieces.append([_run(name, chunk, size, num_slots) for chunk in of_group])
-    blocks = []
-    for value, chunk in zip(values, zip(*pieces, strict=True), strict=True):
-        lengths = [sum(piece.num_tokens for piece in run) for run in chunk]
-        if cache.groups:
-            blocks.append(Block(cache.keys.of_chunk(value, lengths), max(lengths), (), chunk))
-        else:
-            blocks.append(Block(cache.keys.of_hash(value, lengths[0]), lengths[0], chunk[0]))
-    return Request(blocks)
+        runs.append([_runs(name, chunk, size, num_slots) for chunk in of_group])
+    tokens = [[sum(count for _block, _start, count in chunk) for chunk in of_group] for of_group in runs]
+    keys = list(map(cache.keys.of_chunk, values, zip(*tokens, strict=True)))
+    return Request(list(zip(*runs, strict=True)), tokens, lambda start, end: keys[start:end])
 
 
-def _run(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Piece, ...]:
-    """The pieces of `length` slots from `start_slot` on."""
+def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Run, ...]:
+    """The runs of `length` slots from `start_slot` on."""
     numbers = _integers(name, chunk).tolist()
     if len(numbers) != 2:
         raise invalid_argument(name, "each chunk is (start_slot, length)")
     start, length = numbers
     if length < 1 or start < 0 or start + length > num_slots:
         raise invalid_argument(name, f"({start}, {length}) is not within 0 to {num_slots - 1}")
-    pieces = []
+    runs = []
     while length:
         count = min(length, block_size - start % block_size)
-        pieces.append(Piece(start // block_size, start % block_size, count))
+        runs.append((start // block_size, start % block_size, count))
         start, length = start + count, length - count
-    return tuple(pieces)
+    return tuple(runs)
 
 
 def plan_hashes(hashes: object) -> list[int]:
     """The hashes as integers of any size and sign."""
-    if not isinstance(hashes, Sequence) or any(isinstance(v, bool) or not isinstance(v, int) for v in hashes):
+    if not isinstance(hashes, Sequence) or not all(
+        issubclass(t, int) and t is not bool for t in set(map(type, hashes))
+    ):
         raise invalid_argument("hashes", "must be a list of integers")
     return list(hashes)
 
@@ -164,32 +162,25 @@ def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object) -> R
     keys = list(cache.keys.of_tokens(tokens, size))
     counts = [min(size, len(tokens) - start) for start in range(0, len(tokens), size)]
     first = -(-skipped // size)
-    blocks = _blocks(cache, slots[skipped:], keys[first:], counts[first:])
-    return Request(blocks, keys[first - 1] if first else b"")
+    blocks = _blocks(cache, slots[skipped:], counts[first:])
+    parent, keys = keys[first - 1] if first else b"", keys[first:]
+    return Request(blocks, [counts[first:]], lambda start, end: keys[start:end], parent)
 
 
-def _blocks(cache: Cache, slots: Slots, keys: list[bytes], counts: list[int]) -> list[Block]:
+def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> list[Block]:
     """Cuts the slots into blocks, and each block into runs of consecutive slots within one block of the cache."""
     if len(slots) and (slots.min() < 0 or slots.max() >= cache.num_slots):
         raise invalid_argument("slot_mapping", f"slots must be 0 to {cache.num_slots - 1}")
-    blocks = []
     size = cache.block_size
-    is_break = np.ones(len(slots), np.bool_)
-    is_break[1:] = (np.diff(slots) != 1) | (slots[1:] % size == 0)
-    position = 0
-    starts = np.cumsum([0, *counts])[:-1]
-    is_break[starts] = True
-    edges = [*np.flatnonzero(is_break).tolist(), len(slots)]
-    firsts: list[int] = slots[is_break].tolist()
-    run = 0
-    for key, count in zip(keys, counts, strict=True):
-        position += count
-        pieces = []
-        while run < len(firsts) and edges[run] < position:
-            pieces.append(Piece(firsts[run] // size, firsts[run] % size, edges[run + 1] - edges[run]))
-            run += 1
-        blocks.append(Block(key, count, tuple(pieces)))
-    return blocks
+    starts = list(accumulate(counts, initial=0))[:-1]
+    is_first = np.ones(len(slots), np.bool_)
+    is_first[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % size == 0)
+    is_first[starts] = True
+    firsts, places = slots[is_first], np.flatnonzero(is_first)
+    lengths = map(sub, [*places.tolist()[1:], len(slots)], places.tolist())
+    runs = list(zip((firsts // size).tolist(), (firsts % size).tolist(), lengths, strict=True))
+    edges = [*places.searchsorted(starts).tolist(), len(runs)]
+    return [(tuple(runs[start:end]),) for start, end in pairwise(edges)]
 
 
 def _integers(name: str, values: object) -> Slots:

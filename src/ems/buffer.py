@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ems.blocks import Block
+from ems.blocks import Block, Request
 from ems.common.exception import internal_error, invalid_argument
 from ems.keys import Layout
 
@@ -44,9 +44,9 @@ class Gatherer(Protocol):
 
 
 class Tensors(Gatherer, Protocol):
-    """Moves blocks between registered tensors and host memory. `batch` is how many blocks it likes at once."""
+    """Moves blocks between registered tensors and host memory. `batch_bytes` is how much it likes at once."""
 
-    batch: int
+    batch_bytes: int
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         """Writes each source to its block's tokens."""
@@ -90,12 +90,14 @@ class RegisteredCache:
         else:
             self.tensors = DeviceTensors(tensors, widths, group_of)
 
-    def size_of(self, block: Block) -> int:
-        """Bytes of a block."""
-        if not block.groups:
-            return block.num_tokens * self.token_bytes
-        counts = [sum(piece.num_tokens for piece in pieces) for pieces in block.groups]
-        return sum(count * width for count, width in zip(counts, self._group_bytes, strict=True))
+    def sizes(self, request: Request) -> list[int]:
+        """Bytes of each block."""
+        if len(self._group_bytes) == 1:
+            return [count * self.token_bytes for count in request.tokens[0]]
+        return [
+            sum(count * width for count, width in zip(counts, self._group_bytes, strict=True))
+            for counts in zip(*request.tokens, strict=True)
+        ]
 
     @property
     def num_slots(self) -> int:
@@ -105,12 +107,12 @@ class RegisteredCache:
 class Snapshot:
     """A copy of some blocks, which may be saved while the cache they come from changes."""
 
-    def __init__(self, cache: RegisteredCache, blocks: Sequence[Block]) -> None:
-        self.size_of = cache.size_of
-        self.num_bytes = sum(map(cache.size_of, blocks))
-        copies = [np.empty(cache.size_of(block), np.uint8) for block in blocks]
-        cache.tensors.gather(blocks, copies)
-        self._copies = {block[2:]: copy for block, copy in zip(blocks, copies, strict=True)}
+    def __init__(self, cache: RegisteredCache, request: Request) -> None:
+        self.sizes = cache.sizes
+        copies = [np.empty(size, np.uint8) for size in cache.sizes(request)]
+        self.num_bytes = sum(map(len, copies))
+        cache.tensors.gather(request.blocks, copies)
+        self._copies = dict(zip(request.blocks, copies, strict=True))
 
     @property
     def tensors(self) -> Gatherer:
@@ -118,7 +120,7 @@ class Snapshot:
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
-            target[:] = self._copies[block[2:]]
+            target[:] = self._copies[block]
 
 
 def _layers(kvcache: object) -> list[list[torch.Tensor]]:
@@ -172,33 +174,42 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+def _flat(tensor: torch.Tensor) -> Bytes:
+    """The memory from the first block to the end of the last, with what lies between blocks."""
+    size = (tensor.shape[0] - 1) * tensor.stride(0) + tensor[0].numel()
+    flat: Bytes = tensor.detach().as_strided((size,), (1,)).view(torch.uint8).numpy()
+    return flat
+
+
+def _stride_bytes(tensor: torch.Tensor) -> int:
+    """From block to block."""
+    return tensor.stride(0) * tensor.element_size()
+
+
 class HostTensors:
     """Tensors in host memory: plain copies, which release the interpreter lock."""
 
-    batch = 1  # a block that was just verified is still in the processor's cache when it is copied
+    batch_bytes = 256 << 10  # what was just verified is still in the processor's cache when it is copied
 
     def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
-        rows = [_rows(tensor).numpy() for tensor in tensors]
-        self._rows: list[tuple[Bytes, int, int]] = list(zip(rows, widths, group_of, strict=True))
+        self._parts = list(zip(map(_flat, tensors), map(_stride_bytes, tensors), widths, group_of, strict=True))
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
             position = 0
-            for rows, width, group in self._rows:
-                for piece in block.pieces_of(group):
-                    size = piece.num_tokens * width
-                    start = piece.start * width
-                    target[position : position + size] = rows[piece.block, start : start + size]
+            for data, stride, width, group in self._parts:
+                for number, start, count in block[group]:
+                    size, place = count * width, number * stride + start * width
+                    target[position : position + size] = data[place : place + size]
                     position += size
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         for block, source in zip(blocks, sources, strict=True):
             position = 0
-            for rows, width, group in self._rows:
-                for piece in block.pieces_of(group):
-                    size = piece.num_tokens * width
-                    start = piece.start * width
-                    rows[piece.block, start : start + size] = source[position : position + size]
+            for data, stride, width, group in self._parts:
+                for number, start, count in block[group]:
+                    size, place = count * width, number * stride + start * width
+                    data[place : place + size] = source[position : position + size]
                     position += size
 
 
@@ -208,7 +219,7 @@ class DeviceTensors:
     Works on any torch device; the host side of the copy is pinned where the device is CUDA.
     """
 
-    batch = 16
+    batch_bytes = 32 << 20
 
     def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
         self._rows = list(zip(map(_rows, tensors), widths, group_of, strict=True))
@@ -252,9 +263,9 @@ class DeviceTensors:
         parts, position = [], 0
         for block in blocks:
             for rows, width, group in self._rows:
-                for piece in block.pieces_of(group):
-                    size, start = piece.num_tokens * width, piece.start * width
-                    parts.append((packed[position : position + size], rows[piece.block, start : start + size]))
+                for number, start, count in block[group]:
+                    size, first = count * width, start * width
+                    parts.append((packed[position : position + size], rows[number, first : first + size]))
                     position += size
         return parts
 

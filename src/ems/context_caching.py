@@ -202,13 +202,13 @@ class ContextCaching:
     def _snapshot(self, request: Request) -> Snapshot | None:
         """A copy of the blocks; None when too many bytes of copies wait already."""
         cache = self._registered()
-        size = sum(map(cache.size_of, request.blocks))
+        size = sum(cache.sizes(request))
         with self._lock:
             if self._snapshot_bytes + size > _MAX_SNAPSHOT_BYTES:
                 return None
             self._snapshot_bytes += size
         try:
-            return Snapshot(cache, request.blocks)
+            return Snapshot(cache, request)
         except BaseException:
             self._count_snapshot(-size)
             raise
@@ -248,7 +248,7 @@ class ContextCaching:
     ) -> CcResult:
         deadline_s = start_s + max(_FLOOR_S, option.timeout / 1000)
         salt, request, arguments = early
-        total = len(request.blocks)
+        total = len(request)
         progress = pipeline.Progress()
         if total == 0:
             return CcResult(0, 0)

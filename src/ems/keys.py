@@ -5,11 +5,11 @@ layout of the registered tensors, the caller's hash or token chain, and the numb
 in any of these never read each other's bytes; the same ones agree after a restart, whatever PYTHONHASHSEED is.
 """
 
-import hashlib
 import hmac
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 KEY_BYTES = 32
 NONCE_BYTES = 32
@@ -34,7 +34,7 @@ class Layout:
         """32 bytes; differs whenever a stored block would be read differently. Elements are little-endian."""
         text = f"le|{self.dtype}|{self.block_size}|{self.token_shapes!r}"
         text += f"|{self.groups!r}" if self.groups else ""
-        return hashlib.sha256(text.encode()).digest()
+        return sha256(text.encode()).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class KeySpace:
     """The names of one registered layout of one rank for one tenant."""
 
     def __init__(self, salt: bytes, identity: Identity, layout: Layout) -> None:
-        base = hashlib.sha256(b"ems key 1")
+        base = sha256(b"ems key 2")
         base.update(struct.pack("<I", len(salt)) + salt)
         for text in (identity.model_id, identity.llm_engine, identity.kvcache_type):
             base.update(_encode_str(text))
@@ -74,22 +74,16 @@ class KeySpace:
         for number in (identity.tp_world_size, identity.pp_world_size, rank_in_tp, identity.rank_in_pp):
             base.update(encode_int(number))
         base.update(layout.fingerprint())
-        self._hash_base = base.copy()
-        self._hash_base.update(b"h")
-        self._token_base = base
-        self._token_base.update(b"t")
+        self._hash_base = base.digest() + b"h"
+        self._token_base = base.digest() + b"t"
 
     def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
         """Name of the block whose prefix hash the caller computed; any integer."""
-        digest = self._hash_base.copy()
-        digest.update(encode_int(block_hash) + _NUM_TOKENS(num_tokens))
-        return digest.digest()
+        return sha256(self._hash_base + encode_int(block_hash) + _NUM_TOKENS(num_tokens)).digest()
 
     def of_chunk(self, block_hash: int, lengths: Sequence[int]) -> bytes:
-        """Name of a chunk of a cache in layer groups: its hash, and its tokens in each group."""
-        digest = self._hash_base.copy()
-        digest.update(encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths))
-        return digest.digest()
+        """Name of a block of a cache in layer groups: its hash, and its tokens in each group. One group = `of_hash`."""
+        return sha256(self._hash_base + encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths)).digest()
 
     def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
         """Names of the blocks of a token sequence, the last one possibly short. Tokens are signed 64-bit.
@@ -99,21 +93,21 @@ class KeySpace:
         previous = b""
         for start in range(0, len(token_ids), block_size):
             block = token_ids[start : start + block_size]
-            digest = self._token_base.copy()
-            digest.update(previous + struct.pack(f"<Q{len(block)}q", len(block), *block))
-            previous = digest.digest()
+            previous = sha256(
+                self._token_base + previous + struct.pack(f"<Q{len(block)}q", len(block), *block)
+            ).digest()
             yield previous
 
 
 def verifier(access_key: str, salt: bytes) -> bytes:
     """What is stored in place of an access key. Keys are long and random, so one keyed hash suffices."""
-    return hmac.new(salt, b"ems verifier 1" + access_key.encode(), hashlib.sha256).digest()
+    return hmac.new(salt, b"ems verifier 1" + access_key.encode(), sha256).digest()
 
 
 def proof(secret: bytes, role: str, access_id: str, client_nonce: bytes, agent_nonce: bytes) -> bytes:
     """Shows knowledge of `secret` for this pair of nonces; `role` keeps a proof from being sent back to its author."""
     message = b"".join((_encode_str(role), _encode_str(access_id), client_nonce, agent_nonce))
-    return hmac.new(secret, message, hashlib.sha256).digest()
+    return hmac.new(secret, message, sha256).digest()
 
 
 def same(left: bytes, right: bytes) -> bool:
@@ -123,4 +117,4 @@ def same(left: bytes, right: bytes) -> bool:
 
 def derive(secret: bytes, purpose: str, name: str = "") -> bytes:
     """A 32-byte secret for one purpose (a tenant's salt, the key of a peer session), from a longer-lived one."""
-    return hmac.new(secret, _encode_str(purpose) + _encode_str(name), hashlib.sha256).digest()
+    return hmac.new(secret, _encode_str(purpose) + _encode_str(name), sha256).digest()

@@ -4,8 +4,9 @@ Both update a `Progress` as they go, so that a call that is cut short still know
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
 _FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
 _GROWTH = 4
+_SUCCESSES = bytes(status for status in m.Status if status.is_success)
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
 _REGION_BYTES = 4 << 20  # little enough to stay in the processor's cache on the way to the agent
@@ -37,24 +39,23 @@ class Progress:
 
     def add(self, statuses: bytes) -> None:
         """Counts the statuses of the next sub-batch."""
-        for status in statuses:
-            self.is_whole = self.is_whole and m.Status(status).is_success
-            self.success += self.is_whole
+        if self.is_whole:
+            count = len(statuses) - len(statuses.lstrip(_SUCCESSES))
+            self.success += count
+            self.is_whole = count == len(statuses)
 
 
-def _groups(blocks: Sequence[Block], size_of: Callable[[Block], int], max_bytes: int) -> list[list[Block]]:
+def _groups(sizes: Sequence[int], max_bytes: int) -> list[range]:
     """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
-    groups: list[list[Block]] = []
-    room, limit = 0, _FIRST_BYTES
-    for block in blocks:
-        size = _aligned(size_of(block))
-        if not groups or len(groups[-1]) == _GROUP_KEYS or size > room:
-            groups.append([])
-            room = min(limit, max_bytes)
+    groups: list[range] = []
+    start, room, limit = 0, 0, _FIRST_BYTES
+    for i, size in enumerate(map(_aligned, sizes)):
+        if i - start == _GROUP_KEYS or size > room:
+            groups.append(range(start, i))
+            start, room = i, min(limit, max_bytes)
             limit *= _GROWTH
-        groups[-1].append(block)
         room -= size
-    return groups
+    return [*groups[1:], range(start, len(sizes))]
 
 
 def _aligned(size: int) -> int:
@@ -70,73 +71,53 @@ def save(
     progress: Progress,
 ) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
-    blocks = request.blocks
-    too_large = [i for i, block in enumerate(blocks) if cache.size_of(block) > link.welcome.max_block_bytes]
-    if too_large:
-        blocks = blocks[: too_large[0]]
-    if not blocks:
+    sizes = cache.sizes(request)
+    limit = link.welcome.max_block_bytes
+    sizes = list(takewhile(lambda size: size <= limit, sizes)) if max(sizes) > limit else sizes
+    if not sizes:
         return
-    request = Request(blocks, request.parent)
     if link.welcome.is_direct:
-        _save_direct(link, cache, request, deadline_s, progress)
+        _save_direct(link, cache, request, sizes, deadline_s, progress)
     else:
-        _save_staged(link, cache, request, option, deadline_s, progress)
+        _save_staged(link, cache, request, sizes, option, deadline_s, progress)
 
 
 def _save_staged(
     link: Link,
     cache: RegisteredCache | Snapshot,
     request: Request,
+    sizes: list[int],
     option: CcKvOption,
     deadline_s: float,
     progress: Progress,
 ) -> None:
-    largest = _aligned(max(map(cache.size_of, request.blocks)))
+    largest = _aligned(max(sizes))
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = link.arena(region_bytes * _REGIONS, deadline_s)
     region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
-    groups = _groups(request.blocks, cache.size_of, region_bytes)
-    parent, under_way = request.parent, 0
-    is_ended = False
+    groups = _groups(sizes, region_bytes)
+    parent, under_way, is_ended = request.parent, 0, False
     for index, group in enumerate(groups):
         if under_way == _REGIONS:
             _collect(link, deadline_s, progress)
             under_way -= 1
             if not progress.is_whole:
                 break
+        part = slice(group.start, group.stop)
+        keys, lengths = request.keys(group.start, group.stop), sizes[part]
         is_ended = index == len(groups) - 1
-        _stage(link, cache, arena, (index % _REGIONS) * region_bytes, group, parent, option, is_ended, deadline_s)
+        offsets = list(accumulate(map(_aligned, lengths[:-1]), initial=(index % _REGIONS) * region_bytes))
+        targets = [arena[offset : offset + size] for offset, size in zip(offsets, lengths, strict=True)]
+        cache.tensors.gather(request.blocks[part], targets)
+        link.begin(m.Save(b"".join(keys), offsets, lengths, parent, option.write_rcache, is_ended), deadline_s)
         under_way += 1
-        parent = group[-1].key
-        progress.num_bytes += sum(map(cache.size_of, group))
+        parent = keys[-1]
+        progress.num_bytes += sum(lengths)
     if not is_ended:
         link.begin(m.Save(b"", [], []), deadline_s)
         under_way += 1
     for _ in range(under_way):
         _collect(link, deadline_s, progress)
-
-
-def _stage(
-    link: Link,
-    cache: RegisteredCache | Snapshot,
-    arena: Bytes,
-    position: int,
-    group: list[Block],
-    parent: bytes,
-    option: CcKvOption,
-    is_last: bool,
-    deadline_s: float,
-) -> None:
-    """Copies a sub-batch into the staging area from `position` on and asks the agent to take it."""
-    offsets, lengths = [], []
-    for block in group:
-        offsets.append(position)
-        lengths.append(cache.size_of(block))
-        position += _aligned(lengths[-1])
-    targets = [arena[offset : offset + length] for offset, length in zip(offsets, lengths, strict=True)]
-    cache.tensors.gather(group, targets)
-    keys = b"".join(block.key for block in group)
-    link.begin(m.Save(keys, offsets, lengths, parent, option.write_rcache, is_last), deadline_s)
 
 
 def _collect(link: Link, deadline_s: float, progress: Progress) -> None:
@@ -147,28 +128,32 @@ def _collect(link: Link, deadline_s: float, progress: Progress) -> None:
 
 
 def _save_direct(
-    link: Link, cache: RegisteredCache | Snapshot, request: Request, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache | Snapshot,
+    request: Request,
+    sizes: list[int],
+    deadline_s: float,
+    progress: Progress,
 ) -> None:
     """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
     parent = request.parent
-    for group in _groups(request.blocks, cache.size_of, m.MAX_BLOCK_BYTES):
-        lengths = [cache.size_of(block) for block in group]
-        keys = b"".join(block.key for block in group)
-        answer = link.call(m.Reserve(keys, lengths, parent), deadline_s)
+    for group in _groups(sizes, m.MAX_BLOCK_BYTES):
+        keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
+        answer = link.call(m.Reserve(b"".join(keys), lengths, parent), deadline_s)
         if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
             raise WireError("expected the result of a reservation")
         sums = []
-        for i, block in enumerate(group):
-            if answer.statuses[i] == m.Status.STORED:
+        for i, status in enumerate(answer.statuses):
+            if status == m.Status.STORED:
                 offset = answer.offsets[i]
                 target = link.segment(answer.segments[i], deadline_s)[offset : offset + lengths[i]]
-                cache.tensors.gather([block], [target])
+                cache.tensors.gather([request.blocks[group[i]]], [target])
                 sums.append(xxhash.xxh3_128_digest(target.data))
         if not isinstance(link.call(m.Commit(b"".join(sums)), deadline_s), m.Saved):
             raise WireError("expected the result of a commit")
         progress.add(answer.statuses)
         progress.num_bytes += sum(lengths)
-        parent = group[-1].key
+        parent = keys[-1]
         if not progress.is_whole:
             return
 
@@ -177,42 +162,47 @@ def load(
     link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
 ) -> None:
     """Loads the blocks in order until one is missing or damaged; later ones leave the caller's cache as it was."""
-    for start in range(0, len(request.blocks), m.MAX_KEYS):
-        blocks = request.blocks[start : start + m.MAX_KEYS]
-        keys = b"".join(block.key for block in blocks)
+    sizes = cache.sizes(request)
+    for start in range(0, len(request), m.MAX_KEYS):
+        end = min(start + m.MAX_KEYS, len(request))
+        keys = b"".join(request.keys(start, end))
         found = link.call(m.Load(keys, option.read_local_only or option.timeout == 0), deadline_s)
-        if not isinstance(found, m.Found) or len(found.segments) > len(blocks):
+        if not isinstance(found, m.Found) or len(found.segments) > end - start:
             raise WireError("expected the result of a load")
         before = progress.success
-        corrupt = _copy_found(link, cache, blocks, found, deadline_s, progress)
+        corrupt = _copy_found(link, cache, request.blocks[start:end], sizes[start:end], found, deadline_s, progress)
         if found.lease:
             link.begin(m.Release(found.lease, corrupt), max(deadline_s, time.monotonic() + 0.1))
-        if progress.success - before < len(blocks):
+        if progress.success - before < end - start:
             return
 
 
 def _copy_found(
-    link: Link, cache: RegisteredCache, blocks: list[Block], found: m.Found, deadline_s: float, progress: Progress
+    link: Link,
+    cache: RegisteredCache,
+    blocks: list[Block],
+    sizes: list[int],
+    found: m.Found,
+    deadline_s: float,
+    progress: Progress,
 ) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
-    sums = m.split_sums(found.sums)
     segments = {number: link.segment(number, deadline_s) for number in dict.fromkeys(found.segments)}
-    batch = cache.tensors.batch
-    for start in range(0, len(found.segments), batch):
+    places = list(zip(found.segments, found.offsets, found.lengths, sizes, m.split_sums(found.sums), strict=False))
+    batch = max(1, cache.tensors.batch_bytes // max(sizes))
+    for start in range(0, len(places), batch):
+        part = places[start : start + batch]
         sources: list[Bytes] = []
-        corrupt = -1
-        for i in range(start, min(start + batch, len(found.segments))):
-            offset, length = found.offsets[i], found.lengths[i]
-            source = segments[found.segments[i]][offset : offset + length]
-            if length != cache.size_of(blocks[i]) or xxhash.xxh3_128_digest(source.data) != sums[i]:
-                corrupt = i
+        for segment, offset, length, size, checksum in part:
+            source = segments[segment][offset : offset + length]
+            if length != size or xxhash.xxh3_128_digest(source.data) != checksum:
                 break
             sources.append(source)
-            progress.num_bytes += length
         if time.monotonic() > deadline_s:
             raise TimeoutError("deadline passed")
         cache.tensors.scatter(blocks[start : start + len(sources)], sources)
         progress.success += len(sources)
-        if corrupt >= 0:
-            return corrupt
+        progress.num_bytes += sum(map(len, sources))
+        if len(sources) < len(part):
+            return start + len(sources)
     return -1

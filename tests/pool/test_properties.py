@@ -30,10 +30,11 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.grow(4)
         self.live: dict[int, int] = {}
 
-    @rule(length=st.integers(1, SLAB))
-    def allocate(self, length: int) -> None:
-        offset = self.allocator.allocate(length)
-        if offset is not None:
+    @rule(length=st.integers(1, SLAB), count=st.integers(1, 20))
+    def allocate(self, length: int, count: int) -> None:
+        offsets = self.allocator.allocate(length, count)
+        assert len(offsets) <= count
+        for offset in offsets:
             assert offset + length <= self.allocator.capacity
             assert offset // SLAB == (offset + length - 1) // SLAB
             assert all(offset + length <= o or o + n <= offset for o, n in self.live.items())
@@ -173,9 +174,34 @@ class StoreMachine(RuleBasedStateMachine):
         self.pool.unpin(self.pinned)
         self.pinned = []
 
+    @rule(
+        keys=st.lists(keys, min_size=1, max_size=12), length=st.sampled_from([100, 5000, 30000]), rcache=st.booleans()
+    )
+    def write_batch(self, keys: list[bytes], length: int, rcache: bool) -> None:
+        found = self.pool.begin_all(keys, [length] * len(keys), [rcache] * len(keys))
+        assert len(found) == len(keys) or isinstance(found[-1], Status)
+        data = bytes([length % 251]) * length
+        written = []
+        for place in found:
+            if isinstance(place, Place):
+                self.pool.view(place.offset, place.length)[:] = memoryview(data)
+                written.append((place, xxhash.xxh3_128_digest(data), b""))
+        published = self.pool.publish_all(written)
+        self.truth |= {entry.key: data for status, entry in published if status == Status.STORED}
+        self.pool.unpin(
+            [entry for _status, entry in published] + [place for place in found if isinstance(place, Entry)]
+        )
+
     @rule(size=st.integers(1, 1 << 16))
     def evict(self, size: int) -> None:
         self.pool.evict(size)
+
+    @rule(length=st.sampled_from([4096, 8192, 30720]), count=st.integers(1, 20))
+    def make_room_ahead(self, length: int, count: int) -> None:
+        before = self.pool.usage()["used_bytes"]
+        while self.pool.make_room_ahead(length, count):
+            pass
+        assert before - self.pool.usage()["used_bytes"] <= (1 << 18) // 16 + 30720, "a small share, to the next block"
 
     @rule(key=keys)
     def explain(self, key: bytes) -> None:
@@ -232,6 +258,49 @@ def test_a_scan_does_not_push_out_what_is_used():
         pool.unpin(pool.pin_prefix(hot))
         put(pool, number)
     assert pool.count_prefix(hot) == 8
+    pool.close()
+
+
+def put_batch(pool: TenantPool, numbers: range) -> list[Entry]:
+    """Blocks of 8 KiB, pinned."""
+    places = pool.begin_all(
+        [number.to_bytes(32, "big") for number in numbers], [8192] * len(numbers), [False] * len(numbers)
+    )
+    return [entry for _status, entry in pool.publish_all([(place, bytes(16), b"") for place in places])]
+
+
+def test_after_a_batch_there_is_room_for_the_next():
+    pool = new_pool(1 << 20)
+    pool.unpin(put_batch(pool, range(120)))
+    batch = put_batch(pool, range(200, 208))
+    while pool.make_room_ahead(8192, 8):
+        pass
+    assert pool.usage()["used_bytes"] == (1 << 20) - 8 * 8192
+    assert pool.count_prefix([entry.key for entry in batch]) == 8, "it is pinned"
+    pool.unpin(batch)
+    evicted = pool.counts["evicted"]
+    pool.unpin(put_batch(pool, range(300, 308)))
+    assert pool.counts["evicted"] == evicted
+    pool.check()
+    pool.close()
+
+
+def test_no_more_than_a_sixteenth_is_kept_free():
+    pool = new_pool(1 << 20)
+    pool.unpin(put_batch(pool, range(128)))
+    while pool.make_room_ahead(8192, 100):
+        pass
+    assert pool.usage()["used_bytes"] == (1 << 20) * 15 // 16
+    pool.close()
+
+
+def test_a_batch_of_a_full_pool_takes_the_places_of_others_once():
+    pool = new_pool(1 << 20)
+    pool.unpin(put_batch(pool, range(128)))
+    keys = [number.to_bytes(32, "big") for number in (*range(100, 128), *range(200, 210))]
+    found = pool.begin_all(keys, [8192] * len(keys), [False] * len(keys))
+    assert [type(place) for place in found] == [Entry] * 28 + [Place] * 10
+    assert pool.counts["evicted"] == 10
     pool.close()
 
 

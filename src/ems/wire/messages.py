@@ -56,12 +56,12 @@ def _check_counts(expected: int, *lists: list[int]) -> None:
     for values in lists:
         if len(values) != expected:
             raise ValueError(f"{len(values)} values for {expected} keys")
-        if any(value < 0 for value in values):
+        if values and min(values) < 0:
             raise ValueError("negative value")
 
 
 def _check_lengths(lengths: list[int]) -> None:
-    if any(not 0 < length <= MAX_BLOCK_BYTES for length in lengths):
+    if lengths and not 0 < min(lengths) <= max(lengths) <= MAX_BLOCK_BYTES:
         raise ValueError(f"a block is 1 to {MAX_BLOCK_BYTES} bytes")
 
 
@@ -257,7 +257,7 @@ class PeerBlocks(Message):
 
     def __post_init__(self) -> None:
         _check_counts(len(self.lengths))
-        if any(not 0 <= n <= MAX_BLOCK_BYTES for n in self.lengths) or len(self.sums) != SUM_BYTES * len(self.lengths):
+        if max(self.lengths, default=0) > MAX_BLOCK_BYTES or len(self.sums) != SUM_BYTES * len(self.lengths):
             raise ValueError("lengths or sums out of range")
 
 

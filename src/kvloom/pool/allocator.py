@@ -48,23 +48,21 @@ class SlabAllocator:
         self._slabs += [_Slab() for _ in range(num_slabs)]
         self._free_slabs += range(start + num_slabs - 1, start - 1, -1)
 
-    def allocate(self, length: int) -> int | None:
-        """Offset of a free place for `length` bytes; None when its class has no slot and no slab is free."""
+    def allocate(self, length: int, count: int = 1) -> list[int]:
+        """Offsets of free places for `length` bytes each: as many of `count` as one slab has; none = no room."""
         slot = slot_bytes(length)
-        if slot > self.slab_bytes:
-            return None
-        index = self._slab_for(slot)
+        index = self._slab_for(slot) if slot <= self.slab_bytes else None
         if index is None:
-            return None
+            return []
         slab = self._slabs[index]
-        if slab.free:
-            position = slab.free.pop()
-        else:
-            position = slab.next
-            slab.next += 1
-        slab.used += 1
-        self.used_bytes += slot
-        return index * self.slab_bytes + position * slot
+        positions = [slab.free.pop() for _ in range(min(count, len(slab.free)))]
+        fresh = min(count - len(positions), self.slab_bytes // slot - slab.next)
+        positions += range(slab.next, slab.next + fresh)
+        slab.next += fresh
+        slab.used += len(positions)
+        self.used_bytes += slot * len(positions)
+        start = index * self.slab_bytes
+        return [start + position * slot for position in positions]
 
     def _slab_for(self, slot: int) -> int | None:
         open_slabs = self._open.setdefault(slot, [])

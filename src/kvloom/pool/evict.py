@@ -86,7 +86,8 @@ class S3Fifo:
 
     def add(self, key: bytes) -> None:
         """A key that is not in yet."""
-        assert key not in self, "added twice"
+        assert key not in self._small, "added twice"
+        assert key not in self._main, "added twice"
         if key in self._ghost:
             del self._ghost[key]
             self._main[key] = 0
@@ -96,7 +97,8 @@ class S3Fifo:
     def touch(self, key: bytes) -> None:
         """The key was used."""
         queue = self._small if key in self._small else self._main
-        queue[key] = min(_MAX_USES, queue[key] + 1)
+        if queue[key] < _MAX_USES:
+            queue[key] += 1
 
     def remove(self, key: bytes) -> None:
         """The key is gone, for whatever reason; no-op when it is not in."""
@@ -137,6 +139,43 @@ class S3Fifo:
         assert not self._small.keys() & self._main.keys()
         assert not self._ghost.keys() & (self._small.keys() | self._main.keys())
         assert all(0 <= uses <= _MAX_USES for queue in (self._small, self._main) for uses in queue.values())
+
+
+class Classes:
+    """The orders of all size classes, of the tenant's own blocks apart from copies of other nodes' blocks."""
+
+    def __init__(self, new_order: Callable[[], Order]) -> None:
+        self._new_order = new_order
+        self._copies: dict[int, Order] = {}
+        self._own: dict[int, Order] = {}
+
+    def of(self, slot: int, is_rcache: bool) -> Order:
+        """The order of blocks whose places take `slot` bytes."""
+        orders = self._copies if is_rcache else self._own
+        if slot not in orders:
+            orders[slot] = self._new_order()
+        return orders[slot]
+
+    def of_slot(self, slot: int) -> list[Order]:
+        """Those of one class, copies first."""
+        return [orders[slot] for orders in (self._copies, self._own) if slot in orders]
+
+    def copies(self) -> list[Order]:
+        """Those of the copies, the class that takes the most memory first."""
+        return _heaviest_first(self._copies)
+
+    def every(self) -> list[Order]:
+        """All, copies first."""
+        return _heaviest_first(self._copies) + _heaviest_first(self._own)
+
+    def check(self) -> None:
+        """States the invariants."""
+        for order in self.every():
+            order.check()
+
+
+def _heaviest_first(orders: dict[int, Order]) -> list[Order]:
+    return [orders[slot] for slot in sorted(orders, key=lambda slot: -slot * len(orders[slot]))]
 
 
 ORDERS: dict[str, type[S3Fifo] | type[Lru]] = {"s3fifo": S3Fifo, "lru": Lru}

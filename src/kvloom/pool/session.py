@@ -5,6 +5,7 @@ Everything a client holds (staging area, pins, reserved places) ends with its co
 
 import time
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from ems.common.channel import CHANNEL_ERRORS, Channel
@@ -66,6 +67,8 @@ class ClientSession:
                     self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "the access key was revoked")
                     return
                 self._answer(frame, handlers, pool.segment_fd)
+                while writer.rest() and not self._channel.has_frame():
+                    pass
         except CHANNEL_ERRORS:
             self._node.counts["sessions_broken"] += 1
         finally:
@@ -143,8 +146,6 @@ class ClientSession:
 
     def _staged(self, message: m.Save) -> SharedMemory:
         arena = self._arena
-        if arena is None or any(
-            offset + length > arena.size for offset, length in zip(message.offsets, message.lengths, strict=True)
-        ):
+        if arena is None or max(map(add, message.offsets, message.lengths), default=0) > arena.size:
             raise Refused(EmsErrorCode.EMS_INVALID_ARGUMENT, "offsets: outside of the staging area")
         return arena

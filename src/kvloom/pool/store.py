@@ -15,11 +15,13 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.allocator import SlabAllocator, slot_bytes
 from kvloom.pool.budget import Budget
 from kvloom.pool.entries import Entry, Geometry, Place
-from kvloom.pool.evict import Order, S3Fifo
+from kvloom.pool.evict import Classes, Order, S3Fifo
 from kvloom.pool.segments import Bytes, SharedMemory
 
 _MAX_REMEMBERED = 65536  # keys whose loss can still be explained
 _MAX_EVICTIONS = 4096  # to make room for one block
+_AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
+_AHEAD_BLOCKS = 8  # evicted at a time: a request that comes meanwhile waits for that long
 
 
 class TenantPool:
@@ -48,8 +50,7 @@ class TenantPool:
         self._allocator = SlabAllocator(geometry.slab_bytes)
         self._segments: list[SharedMemory] = []
         self._index: dict[bytes, Entry] = {}
-        self._new_order = new_order
-        self._queues: dict[bool, dict[int, Order]] = {True: {}, False: {}}  # is_rcache -> slot -> order
+        self._orders = Classes(new_order)
         self._slabs: defaultdict[int, set[Entry]] = defaultdict(set)
         self._rcache_bytes = 0
         self._lost: OrderedDict[bytes, Cause] = OrderedDict()
@@ -125,33 +126,36 @@ class TenantPool:
 
     def begin(self, key: bytes, length: int, is_rcache: bool = False) -> Place | Entry | Status:
         """A place for a block; or the block of that key, pinned; or why there is none (NO_ROOM, TOO_LARGE)."""
-        with self._lock:
-            return self._begin(key, length, is_rcache)
+        return self.begin_all([key], [length], [is_rcache])[0]
 
     def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Place | Entry | Status]:
         """As `begin` for each in order; ends after the first that has no place."""
         found: list[Place | Entry | Status] = []
+        is_alike = len(set(lengths)) == 1 and not any(is_rcache)
+        free: list[int] = []  # places that were emptied together, for the keys to come
         with self._lock:
-            for key, length, is_copy in zip(keys, lengths, is_rcache, strict=True):
-                found.append(self._begin(key, length, is_copy))
-                if isinstance(found[-1], Status):
+            for i, (key, length, is_copy) in enumerate(zip(keys, lengths, is_rcache, strict=True)):
+                entry = self._index.get(key)
+                if entry is not None:
+                    entry.pins += 1
+                    found.append(entry)
+                    continue
+                slot = slot_bytes(length)
+                if slot > self.geometry.slab_bytes:
+                    found.append(Status.TOO_LARGE)
                     break
+                if not free:
+                    wanted = sum(later not in self._index for later in keys[i:]) if is_alike else 1
+                    free = self._make_room(slot, is_copy, wanted * slot)[::-1]
+                if not free:
+                    self.counts["no_room"] += 1
+                    self._remember(key, Cause.QUOTA)
+                    found.append(Status.NO_ROOM)
+                    break
+                found.append(Place(key, free.pop(), length, slot, is_copy))
+            for offset in free:
+                self._allocator.free(offset)
         return found
-
-    def _begin(self, key: bytes, length: int, is_rcache: bool) -> Place | Entry | Status:
-        entry = self._index.get(key)
-        if entry is not None:
-            entry.pins += 1
-            return entry
-        slot = slot_bytes(length)
-        if slot > self.geometry.slab_bytes:
-            return Status.TOO_LARGE
-        offset = self._make_room(slot, is_rcache)
-        if offset is None:
-            self.counts["no_room"] += 1
-            self._remember(key, Cause.QUOTA)
-            return Status.NO_ROOM
-        return Place(key, offset, length, slot, is_rcache)
 
     def publish(self, place: Place, checksum: bytes, parent: bytes = b"") -> tuple[Status, Entry]:
         """Makes a written place readable and returns its block, pinned; someone else's, if they were faster."""
@@ -172,9 +176,7 @@ class TenantPool:
             same = entry.length == length and entry.checksum == checksum
             return (Status.DUPLICATE if same else Status.CONFLICT), entry
         before = self._index.get(parent)
-        queue = self._queues[is_rcache].get(slot)
-        if queue is None:
-            queue = self._queues[is_rcache][slot] = self._new_order()
+        queue = self._orders.of(slot, is_rcache)
         entry = Entry(key, offset, length, slot, checksum, is_rcache, before, queue, pins=1)
         if before is not None:
             before.children[entry] = None
@@ -205,40 +207,66 @@ class TenantPool:
         """Drops blocks, least useful first, until `size` bytes are free or only pinned ones are left. Bytes freed."""
         with self._lock:
             start = self._allocator.used_bytes
-            while start - self._allocator.used_bytes < size and (entry := self._evict_any(is_rcache=None)):
-                self._allocator.free(entry.offset)
+            while (left := size - (start - self._allocator.used_bytes)) > 0 and (
+                gone := self._evict(self._orders.every(), left)
+            ):
+                for entry in gone:
+                    self._allocator.free(entry.offset)
             return start - self._allocator.used_bytes
 
     # Room
 
-    def _make_room(self, slot: int, is_rcache: bool) -> int | None:
-        """Offset of a place of that size within the tenant's limits; None when only pinned blocks are in the way."""
+    def make_room_ahead(self, slot: int, count: int) -> bool:
+        """Evicts some of what a batch of `count` blocks would evict, before it comes. Whether more is to go.
+
+        At most a small share of the quota is kept free.
+        """
+        with self._lock:
+            quota = self._budget.quota(self.tenant)
+            size = min(count, int(quota * _AHEAD_SHARE) // slot) * slot
+            limit = min(quota, self._allocator.capacity)
+            excess = self._allocator.used_bytes + size - limit
+            if not size or excess <= 0:
+                return False
+            if limit < quota and self._grow():
+                return True
+            gone = self._evict(self._orders.every(), min(excess, _AHEAD_BLOCKS * slot))
+            for entry in gone:
+                self._allocator.free(entry.offset)
+            return bool(gone)
+
+    def _make_room(self, slot: int, is_rcache: bool, wanted: int) -> list[int]:
+        """Offsets of places of that size, one at least, within the tenant's limits; none when only pinned blocks are in
+        the way. wanted: bytes that are worth emptying at once."""
         quota = self._budget.quota(self.tenant)
         for _ in range(_MAX_EVICTIONS):
             if is_rcache and self._rcache_bytes + slot > quota * self._rcache_share:
-                entry = self._evict_any(is_rcache=True)
+                gone = self._evict(self._orders.copies(), wanted)
             elif self._allocator.used_bytes + slot > quota:
-                entry = self._evict_any(is_rcache=None)
+                gone = self._evict(self._orders.every(), wanted)
             else:
-                offset = self._allocator.allocate(slot)
-                if offset is not None:
-                    return offset
+                count = max(1, min(wanted, quota - self._allocator.used_bytes) // slot)
+                offsets = self._allocator.allocate(slot, 1 if is_rcache else count)
+                if offsets:
+                    return offsets
                 if self._grow():
                     continue
-                entry = self._evict_from(self._queues[True].get(slot)) or self._evict_from(
-                    self._queues[False].get(slot)
-                )
-                if entry is None:
+                gone = self._evict(self._orders.of_slot(slot), wanted)
+                if not gone:
                     if not self._clear_slab(slot):
-                        return None
+                        return []
                     continue
-            if entry is None:
-                return None
+            if not gone:
+                return []
             is_within = not is_rcache or self._rcache_bytes + slot <= quota * self._rcache_share
-            if entry.slot == slot and is_within and self._allocator.used_bytes <= quota:
-                return entry.offset
-            self._allocator.free(entry.offset)
-        return None
+            is_within = is_within and self._allocator.used_bytes <= quota
+            fitting = [entry.offset for entry in gone if entry.slot == slot] if is_within else []
+            for entry in gone:
+                if not is_within or entry.slot != slot:
+                    self._allocator.free(entry.offset)
+            if fitting:
+                return fitting
+        return []
 
     def _grow(self) -> bool:
         if not self._budget.take(self.tenant, self.geometry.segment_bytes):
@@ -248,27 +276,25 @@ class TenantPool:
         self._allocator.grow(self.geometry.segment_bytes // self.geometry.slab_bytes)
         return True
 
-    def _evict_any(self, is_rcache: bool | None) -> Entry | None:
-        """From the class that takes the most memory, copies of other nodes' blocks first; None = of either kind."""
-        for kind in (True, False) if is_rcache is None else (is_rcache,):
-            queues = self._queues[kind]
-            order = queues if len(queues) < 2 else sorted(queues, key=lambda slot: -slot * len(queues[slot]))
-            for slot in order:
-                entry = self._evict_from(queues[slot])
-                if entry is not None:
-                    return entry
-        return None
+    def _evict(self, orders: list[Order], wanted: int) -> list[Entry]:
+        """Forgets the least useful block of the first order that has one, and its chain's blocks from the end to it.
 
-    def _evict_from(self, queue: Order | None) -> Entry | None:
-        """Forgets the least useful block of a class and returns it; its place is the caller's, to use or to free."""
-        key = queue.victim(self._is_pinned) if queue is not None else None
+        Stops at `wanted` bytes. The places of what it returns are the caller's, to use or to free.
+        """
+        key = next((key for order in orders if (key := order.victim(self._is_pinned)) is not None), None)
         if key is None:
-            return None
-        leaf = self._leaf(self._index[key])
-        self._hint = (key, leaf.parent) if leaf.parent is not None and leaf.key != key else None
-        self._forget(leaf, Cause.EVICTED)
-        self.counts["evicted"] += 1
-        return leaf
+            return []
+        gone: list[Entry] = []
+        leaf: Entry | None = self._leaf(self._index[key])
+        while leaf is not None and wanted > 0:
+            above = leaf.parent if leaf.key != key else None
+            self._forget(leaf, Cause.EVICTED)
+            gone.append(leaf)
+            wanted -= leaf.slot
+            self._hint = (key, above) if above is not None else None
+            leaf = above if above is not None and not above.pins and not above.children else None
+        self.counts["evicted"] += len(gone)
+        return gone
 
     def _is_pinned(self, key: bytes) -> bool:
         return self._index[key].pins > 0
@@ -355,10 +381,8 @@ class TenantPool:
         with self._lock:
             self._allocator.check()
             self._budget.check()
-            queues = [queue for kind in self._queues.values() for queue in kind.values()]
-            for queue in queues:
-                queue.check()
-            assert sum(map(len, queues)) == len(self._index)
+            self._orders.check()
+            assert sum(map(len, self._orders.every())) == len(self._index)
             assert sum(len(entries) for entries in self._slabs.values()) == len(self._index)
             for key, entry in self._index.items():
                 assert (entry.is_live, entry.key, entry.pins >= 0) == (True, key, True), "a dead block in the index"

@@ -28,11 +28,13 @@ class Writer:
         self._pool = pool
         self._node = node
         self._limit = node.put_limit(pool.tenant)
-        self._batch: list[Entry] = []  # pinned until the batch ends: a batch does not make room for itself
+        self._batch: list[Entry] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
+        self._has_ended = False
         self._places: list[tuple[Place, bytes]] = []  # reserved, with their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
         """One status a key, in order. After the first key that found no room the others are not tried."""
+        self._begin_batch()
         statuses = bytearray()
         keys = m.split_keys(message.keys)
         areas = [arena.data[offset : offset + n] for offset, n in zip(message.offsets, message.lengths, strict=True)]
@@ -49,8 +51,7 @@ class Writer:
                 break
         for status, count in Counter(statuses).items():
             self._pool.counts[_COUNTER[status]] += count
-        if message.is_last:
-            self._end_batch()
+        self._has_ended = message.is_last
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
 
     def _may_put(self, size: int) -> bool:
@@ -105,6 +106,7 @@ class Writer:
 
     def reserve(self, message: m.Reserve) -> m.Reserved:
         """Places for the keys that are not here yet; reserved until the next Reserve, a Commit or the end."""
+        self._begin_batch()
         self._drop_places()
         statuses, segments, offsets = bytearray(), [], []
         parent = message.parent
@@ -140,7 +142,7 @@ class Writer:
                 statuses.append(status)
             else:
                 self._pool.abandon(place)
-        self._end_batch()
+        self._has_ended = True
         return m.Saved(bytes(statuses))
 
     def _drop_places(self) -> None:
@@ -148,9 +150,25 @@ class Writer:
             self._pool.abandon(place)
         self._places = []
 
+    def _begin_batch(self) -> None:
+        if self._has_ended:
+            self._end_batch()
+
     def _end_batch(self) -> None:
         self._pool.unpin(self._batch)
-        self._batch = []
+        self._batch, self._has_ended = [], False
+
+    def rest(self) -> bool:
+        """Some of what can wait until a batch was answered: makes room for another of its size, then ends its pins.
+
+        Returns whether there is more to do.
+        """
+        if not self._has_ended:
+            return False
+        if self._batch and self._pool.make_room_ahead(max(entry.slot for entry in self._batch), len(self._batch)):
+            return True
+        self._end_batch()
+        return False
 
     def close(self) -> None:
         """Gives back what the client had not finished."""

@@ -99,19 +99,18 @@ def _remote(here: SdkClient, there: SdkClient) -> _Column:
 
 
 def _baseline(case: Case, client: SdkClient, stream: TcpStream) -> _Column:
-    copy = np.zeros(case.total, np.uint8)
-    parts = case.total // case.fragments
+    received = np.zeros(case.total, np.uint8)
 
-    def copy_slice(part: int) -> None:
+    def copy(source: int, target: int) -> None:
         for i in range(case.fragments):
-            np.copyto(copy[i * parts : (i + 1) * parts], client.slice(part, i))
+            np.copyto(client.slice(target, i), client.slice(source, i))
 
     def column(turn: Turn) -> dict[str, float]:
-        part = turn.slice()
+        source, target = turn.slice(), turn.slice()
         return {
-            "memcpy": _timed(lambda: copy_slice(part)),
-            "checksum": _timed(lambda: checksum(copy, case.block_bytes)),
-            "tcp": _timed(lambda: stream.receive(copy)),
+            "memcpy": _timed(lambda: copy(source, target)),
+            "checksum": _timed(lambda: checksum(client.slice(target), case.block_bytes // case.fragments)),
+            "tcp": _timed(lambda: stream.receive(received)),
         }
 
     return column
