@@ -45,10 +45,10 @@ class Progress:
             self.is_whole = count == len(statuses)
 
 
-def _groups(sizes: Sequence[int], max_bytes: int) -> list[range]:
+def _groups(sizes: Sequence[int], first_bytes: int, max_bytes: int) -> list[range]:
     """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
     groups: list[range] = []
-    start, room, limit = 0, 0, _FIRST_BYTES
+    start, room, limit = 0, 0, first_bytes
     for i, size in enumerate(map(_aligned, sizes)):
         if i - start == _GROUP_KEYS or size > room:
             groups.append(range(start, i))
@@ -95,7 +95,7 @@ def _save_staged(
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = link.arena(region_bytes * _REGIONS, deadline_s)
     region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
-    groups = _groups(sizes, region_bytes)
+    groups = _groups(sizes, _FIRST_BYTES, region_bytes)
     parent, under_way, is_ended = request.parent, 0, False
     for index, group in enumerate(groups):
         if under_way == _REGIONS:
@@ -137,18 +137,19 @@ def _save_direct(
 ) -> None:
     """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
     parent = request.parent
-    for group in _groups(sizes, m.MAX_BLOCK_BYTES):
+    for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
         keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
         answer = link.call(m.Reserve(b"".join(keys), lengths, parent), deadline_s)
         if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
             raise WireError("expected the result of a reservation")
+        reserved = [i for i, status in enumerate(answer.statuses) if status == m.Status.STORED]
+        segments = _mapped(link, [answer.segments[i] for i in reserved], deadline_s)
         sums = []
-        for i, status in enumerate(answer.statuses):
-            if status == m.Status.STORED:
-                offset = answer.offsets[i]
-                target = link.segment(answer.segments[i], deadline_s)[offset : offset + lengths[i]]
-                cache.tensors.gather([request.blocks[group[i]]], [target])
-                sums.append(xxhash.xxh3_128_digest(target.data))
+        for i in reserved:
+            offset = answer.offsets[i]
+            target = segments[answer.segments[i]][offset : offset + lengths[i]]
+            cache.tensors.gather([request.blocks[group[i]]], [target])
+            sums.append(xxhash.xxh3_128_digest(target.data))
         if not isinstance(link.call(m.Commit(b"".join(sums)), deadline_s), m.Saved):
             raise WireError("expected the result of a commit")
         progress.add(answer.statuses)
@@ -156,6 +157,11 @@ def _save_direct(
         parent = keys[-1]
         if not progress.is_whole:
             return
+
+
+def _mapped(link: Link, segments: list[int], deadline_s: float) -> dict[int, Bytes]:
+    """The memory of each of these segments."""
+    return {number: link.segment(number, deadline_s) for number in dict.fromkeys(segments)}
 
 
 def load(
@@ -187,7 +193,7 @@ def _copy_found(
     progress: Progress,
 ) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
-    segments = {number: link.segment(number, deadline_s) for number in dict.fromkeys(found.segments)}
+    segments = _mapped(link, found.segments, deadline_s)
     places = list(zip(found.segments, found.offsets, found.lengths, sizes, m.split_sums(found.sums), strict=False))
     batch = max(1, cache.tensors.batch_bytes // max(sizes))
     for start in range(0, len(places), batch):

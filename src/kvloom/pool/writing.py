@@ -108,42 +108,35 @@ class Writer:
         """Places for the keys that are not here yet; reserved until the next Reserve, a Commit or the end."""
         self._begin_batch()
         self._drop_places()
-        statuses, segments, offsets = bytearray(), [], []
-        parent = message.parent
+        keys = m.split_keys(message.keys)
         refusal = None if self._may_put(sum(message.lengths)) else Status.LIMITED
         if not self._node.config.is_direct:
             refusal = Status.NO_ROOM
-        for key, length in zip(m.split_keys(message.keys), message.lengths, strict=True):
-            place = refusal or self._pool.begin(key, length)
-            segment = offset = 0
+        found = [refusal] if refusal else self._pool.begin_all(keys, message.lengths, [False] * len(keys))
+        statuses, segments, offsets = bytearray(), [0] * len(keys), [0] * len(keys)
+        for i, (place, parent) in enumerate(zip(found, [message.parent, *keys], strict=False)):
             if isinstance(place, Place):
                 self._places.append((place, parent))
-                segment, offset = self._pool.locate(place.offset)
+                segments[i], offsets[i] = self._pool.locate(place.offset)
                 statuses.append(Status.STORED)
             elif isinstance(place, Entry):
                 self._batch.append(place)
                 statuses.append(Status.DUPLICATE)
             else:
-                statuses.append(place)
-            segments.append(segment)
-            offsets.append(offset)
-            parent = key
+                statuses += bytes([place]) * (len(keys) - i)
         return m.Reserved(bytes(statuses), segments, offsets)
 
     def commit(self, message: m.Commit) -> m.Saved:
         """Publishes the reserved places with the checksums the client computed over what it wrote."""
-        statuses = bytearray()
         sums = m.split_sums(message.sums)
         places, self._places = self._places, []
-        for index, (place, parent) in enumerate(places):
-            if index < len(sums):
-                status, entry = self._pool.publish(place, sums[index], parent)
-                self._batch.append(entry)
-                statuses.append(status)
-            else:
-                self._pool.abandon(place)
+        for place, _parent in places[len(sums) :]:
+            self._pool.abandon(place)
+        written = [(place, checksum, parent) for (place, parent), checksum in zip(places, sums, strict=False)]
+        published = self._pool.publish_all(written)
+        self._batch += [entry for _status, entry in published]
         self._has_ended = True
-        return m.Saved(bytes(statuses))
+        return m.Saved(bytes(status for status, _entry in published))
 
     def _drop_places(self) -> None:
         for place, _parent in self._places:

@@ -69,7 +69,10 @@ class TcpStream:
         self._receiver.close()
 
 
-def checksum(data: Bytes, block_bytes: int) -> None:
-    """Sums each block as a load does."""
-    for start in range(0, len(data), block_bytes):
-        xxhash.xxh3_128_digest(data[start : start + block_bytes].data)
+def copy_blocks(source: Bytes, target: Bytes, block_bytes: int, is_verified: bool) -> None:
+    """Copies block by block as a load does, with or without summing each one first."""
+    for start in range(0, len(source), block_bytes):
+        block = source[start : start + block_bytes]
+        if is_verified:
+            xxhash.xxh3_128_digest(block.data)
+        target[start : start + block_bytes] = block
