@@ -3,7 +3,8 @@
 A rank keeps the tokens and the sampling state of each sequence; the engine sends only what changed.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import msgspec
 
@@ -153,6 +154,11 @@ class Runner(Protocol):
     """Runs steps of one model. Owned by one thread of a rank process."""
 
     info: RankInfo
+
+    @property
+    def kv_layers(self) -> Sequence[Sequence[Any]]:
+        """The KV cache: for each layer its tensors [blocks, ...] (torch, or anything numpy reads without a copy)."""
+        ...
 
     def run(self, batch: Batch) -> StepOutput: ...
 

@@ -161,9 +161,13 @@ class FakeRunner:
         self._step_s, self._token_s, self._sleep = step_s, token_s, sleep
         self._guides = Guides(ByteTokenizer, VOCAB_SIZE)
 
-    def kv_memory(self, model: str) -> KvMemory:
+    @property
+    def kv_layers(self) -> list[list[memoryview]]:
         shape = (self.info.num_blocks, self.info.block_size, 1)
-        return KvMemory([[memoryview(self._slots).cast("B").cast("q", shape)]], "fake", "fake")
+        return [[memoryview(self._slots).cast("B").cast("q", shape)]]
+
+    def kv_memory(self, model: str) -> KvMemory:
+        return KvMemory(self.kv_layers, "fake", "fake")
 
     def run(self, batch: Batch) -> StepOutput:
         for id in batch.drop:

@@ -66,7 +66,7 @@ class TieredRunner:
     """A runner with an outer tier: transfers begin before a step and are reported after it. A tier's bug is a miss."""
 
     def __init__(self, runner: Runner, tier: KvTier) -> None:
-        self.info = runner.info
+        self.info, self.kv_layers = runner.info, runner.kv_layers
         self._runner = runner
         self._tier = tier
         self._refused: list[Moved] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from kvloom.engine.batch import LoadAdapter, RankOrder, Runner, UnloadAdapter
+from kvloom.engine.batch import Batch, LoadAdapter, RankOrder, Runner, UnloadAdapter
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import BadRequest, ServingError
 from kvloom.engine.executor import (
@@ -26,7 +26,9 @@ from kvloom.engine.executor import (
     Ready,
 )
 from kvloom.engine.kvtier import KvRunner, TieredRunner, open_tier
+from kvloom.engine.pages import PagesAhead
 
+_AHEAD_BYTES = 256 << 20  # of the KV cache that nobody has used yet: ten thousand tokens of a small model
 OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
 
 
@@ -64,9 +66,12 @@ def serve(sock: socket.socket) -> None:
         return
     gc.freeze()  # what the model's life long stays is not looked through again
     gc.enable()
+    pages = PagesAhead(runner.kv_layers, runner.info.num_blocks, _AHEAD_BYTES)
     channel.send(Ready(runner.info))
     while True:
         order: RankOrder = channel.receive()
+        if isinstance(order, Batch):
+            pages.use(_highest_block(order))
         try:
             answer = _answer(runner, order)
         except Exception as error:
@@ -76,6 +81,11 @@ def serve(sock: socket.socket) -> None:
         if answer is not None:
             channel.send(answer)
         runner.rest()
+
+
+def _highest_block(batch: Batch) -> int:
+    lists = [work.blocks for work in batch.work] + [load.blocks for load in batch.loads]
+    return max((max(blocks) for blocks in lists if blocks), default=0)
 
 
 def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:

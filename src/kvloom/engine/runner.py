@@ -107,15 +107,20 @@ class ModelRunner:
         self._states: dict[int, _State] = {}
         self._guides = guides
 
-    def kv_memory(self, model: str) -> KvMemory:
-        """Its blocks as bytes, so that every element type and layout of a backend travels alike."""
+    @property
+    def kv_layers(self) -> list[list[torch.Tensor]]:
+        """See batch.Runner. As bytes, so that every element type and layout of a backend travels alike."""
         backend, sizes = self._backend, (self._backend.num_blocks, self._backend.block_size, -1)
-        layers = [
+        return [
             [side.view(*sizes).view(torch.uint8) for part in backend.kv_parts for side in part[layer]]
             for layer in range(len(backend.kv_parts[0]))
         ]
+
+    def kv_memory(self, model: str) -> KvMemory:
+        """See kvtier.KvRunner."""
+        backend = self._backend
         dtypes = "-".join(str(part.dtype) for part in backend.kv_parts)
-        return KvMemory(layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
+        return KvMemory(self.kv_layers, fingerprint(Path(model)), f"{backend.kv_layout}-{dtypes}")
 
     def run(self, batch: Batch) -> StepOutput:
         started = time.perf_counter()

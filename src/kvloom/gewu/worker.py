@@ -9,7 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.detok import Vocabulary
@@ -17,14 +17,13 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.errors import BadRequest, ModelError, ServingError
 from kvloom.engine.executor import Channel, InProcessExecutor
 from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.kvtier import KvRunner
+from kvloom.engine.pages import release_blocks
 from kvloom.engine.rank import open_runner
 from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.engine.tokenizer import load_tokenizer
 from kvloom.engine.weights.checkpoint import open_checkpoint
 from kvloom.gewu.cpushare import CpuShare
 from kvloom.gewu.messages import Abort, Event, Events, Failed, Floor, Held, Job, Open, Order, Ready
-from kvloom.gewu.pages import release_blocks
 from kvloom.gewu.qos import ClassPlanner, Level
 
 _STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
@@ -140,11 +139,11 @@ def open_worker(setup: Open) -> tuple[Worker, Ready]:
     )
     num_blocks, max_seq_len = _sizes(setup)
     config = replace(config, num_blocks=num_blocks, max_seq_len=max_seq_len)
-    runner = cast(KvRunner, open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None))
+    runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
     planner = ClassPlanner(
         time.monotonic,
         CpuShare().serve,
-        lambda blocks: release_blocks(runner.kv_memory(setup.model).layers, blocks),
+        lambda blocks: release_blocks(runner.kv_layers, blocks),
     )
     engine = Engine(config, InProcessExecutor(runner), tokenizer, planner)
     info = runner.info

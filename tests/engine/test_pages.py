@@ -1,4 +1,4 @@
-"""Blocks' memory goes back to the system, and only theirs."""
+"""Blocks' memory goes back to the system, and only theirs; it is there before it is needed."""
 
 import mmap
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.gewu.pages import release_blocks
+from kvloom.engine.pages import PagesAhead, release_blocks
+from tests.support.waiting import until
 
 NUM_BLOCKS, BLOCK_BYTES = 64, mmap.PAGESIZE * 3 // 2
 BLOCKS = [*range(8, 32), 40, *range(50, NUM_BLOCKS)]
@@ -39,3 +40,31 @@ def test_the_system_has_the_memory_back():
     before = resident_bytes()
     release_blocks([[side]], range(64))
     assert before - resident_bytes() > num_bytes * 9 // 10
+
+
+def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
+    """Two layers of two tensors of 64 blocks, untouched."""
+    return [[np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8).reshape(64, -1) for _ in range(2)] for _ in range(2)]
+
+
+def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further():
+    num_bytes = 16 << 20  # a tensor: 256 KiB a block, 1 MiB with all four
+    layers, before = new_layers(num_bytes), resident_bytes()
+    pages = PagesAhead(layers, 64, 8 << 20)
+    until(lambda: resident_bytes() - before > 7 << 20)
+    pages.use(9)
+    until(lambda: resident_bytes() - before > 17 << 20)
+    pages.use(3)
+    assert resident_bytes() - before < 20 << 20
+    pages.use(63)
+    until(lambda: resident_bytes() - before > 62 << 20)
+    assert all((side == 0).all() for layer in layers for side in layer)
+
+
+def test_what_is_in_a_block_stays_when_its_memory_is_provided():
+    layers = new_layers(1 << 20)
+    layers[0][1][40] = 7
+    before = resident_bytes()
+    PagesAhead(layers, 32, 1 << 30)  # a cache whose blocks are two of the tensors'
+    until(lambda: resident_bytes() - before > 3 << 20)
+    assert (layers[0][1][40] == 7).all()
