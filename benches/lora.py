@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from kvloom.bench.kernels import decode_args
 from kvloom.engine.hub import find_model
+from kvloom.engine.kernels.backend import Ragged
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.lora import PARTS, AdapterFile, read_adapter
 from kvloom.engine.models.spec import DecoderSpec
@@ -48,11 +49,12 @@ def random_adapter(spec: DecoderSpec, rank: int) -> AdapterFile:
         return read_adapter(Path(folder), spec.tensor_shapes())
 
 
-def seconds(backend: CpuBackend, args: tuple[torch.Tensor, ...], adapters: list[int]) -> float:
-    backend.step(*args, adapters=adapters)
+def seconds(backend: CpuBackend, args: tuple[Ragged, torch.Tensor], adapters: list[int]) -> float:
+    batch, rows = args[0]._replace(adapters=adapters), args[1]
+    backend.step(batch, rows)
     start = time.perf_counter()
     for _ in range(STEPS):
-        backend.step(*args, adapters=adapters)
+        backend.step(batch, rows)
     return (time.perf_counter() - start) / STEPS
 
 

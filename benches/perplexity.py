@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from kvloom.engine.hub import pull
-from kvloom.engine.kernels.backend import Backend
+from kvloom.engine.kernels.backend import Backend, Ragged
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.tokenizer import load_tokenizer
@@ -35,7 +35,7 @@ def mean_loss(backend: Backend, windows: torch.Tensor) -> float:
     table = torch.arange(WINDOW // 16, dtype=torch.int32)[None]
     pos, qstart = torch.arange(WINDOW, dtype=torch.int32), torch.tensor([0, WINDOW], dtype=torch.int32)
     losses = [
-        F.cross_entropy(backend.step(window.int(), pos, qstart, table, pos[:-1]), window[1:]).item()
+        F.cross_entropy(backend.step(Ragged(window.int(), pos, qstart, table), pos[:-1]), window[1:]).item()
         for window in windows
     ]
     return sum(losses) / len(losses)

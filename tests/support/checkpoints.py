@@ -1,6 +1,5 @@
 """Tiny random models made with transformers, the oracle; and a paged harness around a backend."""
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 import transformers
 
 from kvloom.engine.kernels.backend import Backend
+from tests.engine.kernels.models import ragged
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -74,15 +74,8 @@ def run_step(
 ) -> torch.Tensor:
     """Logits of every token of a ragged step: seqs[i] from position starts[i] on, in the blocks of tables[i]."""
     starts = starts or [0] * len(seqs)
-    width = max(map(len, tables))
-    values = (
-        [token for seq in seqs for token in seq],
-        [pos for start, seq in zip(starts, seqs, strict=True) for pos in range(start, start + len(seq))],
-        [0, *itertools.accumulate(map(len, seqs))],
-        [[*table, *[-1] * (width - len(table))] for table in tables],
-        list(range(sum(map(len, seqs)))),
-    )
-    return backend.step(*(torch.tensor(value, dtype=torch.int32) for value in values))
+    parts = [(list(seq), start, list(table)) for seq, start, table in zip(seqs, starts, tables, strict=True)]
+    return backend.step(*ragged(parts))
 
 
 def generate(backend: Backend, prompt: Sequence[int], num_tokens: int, table: Sequence[int]) -> list[int]:

@@ -18,6 +18,7 @@ import torch
 
 from kvloom.engine.errors import ServingError
 from kvloom.engine.hub import find_model, pull
+from kvloom.engine.kernels.backend import Ragged
 from kvloom.engine.kernels.cpu import CpuBackend
 from kvloom.engine.weights.checkpoint import open_checkpoint
 
@@ -26,13 +27,13 @@ CONTEXT = 200
 PREFILL, CHUNK = 1024, 256
 
 
-def decode_args(backend: CpuBackend, batch: int) -> tuple[torch.Tensor, ...]:
+def decode_args(backend: CpuBackend, batch: int) -> tuple[Ragged, torch.Tensor]:
     """Arguments of a step of one token for each of `batch` sequences with CONTEXT tokens cached."""
     width = CONTEXT // 16 + 1
     table = torch.randperm(batch * width, dtype=torch.int32).view(batch, width)
     ids = torch.randint(0, backend.spec.vocab_size, (batch,), dtype=torch.int32)
     pos, every = torch.full((batch,), CONTEXT, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
-    return ids, pos, every, table, every[:-1]
+    return Ragged(ids, pos, every, table), every[:-1]
 
 
 def decode_step(backend: CpuBackend, batch: int) -> Callable[[], object]:
@@ -48,7 +49,7 @@ def prefill(backend: CpuBackend) -> Callable[[], object]:
     def run() -> None:
         for at in range(0, PREFILL, CHUNK):
             pos = torch.arange(at, at + CHUNK, dtype=torch.int32)
-            backend.step(ids[at : at + CHUNK], pos, qstart, table, last)
+            backend.step(Ragged(ids[at : at + CHUNK], pos, qstart, table), last)
 
     return run
 

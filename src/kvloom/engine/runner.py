@@ -25,7 +25,7 @@ from kvloom.engine.batch import (
 from kvloom.engine.config import EngineConfig
 from kvloom.engine.errors import ModelError, OutOfMemory
 from kvloom.engine.guide import Guides
-from kvloom.engine.kernels.backend import Backend, Head
+from kvloom.engine.kernels.backend import Backend, Head, Ragged
 from kvloom.engine.kernels.cpu import CpuBackend, kv_token_bytes
 from kvloom.engine.kernels.reference import ReferenceBackend
 from kvloom.engine.kvtier import KvMemory
@@ -162,8 +162,7 @@ class ModelRunner:
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
         rows, states = _int32(wanted.rows), _int32(wanted.states)
-        used = [self._states[work.id].adapter for work in works]
-        head = self._backend.step_head(*self._inputs(works), rows, tops, states, adapters=used if any(used) else ())
+        head = self._backend.step_head(self._inputs(works), rows, tops, states)
         self._pool(head, wanted.pooled, output)
         row = 0
         for id, draft in wanted.samples:
@@ -213,8 +212,7 @@ class ModelRunner:
         place = head.tops[:row].count(0)
         return sample(head.full[place : place + 1], [history], self._eos_ids, self._backend.draw)[0]
 
-    def _inputs(self, works: Sequence[Work]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """ids [T], pos [T], qstart [S+1], block_table [S, max_blocks] of the ragged batch, all int32."""
+    def _inputs(self, works: Sequence[Work]) -> Ragged:
         ids: list[int] = []
         pos: list[int] = []
         qstart = [0]
@@ -227,7 +225,9 @@ class ModelRunner:
         tables = [self._table(self._states[work.id].blocks) for work in works]
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        return _int32(ids), _int32(pos), _int32(qstart), _int32([id for row in padded for id in row]).view(-1, width)
+        table = _int32([id for row in padded for id in row]).view(-1, width)
+        used = [self._states[work.id].adapter for work in works]
+        return Ragged(_int32(ids), _int32(pos), _int32(qstart), table, used if any(used) else ())
 
     def _table(self, blocks: list[int]) -> list[int]:
         """The backend's blocks of the engine's."""

@@ -1,10 +1,12 @@
 """Tiny random models of every family shape, and ragged steps over them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import gguf
 import torch
 
+from kvloom.engine.kernels.backend import Ragged
 from kvloom.engine.models.spec import DecoderSpec, Rope
 from kvloom.engine.weights.source import RawTensor
 
@@ -83,7 +85,7 @@ def tensor32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def ragged(parts: list[tuple[list[int], int, list[int]]]) -> tuple[torch.Tensor, ...]:
+def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int] = ()) -> tuple[Ragged, torch.Tensor]:
     """Step arguments for sequences (tokens, position of the first, blocks); every token's logits are asked for."""
     ids = [token for tokens, _, _ in parts for token in tokens]
     pos = [start + i for tokens, start, _ in parts for i in range(len(tokens))]
@@ -92,4 +94,4 @@ def ragged(parts: list[tuple[list[int], int, list[int]]]) -> tuple[torch.Tensor,
         qstart.append(qstart[-1] + len(tokens))
     width = max(len(blocks) for _, _, blocks in parts)
     table = torch.tensor([blocks + [-1] * (width - len(blocks)) for _, _, blocks in parts], dtype=torch.int32)
-    return tensor32(ids), tensor32(pos), tensor32(qstart), table, tensor32(list(range(len(ids))))
+    return Ragged(tensor32(ids), tensor32(pos), tensor32(qstart), table, adapters), tensor32(list(range(len(ids))))

@@ -111,10 +111,10 @@ def test_the_number_of_threads_does_not_change_the_result(threads):
 def test_only_the_asked_rows_are_returned_in_the_asked_order():
     spec = SPECS["llama"]
     backend = CpuBackend(spec, random_weights(spec), 64, num_threads=2)
-    ids, pos, qstart, table, rows = ragged(prompts())
-    every = backend.step(ids, pos, qstart, table, rows).clone()
+    batch, rows = ragged(prompts())
+    every = backend.step(batch, rows).clone()
     some = torch.tensor([40, 2, 2, 0, 100], dtype=torch.int32)
-    assert torch.equal(backend.step(ids, pos, qstart, table, some).clone(), every[some.long()])
+    assert torch.equal(backend.step(batch, some).clone(), every[some.long()])
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -124,15 +124,15 @@ def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weig
     spec = SPECS[name]
     weights = random_weights(spec)
     backend = CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
-    ids, pos, qstart, table, every = ragged(prompts())
+    batch, every = ragged(prompts())
     rows, kept = every[::7], every.flip(0)[::3]
-    got = backend.step_head(ids, pos, qstart, table, rows, [0] * len(rows), kept)
+    got = backend.step_head(batch, rows, [0] * len(rows), kept)
     logits, states = got.full.clone(), got.states
-    want = ReferenceBackend(spec, weights, 64).step_head(ids, pos, qstart, table, rows, [0] * len(rows), kept).states
+    want = ReferenceBackend(spec, weights, 64).step_head(batch, rows, [0] * len(rows), kept).states
     assert relative_error(states, want) < limit
-    assert torch.equal(backend.step(ids, pos, qstart, table, rows), logits)
+    assert torch.equal(backend.step(batch, rows), logits)
     none = every[:0]
-    alone = backend.step_head(ids, pos, qstart, table, none, [], kept).states
+    alone = backend.step_head(batch, none, [], kept).states
     assert torch.equal(alone, states), "nobody's logits are asked for"
 
 
@@ -154,11 +154,11 @@ def assert_same_head(got, want, tops):
 def test_the_largest_logits_are_those_of_the_whole_row(isa, threads, num_rows):
     spec = SPECS["llama"]  # 101 tokens: the last panel is not full
     backend = CpuBackend(spec, random_weights(spec), 64, num_threads=threads, isa=isa)
-    ids, pos, qstart, table, _ = ragged(prompts())
+    batch, _ = ragged(prompts())
     rows = torch.arange(num_rows, dtype=torch.int32)
-    want = backend.step(ids, pos, qstart, table, rows).clone()
+    want = backend.step(batch, rows).clone()
     for tops in ([1] * num_rows, [(3 * row) % 40 for row in range(num_rows)], [101, *[0] * (num_rows - 1)]):
-        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, tops), want, tops)
+        assert_same_head(backend.step_head(batch, rows, tops), want, tops)
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -168,11 +168,11 @@ def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
     weights = random_weights(spec)
     weights.values["embed"][50:90] = weights.values["embed"][7]  # the head is the embedding: 41 equal logits
     backend = CpuBackend(spec, weights, 64, num_threads=2, isa=isa)
-    ids, pos, qstart, table, _ = ragged(prompts())
+    batch, _ = ragged(prompts())
     rows = torch.arange(num_rows, dtype=torch.int32)
-    want = backend.step(ids, pos, qstart, table, rows).clone()
+    want = backend.step(batch, rows).clone()
     for top in (1, 5, 30, 60):
-        assert_same_head(backend.step_head(ids, pos, qstart, table, rows, [top] * num_rows), want, [top] * num_rows)
+        assert_same_head(backend.step_head(batch, rows, [top] * num_rows), want, [top] * num_rows)
 
 
 @pytest.fixture(scope="module", params=AVAILABLE)

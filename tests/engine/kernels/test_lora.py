@@ -66,7 +66,7 @@ def test_an_adapter_is_what_its_merged_weights_are(tmp_path, name, kind, case):
     backend.add_adapter(3, read_adapter(folder, spec.tensor_shapes()))
     args = ragged(parts_of())
     want, base = truth.step(*args), backend.step(*args).clone()
-    got = backend.step(*args, adapters=[3] * len(LENGTHS)).clone()
+    got = backend.step(*ragged(parts_of(), [3] * len(LENGTHS))).clone()
     limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
     assert relative_error(got, want) < limit
     assert relative_error(base, want) > 0.2  # the test would see an adapter that does nothing
@@ -83,11 +83,11 @@ def test_three_adapters_and_the_base_in_one_step_give_the_bits_of_each_alone(tmp
         backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes()))
     parts, ids = parts_of(), [2, 0, 7, 1, 2, 0]
     base = backend.step(*ragged(parts)).clone()
-    together = backend.step(*ragged(parts), adapters=ids).clone()
+    together = backend.step(*ragged(parts, ids)).clone()
     start = 0
     for part, id in zip(parts, ids, strict=True):
         rows = slice(start, start + len(part[0]))
-        alone = backend.step(*ragged([part]), adapters=[id]).clone()
+        alone = backend.step(*ragged([part], [id])).clone()
         assert torch.equal(alone, together[rows])
         assert torch.equal(alone, base[rows]) == (id == 0)
         start += len(part[0])
@@ -100,9 +100,9 @@ def test_a_prompt_with_an_adapter_in_chunks_gives_the_same_bits_as_whole(tmp_pat
     backend = open_backend(kind, spec, random_weights(spec))
     backend.add_adapter(1, read_adapter(make_adapter(tmp_path, spec.tensor_shapes(), rank=5), spec.tensor_shapes()))
     (tokens, _, blocks), *_ = parts_of((40,))
-    whole = backend.step(*ragged([(tokens, 0, blocks)]), adapters=[1]).clone()
+    whole = backend.step(*ragged([(tokens, 0, blocks)], [1])).clone()
     pieces = [
-        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])]), adapters=[1]).clone()
+        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])], [1])).clone()
         for at in range(0, len(tokens), chunk)
     ]
     assert torch.equal(torch.cat(pieces), whole)
@@ -117,8 +117,8 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path, threads):
         backend = CpuBackend(spec, random_weights(spec), 64, num_threads=count)
         backend.add_adapter(1, read_adapter(folder, spec.tensor_shapes()))
         for lengths in ((1,), (1, 1, 1), LENGTHS):
-            args = ragged(parts_of(lengths))
-            results.append(backend.step(*args, adapters=[1, 0, 1, 1, 0, 1][: len(lengths)]).clone())
+            args = ragged(parts_of(lengths), [1, 0, 1, 1, 0, 1][: len(lengths)])
+            results.append(backend.step(*args).clone())
     assert all(torch.equal(one, many) for one, many in zip(results[:3], results[3:], strict=True))
 
 
@@ -126,15 +126,15 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path, threads):
 def test_a_dropped_adapter_leaves_its_place_to_the_next(tmp_path, kind):
     spec = replace(SPECS["llama"], num_layers=1)
     backend = open_backend(kind, spec, random_weights(spec))
-    args = ragged(parts_of())
     found = []
     for id, seed in ((1, 1), (2, 2), (3, 1)):
         folder = make_adapter(tmp_path / str(id), spec.tensor_shapes(), seed)
         assert backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes())) > 0
-        found.append(backend.step(*args, adapters=[id] * len(LENGTHS)).clone())
+        args = ragged(parts_of(), [id] * len(LENGTHS))
+        found.append(backend.step(*args).clone())
         backend.drop_adapter(id)
         backend.drop_adapter(id)
         with pytest.raises(KeyError):
-            backend.step(*args, adapters=[id] * len(LENGTHS))
+            backend.step(*args)
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])

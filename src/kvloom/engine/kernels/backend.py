@@ -2,13 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kvloom.engine.lora import AdapterFile
 from kvloom.engine.models.spec import DecoderSpec
+
+
+class Ragged(NamedTuple):
+    """T tokens of S sequences, computed together; tensors int32.
+
+    ids, pos [T]: token ids and positions; qstart [S+1]: tokens qstart[s] .. qstart[s+1] belong to s, at consecutive
+    positions; block_table [S, max_blocks], -1 = unused: position p of s lives in slot p % block_size of block
+    block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all.
+    """
+
+    ids: Tensor
+    pos: Tensor
+    qstart: Tensor
+    block_table: Tensor
+    adapters: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,39 +89,14 @@ class Backend(Protocol):
     def drop_adapter(self, id: int) -> None:
         """Unknown ids are ignored."""
 
-    def step(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Tensor:
-        """One step over T tokens of S sequences; writes their keys and values, returns logits of the asked rows.
+    def step(self, batch: Ragged, rows: Tensor) -> Tensor:
+        """Computes the batch and writes its keys and values; returns the logits of its tokens `rows` [R] int32.
 
-        ids, pos [T] int32: token ids and positions; qstart [S+1] int32: tokens qstart[s] .. qstart[s+1] belong to s, at
-        consecutive positions; block_table [S, max_blocks] int32, -1 = unused: position p of s lives in slot
-        p % block_size of block block_table[s, p // block_size]; rows [R] int32: which tokens' logits are wanted;
-        adapters [S]: what add_adapter was given, 0 = none; () = none for all.
-        Returns [R, vocab] float32, valid until the next step. The result for a sequence does not depend on the others
-        in the step.
+        [R, vocab] float32, valid until the next step. The result for a sequence does not depend on the others.
         """
         ...
 
-    def step_head(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        tops: list[int],
-        states: Tensor | None = None,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Head:
+    def step_head(self, batch: Ragged, rows: Tensor, tops: list[int], states: Tensor | None = None) -> Head:
         """The same step, with only the tops[r] <= vocab largest logits of row r where that is not 0.
 
         states [N] int32: which tokens' states are wanted, None = of none.

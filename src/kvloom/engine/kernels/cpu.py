@@ -3,7 +3,7 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvloom.engine.errors import BadRequest, ModelError
 from kvloom.engine.kernels import build, cpu_abi
-from kvloom.engine.kernels.backend import Head
+from kvloom.engine.kernels.backend import Head, Ragged
 from kvloom.engine.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.engine.lora import FIELD, AdapterFile
 from kvloom.engine.models.spec import DecoderSpec
@@ -81,32 +81,13 @@ class CpuBackend:
         self._top_values, self._top_ids = torch.empty(0, 0), torch.empty(0, 0, dtype=torch.int32)
         self._weights = torch.empty(-(-spec.vocab_size // 64) * 64, dtype=torch.float32)
 
-    def step(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Tensor:
+    def step(self, batch: Ragged, rows: Tensor) -> Tensor:
         """See kernels/backend.py. One caller at a time; the logits are overwritten by the next step."""
-        return self.step_head(ids, pos, qstart, block_table, rows, [0] * len(rows), adapters=adapters).full
+        return self.step_head(batch, rows, [0] * len(rows)).full
 
-    def step_head(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        tops: list[int],
-        states: Tensor | None = None,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Head:
+    def step_head(self, batch: Ragged, rows: Tensor, tops: list[int], states: Tensor | None = None) -> Head:
         """See kernels/backend.py. As `step`."""
+        *inputs, adapters = batch
         states = torch.empty(0, dtype=torch.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
@@ -119,15 +100,15 @@ class CpuBackend:
         )
         own = (ctypes.c_int32 * len(adapters))(*(self._adapters[id] if id else -1 for id in adapters))
         wanted = (ctypes.c_int32 * len(tops))(*tops)
-        held = [t.contiguous() for t in (ids, pos, qstart, block_table, rows, states)]
+        held = [t.contiguous() for t in (*inputs, rows, states)]
         assert all(t.dtype is torch.int32 for t in held), "the inputs of a step are int32"
-        batch = Batch(
+        step = Batch(
             self.kv.data_ptr(),
             self.num_blocks,
             *(t.data_ptr() for t in held[:-1]),
-            len(ids),
-            len(qstart) - 1,
-            block_table.shape[1],
+            len(batch.ids),
+            len(batch.qstart) - 1,
+            batch.block_table.shape[1],
             len(rows),
             ctypes.addressof(wanted),
             shape[1],
@@ -139,8 +120,8 @@ class CpuBackend:
             head.states.data_ptr(),
             ctypes.addressof(own) if adapters else None,
         )
-        if len(ids):
-            self._lib.kvl_step(self._model, ctypes.byref(batch))
+        if len(batch.ids):
+            self._lib.kvl_step(self._model, ctypes.byref(step))
         return head
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:

@@ -1,13 +1,13 @@
 """The reference backend: plain torch on any device, the oracle of every other backend."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.engine.kernels.backend import Draw, Head, most_likely
+from kvloom.engine.kernels.backend import Draw, Head, Ragged, most_likely
 from kvloom.engine.lora import AdapterFile
 from kvloom.engine.mesh import Mesh
 from kvloom.engine.models.spec import DecoderSpec
@@ -68,34 +68,16 @@ class ReferenceBackend:
         self._adapter: Mapping[str, LoraPair] = {}  # of the sequence that is computed
         self.kv_layout = f"reference-{device}-{dtype}"
 
-    def step(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Tensor:
+    def step(self, batch: Ragged, rows: Tensor) -> Tensor:
         """See kernels/backend.py."""
-        return self._run(ids, pos, qstart, block_table, rows.tolist(), [], adapters)[0]
+        return self._run(batch, rows.tolist(), [])[0]
 
     @torch.inference_mode()
-    def _run(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        wanted: list[int],
-        kept: list[int],
-        adapters: Sequence[int],
-    ) -> tuple[Tensor, Tensor]:
+    def _run(self, batch: Ragged, wanted: list[int], kept: list[int]) -> tuple[Tensor, Tensor]:
         """Logits of the tokens `wanted`, states of the tokens `kept`."""
         device = self.kv.device
-        ids, pos, table = (t.to(device, torch.int64) for t in (ids, pos, block_table))
-        starts = qstart.tolist()
+        ids, pos, table = (t.to(device, torch.int64) for t in (batch.ids, batch.pos, batch.block_table))
+        adapters, starts = batch.adapters, batch.qstart.tolist()
         logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
         states = torch.empty(len(kept), self.spec.hidden, dtype=torch.float32, device=device)
         for seq, (start, end) in enumerate(pairwise(starts)):
@@ -115,21 +97,10 @@ class ReferenceBackend:
         """See kernels/backend.py."""
         return (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
 
-    def step_head(
-        self,
-        ids: Tensor,
-        pos: Tensor,
-        qstart: Tensor,
-        block_table: Tensor,
-        rows: Tensor,
-        tops: list[int],
-        states: Tensor | None = None,
-        *,
-        adapters: Sequence[int] = (),
-    ) -> Head:
+    def step_head(self, batch: Ragged, rows: Tensor, tops: list[int], states: Tensor | None = None) -> Head:
         """See kernels/backend.py."""
         kept = [] if states is None else states.tolist()
-        logits, found = self._run(ids, pos, qstart, block_table, rows.tolist(), kept, adapters)
+        logits, found = self._run(batch, rows.tolist(), kept)
         values = torch.empty(len(tops), max(tops, default=0), dtype=torch.float32, device=logits.device)
         top_ids = torch.empty(values.shape, dtype=torch.int32, device=logits.device)
         for row, top in enumerate(tops):
