@@ -38,5 +38,6 @@ class ChatOutput:
     def _is_kept(self, event: ChatEvent) -> bool:
         if isinstance(event, ToolCallStart):
             self.num_calls = max(self.num_calls, min(event.index + 1, self._max_calls or event.index + 1))
-        is_call = isinstance(event, ToolCallStart | ToolCallArguments)
-        return not (is_call and self._max_calls is not None and event.index >= self._max_calls)  # type: ignore[union-attr]
+        if self._max_calls is None or not isinstance(event, ToolCallStart | ToolCallArguments):
+            return True
+        return event.index < self._max_calls
