@@ -9,6 +9,7 @@ import torch
 from ems import CcKvOption, CcResult, EmsErrorCode, EmsException
 from ems.buffer import DeviceTensors
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.waiting import until
 
 
 def test_saved_blocks_come_back_at_other_slots(cc, kv):
@@ -195,6 +196,20 @@ def test_a_full_pool_keeps_the_prefix_of_the_batch():
         assert cc.save(slots_of(*range(100)), list(range(100, 200)), [4] * 100).success == 32
         assert cc.exists(list(range(32))) == 0
         agent.node.pool("default").check()
+
+
+def test_after_its_answer_a_full_pool_has_room_for_another_batch_and_keeps_the_last():
+    kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB a block
+    with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
+        usage = agent.node.pool("default").usage
+        assert cc.save(slots_of(*range(32)), list(range(32)), [4] * 32).success == 32
+        assert cc.save(slots_of(0, 1), [100, 101], [4, 4]).success == 2
+        until(lambda: usage()["blocks"] == 30)  # 1/16 of the pool is two blocks
+        assert cc.exists([100, 101]) == 2
+        assert cc.exists(list(range(32))) == 28, "its end makes room"
+        for _ in range(3):  # nothing new, so nothing has to go
+            assert cc.save(slots_of(0, 1), [100, 101], [4, 4]).success == 2
+        assert usage()["blocks"] == 30
 
 
 def test_a_block_larger_than_the_pool_takes_is_not_saved():

@@ -134,7 +134,8 @@ class TenantPool:
         is_alike = len(set(lengths)) == 1 and not any(is_rcache)
         free: list[int] = []  # places that were emptied together, for the keys to come
         with self._lock:
-            for i, (key, length, is_copy) in enumerate(zip(keys, lengths, is_rcache, strict=True)):
+            num_new = sum(key not in self._index for key in keys) if is_alike else 1
+            for key, length, is_copy in zip(keys, lengths, is_rcache, strict=True):
                 entry = self._index.get(key)
                 if entry is not None:
                     entry.pins += 1
@@ -145,14 +146,14 @@ class TenantPool:
                     found.append(Status.TOO_LARGE)
                     break
                 if not free:
-                    wanted = sum(later not in self._index for later in keys[i:]) if is_alike else 1
-                    free = self._make_room(slot, is_copy, wanted * slot)[::-1]
+                    free = self._make_room(slot, is_copy, max(1, num_new) * slot)[::-1]
                 if not free:
                     self.counts["no_room"] += 1
                     self._remember(key, Cause.QUOTA)
                     found.append(Status.NO_ROOM)
                     break
                 found.append(Place(key, free.pop(), length, slot, is_copy))
+                num_new -= 1
             for offset in free:
                 self._allocator.free(offset)
         return found

@@ -30,6 +30,7 @@ class Writer:
         self._limit = node.put_limit(pool.tenant)
         self._batch: list[Entry] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
         self._has_ended = False
+        self._num_stored = self._largest_slot = 0  # of the batch
         self._places: list[tuple[Place, bytes]] = []  # reserved, with their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
@@ -89,7 +90,7 @@ class Writer:
                 view = self._pool.view(place.offset, place.length)
                 view[:] = area
                 written.append((place, xxhash.xxh3_128_digest(view.data), parent))
-        published = iter(self._pool.publish_all(written))
+        published = iter(self._publish(written))
         statuses = bytearray()
         for place, area in zip(found, areas, strict=False):
             if isinstance(place, Place):
@@ -133,10 +134,15 @@ class Writer:
         for place, _parent in places[len(sums) :]:
             self._pool.abandon(place)
         written = [(place, checksum, parent) for (place, parent), checksum in zip(places, sums, strict=False)]
-        published = self._pool.publish_all(written)
+        published = self._publish(written)
         self._batch += [entry for _status, entry in published]
         self._has_ended = True
         return m.Saved(bytes(status for status, _entry in published))
+
+    def _publish(self, written: list[tuple[Place, bytes, bytes]]) -> list[tuple[Status, Entry]]:
+        self._num_stored += len(written)
+        self._largest_slot = max(self._largest_slot, *(place.slot for place, _checksum, _parent in written), 0)
+        return self._pool.publish_all(written)
 
     def _drop_places(self) -> None:
         for place, _parent in self._places:
@@ -150,6 +156,7 @@ class Writer:
     def _end_batch(self) -> None:
         self._pool.unpin(self._batch)
         self._batch, self._has_ended = [], False
+        self._num_stored = self._largest_slot = 0
 
     def rest(self) -> bool:
         """Some of what can wait until a batch was answered: makes room for another of its size, then ends its pins.
@@ -158,7 +165,7 @@ class Writer:
         """
         if not self._has_ended:
             return False
-        if self._batch and self._pool.make_room_ahead(max(entry.slot for entry in self._batch), len(self._batch)):
+        if self._num_stored and self._pool.make_room_ahead(self._largest_slot, self._num_stored):
             return True
         self._end_batch()
         return False
