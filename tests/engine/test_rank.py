@@ -1,0 +1,43 @@
+"""The rank process's loop, on a thread: what it does beside running batches."""
+
+import contextlib
+import socket
+import threading
+
+from kvloom.engine import rank
+from kvloom.engine.batch import Batch, NewSeq, Transfer, Work
+from kvloom.engine.config import EngineConfig
+from kvloom.engine.executor import Channel, Done, RankMessage, RankSetup, Ready
+from kvloom.engine.request import SamplingParams
+
+
+def test_the_memory_ahead_follows_the_highest_block_in_use(monkeypatch):
+    used: list[int] = []
+
+    class Pages:
+        def __init__(self, layers, num_blocks: int, ahead_bytes: int) -> None:
+            assert (len(layers), num_blocks, ahead_bytes > 0) == (1, 64, True)
+
+        def use(self, block: int) -> None:
+            used.append(block)
+
+    monkeypatch.setattr(rank, "PagesAhead", Pages)
+    here, there = socket.socketpair()
+    thread = threading.Thread(target=_serve_until_closed, args=(there,))
+    thread.start()
+    with here:
+        channel = Channel(here, RankMessage)
+        channel.send(RankSetup(EngineConfig(backend="fake", num_blocks=64, max_seq_len=512), [0]))
+        while not isinstance(channel.receive(), Ready):
+            pass
+        first = Batch([NewSeq(1, [5] * 20, SamplingParams(), 1)], [Work(1, 0, 20, 0, [7, 40])], [])
+        for batch in (first, Batch([], [], [], loads=[Transfer(1, [3, 50], [b"a", b"b"])]), Batch([], [], [1])):
+            channel.send(batch)
+            assert isinstance(channel.receive(), Done)
+    thread.join()
+    assert used == [40, 50, 0]
+
+
+def _serve_until_closed(sock: socket.socket) -> None:
+    with sock, contextlib.suppress(EOFError):
+        rank.serve(sock)
