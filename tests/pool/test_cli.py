@@ -86,10 +86,27 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize(("text", "problem"), [("0", "positive"), ("-1K", "positive"), ("x", "invalid literal")])
+@pytest.mark.parametrize(("text", "problem"), [("0", "positive"), ("-1K", "positive"), ("x", "a size is")])
 def test_wrong_sizes(text, problem):
     with pytest.raises(ValueError, match=problem):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("--pool=3Q", "argument --pool: a size is a positive number, as 512, 64K, 16M or 2G, got '3Q'"),
+        ("--slab=0", "argument --slab: a size is a positive number, as 512, 64K, 16M or 2G, got '0'"),
+        ("--listen=nowhere", "argument --listen: an address is host:port, got 'nowhere'"),
+        ("--http=host:99999", "argument --http: an address is host:port, got 'host:99999'"),
+        ("--tenant=a:1G", "argument --tenant: a tenant's limits are id:guarantee:quota, got 'a:1G'"),
+        ("--peer=b", "argument --peer: a peer is id=host:port, got 'b'"),
+    ],
+)
+def test_a_wrong_argument_is_told_in_words(argument, problem, capsys):
+    with pytest.raises(SystemExit):
+        config_from([argument])
+    assert capsys.readouterr().err.endswith(f"error: {problem}\n")
 
 
 def test_arguments_become_a_configuration(tmp_path):

@@ -26,6 +26,7 @@ from kvloom.pool.config import (
     AgentConfig,
     TenantLimits,
     default_socket,
+    option,
     parse_address,
     parse_size,
     read_secret,
@@ -224,30 +225,33 @@ def _is_serving(path: Path) -> bool:
 
 
 def _parser() -> argparse.ArgumentParser:
+    size, address = option(parse_size), option(parse_address)
     parser = argparse.ArgumentParser(prog="kvloom pool agent", description="Serve this node's share of the KV pool.")
     parser.add_argument("--socket", type=Path, default=default_socket(), help="Unix socket for engines on this node")
-    parser.add_argument("--pool", type=parse_size, default=1 << 30, help="memory of all tenants, for example 16G")
-    parser.add_argument("--segment", type=parse_size, default=64 << 20, help="size of one shared file")
-    parser.add_argument("--slab", type=parse_size, default=16 << 20, help="size of the largest block")
+    parser.add_argument("--pool", type=size, default=1 << 30, help="memory of all tenants, for example 16G")
+    parser.add_argument("--segment", type=size, default=64 << 20, help="size of one shared file")
+    parser.add_argument("--slab", type=size, default=16 << 20, help="size of the largest block")
     parser.add_argument("--rcache", type=float, help="share of a quota for others' blocks: 0.25, or 1 with --engine")
     parser.add_argument(
         "--eviction", default="s3fifo", choices=ORDERS, help="which blocks go first when room is needed"
     )
-    parser.add_argument(
-        "--put-rate", type=parse_size, default=0, help="bytes a second each tenant may save, as in 500M"
-    )
+    parser.add_argument("--put-rate", type=size, default=0, help="bytes a second each tenant may save, as in 500M")
     parser.add_argument("--credentials", type=Path, help="JSON file of credentials; without it the node is open")
-    parser.add_argument("--tenant", type=TenantLimits.parse, action="append", default=[], help="id:guarantee:quota")
+    parser.add_argument(
+        "--tenant", type=option(TenantLimits.parse), action="append", default=[], help="id:guarantee:quota"
+    )
     parser.add_argument("--secret-file", help="file with the cluster's secret, at least 32 bytes")
     parser.add_argument("--node-id", default="", help="name of this node in the cluster; random when not given")
-    parser.add_argument("--listen", type=parse_address, help="host:port for other nodes; port 0 picks one")
+    parser.add_argument("--listen", type=address, help="host:port for other nodes; port 0 picks one")
     parser.add_argument("--advertise", default="", help="host:port under which other nodes reach this one")
     parser.add_argument("--control", default="", help="URL of the control plane; the secret is the node's password")
     parser.add_argument(
         "--state", type=Path, help="file that keeps what the control plane said, for a restart without it"
     )
-    parser.add_argument("--http", type=parse_address, help="host:port of /healthz and /metrics")
-    parser.add_argument("--peer", type=Address.parse, action="append", default=[], help="id=host:port of another node")
+    parser.add_argument("--http", type=address, help="host:port of /healthz and /metrics")
+    parser.add_argument(
+        "--peer", type=option(Address.parse), action="append", default=[], help="id=host:port of another node"
+    )
     parser.add_argument("--engine", default="", help="URL of a distributed store: valkey://, unix://, mooncake://")
     parser.add_argument("--engine-password-file", type=Path, help="file with the store's password")
     parser.add_argument("--direct", action="store_true", help="engines write into the pool themselves (trusted node)")

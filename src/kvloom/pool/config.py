@@ -1,31 +1,47 @@
 """AgentConfig: everything a node agent is told at start, checked once."""
 
+import argparse
 import os
 import secrets
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from kvloom.pool.entries import Geometry
 from kvloom.pool.evict import ORDERS
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 DEFAULT_SOCKET = "/dev/shm/ems/ems.sock"
+T = TypeVar("T")
+
+
+def option(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as the type of a command-line option; the user reads what its ValueError says."""
+
+    def convert(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def parse_size(text: str) -> int:
     """Bytes of "512", "64K", "16M", "2G" (powers of 1024). Raises ValueError."""
     unit = _UNITS.get(text[-1:].upper(), 1)
-    number = int(text[:-1] if unit > 1 else text) * unit
-    if number <= 0:
-        raise ValueError(f"a size must be positive, got {text!r}")
-    return number
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or int(digits) == 0:
+        raise ValueError(f"a size is a positive number, as 512, 64K, 16M or 2G, got {text!r}")
+    return int(digits) * unit
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises ValueError."""
     host, _, port = text.rpartition(":")
-    if not host:
+    if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"an address is host:port, got {text!r}")
     return host.strip("[]"), int(port)
 
@@ -41,6 +57,8 @@ class TenantLimits:
     @classmethod
     def parse(cls, text: str) -> "TenantLimits":
         """From "tenant:guarantee:quota", sizes as in parse_size; guarantee may be 0. Raises ValueError."""
+        if text.count(":") != 2:
+            raise ValueError(f"a tenant's limits are id:guarantee:quota, got {text!r}")
         tenant, guarantee, quota = text.split(":")
         return cls(tenant, 0 if guarantee == "0" else parse_size(guarantee), parse_size(quota))
 
@@ -57,7 +75,7 @@ class Address:
     def parse(cls, text: str) -> "Address":
         """From "id=host:port". Raises ValueError."""
         name, _, place = text.partition("=")
-        if not name:
+        if not name or not place:
             raise ValueError(f"a peer is id=host:port, got {text!r}")
         return cls(name, *parse_address(place))
 

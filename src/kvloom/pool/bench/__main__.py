@@ -10,7 +10,7 @@ from rich.table import Table
 
 from kvloom.pool.bench import clients
 from kvloom.pool.bench.measure import FRAGMENTED, NUM_KEYS, SIZES, Case, measure
-from kvloom.pool.config import parse_size
+from kvloom.pool.config import option, parse_size
 
 _UNITS = {"_us": "us", "_ratio": "x memcpy", "_share": "of a load", "_to_": "times"}
 
@@ -45,7 +45,9 @@ def _print(body: dict[str, Any]) -> None:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="kvloom pool bench", description="Measure the pool on this machine.")
     parser.add_argument("--rounds", type=int, default=15, help="timed rounds a size")
-    parser.add_argument("--size", type=parse_size, action="append", help="block size, for example 64K; repeatable")
+    parser.add_argument(
+        "--size", type=option(parse_size), action="append", help="block size, for example 64K; repeatable"
+    )
     parser.add_argument("--clients", type=int, default=4, help="processes at once in the last part; 0 leaves it out")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     args = parser.parse_args(arguments)
