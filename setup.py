@@ -17,12 +17,13 @@ class BuildWithLibraries(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "kvloom"
-            compile_library = runpy.run_path(str(SOURCE / "kvloom/gewu/build.py"))["compile_library"]
-            compile_library(target / "gewu/lib/libqos.so")
-            kernels = target / "engine/kernels/lib"
-            shutil.rmtree(kernels, ignore_errors=True)  # a build folder may hold those of other sources
             sys.path.insert(0, str(SOURCE))
-            runpy.run_path(str(SOURCE / "kvloom/engine/kernels/build.py"))["prebuild"](kernels)
+            for package in ("gewu", "engine_api"):
+                library = runpy.run_path(str(SOURCE / "kvloom" / package / "build.py"))["LIBRARY"]
+                library.compile(target / package / library.prebuilt)
+            kernels = target / "rank/kernels/lib"
+            shutil.rmtree(kernels, ignore_errors=True)  # a build folder may hold those of other sources
+            runpy.run_path(str(SOURCE / "kvloom/rank/kernels/build.py"))["prebuild"](kernels)
 
 
 class NativeDistribution(Distribution):

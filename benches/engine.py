@@ -5,12 +5,12 @@ import time
 
 import msgspec
 
-from kvloom.engine.batch import Batch, StepOutput
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Batch, StepOutput
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer, FakeRunner
 
 NUM_ROUNDS = 5
 NUM_TOKENS = 128
@@ -32,8 +32,8 @@ def step_cost_s(num_seqs: int) -> float:
     """Median over rounds of the engine's own time a step: plan, bookkeeping, text."""
     costs = []
     for _ in range(NUM_ROUNDS):
-        runner = TimedRunner(num_blocks=4096)
         config = EngineConfig(backend="fake", max_batch=num_seqs, max_tokens_per_step=2048)
+        runner = TimedRunner(config)
         engine = Engine(config, InProcessExecutor(runner), ByteTokenizer())
         params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
         for i in range(num_seqs):

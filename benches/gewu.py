@@ -8,9 +8,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.gewu import DaemonProcess, compile_c, make_model, run_program, wait_until
+from tests.support.gewu import DaemonProcess, compile_c, make_model, run_program, until
 
-from kvloom.engine.hub import find_model
+from kvloom.checkpoints.demo_models import find_model
 
 SOURCE = Path(__file__).with_suffix(".c")
 
@@ -37,7 +37,7 @@ def measure(program: Path, daemon: DaemonProcess, model: str, mode: str) -> None
         for line in run_program(program, daemon, model, mode, timeout_s=300).splitlines():
             name, value, unit = line.split()
             print(json.dumps({"bench": "gewu", "engine": mode, "name": name, "value": float(value), "unit": unit}))
-        wait_until(lambda: all(found["state"] == "absent" for found in daemon.status()["models"]))
+        until(lambda: all(found["state"] == "absent" for found in daemon.status()["models"]))
         grown = (rss_bytes(daemon.process.pid) - before) / 2**20
         print(json.dumps({"bench": "gewu", "engine": mode, "name": "daemon_grown", "value": grown, "unit": "MiB"}))
     finally:

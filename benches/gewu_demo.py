@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.gewu import DEMO_MODEL, DaemonProcess, compile_demo, has_nlohmann, run_program
 
-from kvloom.engine.hub import find_model
+from kvloom.checkpoints.demo_models import find_model
 
 _RUN_TIMEOUT_S = 60.0  # of one run, on a busy machine
 

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.gewu import ABI, Client, DaemonProcess, compile_c, make_model, wait_until
+from tests.support.gewu import ABI, Client, DaemonProcess, compile_c, make_model, until
 
-from kvloom.engine.hub import find_model
+from kvloom.checkpoints.demo_models import find_model
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "gewu" / "chat.c"
 MIB = 2**20
@@ -78,7 +78,7 @@ def bench_kill(daemon: DaemonProcess, model: Path) -> None:
             client.submit(client.create(model))
         began_s = time.monotonic()
         client.process.kill()
-        wait_until(lambda: daemon.status()["sessions"] == [])
+        until(lambda: daemon.status()["sessions"] == [])
         times_s.append(time.monotonic() - began_s)
         close_pipes(client)
     emit("fake", "killed_client_noticed_max", 1e3 * max(times_s), "ms")
@@ -125,7 +125,7 @@ def bench_soak(daemon: DaemonProcess, model: Path, folder: Path, soak_s: float) 
             subprocess.Popen(command, env=daemon.environ, stdout=subprocess.DEVNULL) for _ in range(SOAK_CLIENTS)
         ]
         assert [client.wait() for client in clients] == [0] * SOAK_CLIENTS
-        wait_until(lambda: daemon.status()["sessions"] == [])
+        until(lambda: daemon.status()["sessions"] == [])
         rounds.append(held(daemon.process.pid))
         print(f"soak round {len(rounds)}: {rounds[-1]}", file=sys.stderr, flush=True)
     emit("fake", "soak", soak_s, "s")
@@ -152,7 +152,7 @@ def bench_sharing(daemon: DaemonProcess, model: Path, folder: Path) -> None:
         assert app.stdin is not None
         app.stdin.write("hi\n")
         app.stdin.flush()
-        wait_until(lambda: any(session["requests"] for session in daemon.status()["sessions"]))
+        until(lambda: any(session["requests"] for session in daemon.status()["sessions"]))
         emit("real", "second_app_rss", rss_bytes(app.pid) / MIB, "MiB")
         emit("real", "second_app_adds_pss", (sum(pss_bytes(pid) for pid in pids) - before) / MIB, "MiB")
         emit("real", "second_app_loads", daemon.model()["loads"] - 1, "loads")
@@ -202,7 +202,7 @@ def bench_abort(daemon: DaemonProcess, model: Path) -> None:
             if name == "decode":
                 client.call("started", context)
             else:
-                wait_until(lambda base_s=before_s: running_s(pid) > base_s + _IN_PREFILL_S)
+                until(lambda base_s=before_s: running_s(pid) > base_s + _IN_PREFILL_S)
             began_s = time.monotonic()
             client.call("abort", session, request)
             times_s.append(idle_at_s(pid) - began_s)
@@ -235,7 +235,7 @@ def bench_unload(daemon: DaemonProcess, model: Path) -> None:
     done_s = time.monotonic()
     first = daemon.model()
     used = pss_bytes(first["pid"])
-    wait_until(lambda: not Path(f"/proc/{first['pid']}").exists(), timeout_s=60)
+    until(lambda: not Path(f"/proc/{first['pid']}").exists(), limit_s=60)
     emit("real", "idle_unload_after_deadline", time.monotonic() - done_s - IDLE_UNLOAD_S, "s")
     emit("real", "idle_unload_returned", used / MIB, "MiB")
     client.ask(session, max_tokens=4)

@@ -12,16 +12,16 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
+from safetensors.numpy import save_file
 
 from kvloom.bench.kernels import decode_args
-from kvloom.engine.hub import find_model
-from kvloom.engine.kernels.backend import Ragged
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.lora import PARTS, AdapterFile, read_adapter
-from kvloom.engine.models.spec import DecoderSpec
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.demo_models import find_model
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.lora import PARTS, AdapterFile, read_adapter
+from kvloom.rank.kernels.backend import Ints, Ragged
+from kvloom.rank.kernels.cpu import CpuBackend
 
 BATCH, STEPS = 8, 6
 CASES = {  # the adapter of each row
@@ -35,13 +35,13 @@ CASES = {  # the adapter of each row
 
 
 def random_adapter(spec: DecoderSpec, rank: int) -> AdapterFile:
-    tensors = {}
+    random, tensors = np.random.default_rng(0), {}
     for name, shape in spec.tensor_shapes().items():
         layer, _, part = name.removeprefix("layers.").partition(".")
         for module in (module for module, own in PARTS.items() if own == part):
             at = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{at}.lora_A.weight"] = 0.01 * torch.randn(rank, shape[1])
-            tensors[f"{at}.lora_B.weight"] = 0.01 * torch.randn(shape[0], rank)
+            tensors[f"{at}.lora_A.weight"] = 0.01 * random.standard_normal((rank, shape[1]), np.float32)
+            tensors[f"{at}.lora_B.weight"] = 0.01 * random.standard_normal((shape[0], rank), np.float32)
     with tempfile.TemporaryDirectory() as folder:
         config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
         (Path(folder) / "adapter_config.json").write_text(json.dumps(config))
@@ -49,12 +49,13 @@ def random_adapter(spec: DecoderSpec, rank: int) -> AdapterFile:
         return read_adapter(Path(folder), spec.tensor_shapes())
 
 
-def seconds(backend: CpuBackend, args: tuple[Ragged, torch.Tensor], adapters: list[int]) -> float:
+def seconds(backend: CpuBackend, args: tuple[Ragged, Ints], adapters: list[int]) -> float:
     batch, rows = args[0]._replace(adapters=adapters), args[1]
-    backend.step(batch, rows)
+    tops = [0] * len(rows)
+    backend.step(batch, rows, tops)
     start = time.perf_counter()
     for _ in range(STEPS):
-        backend.step(batch, rows)
+        backend.step(batch, rows, tops)
     return (time.perf_counter() - start) / STEPS
 
 

@@ -11,13 +11,14 @@ import statistics
 import time
 from pathlib import Path
 
-from kvloom.engine.config import EngineConfig
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import RankExecutor
-from kvloom.engine.hub import pull
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
-from kvloom.server.grammars import json_grammar
+from kvloom.engine.link.ranks import RankExecutor
+from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer
+from kvloom.rank.opening import open_ranks
+from kvloom.server.chat.grammars import json_grammar
 
 NUM_OUTPUT = 96
 NUM_BEFORE = 8  # steps of the plain requests alone
@@ -66,7 +67,7 @@ def main() -> None:
     args = parser.parse_args()
     model = args.model or pull("smollm2")
     tokenizer = load_tokenizer(model)
-    executor = RankExecutor(EngineConfig(model=str(model), backend="cpu", num_blocks=256), list)
+    executor = open_ranks(EngineConfig(model=str(model), backend="cpu", num_blocks=256), list)
     kinds = {"plain": "", "structured": json_grammar(SCHEMA, "schema")}
     steps_s(executor, tokenizer, args.plain, args.joining, "")
     first_s = max(steps_s(executor, tokenizer, args.plain, args.joining, kinds["structured"])[:2])

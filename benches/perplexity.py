@@ -12,15 +12,15 @@ import math
 from pathlib import Path
 from pydoc_data.topics import topics
 
-import torch
-from torch.nn import functional as F
+import numpy as np
 
-from kvloom.engine.hub import pull
-from kvloom.engine.kernels.backend import Backend, Ragged
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.tokenizer import load_tokenizer
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.demo_models import pull
+from kvloom.engine.text.tokenizer import load_tokenizer
+from kvloom.rank.kernels.backend import Backend, Ints, Ragged
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
+from kvloom.rank.kernels.reference import ReferenceBackend
+from kvloom.rank.sampler import log_softmax
 
 WINDOW, NUM_WINDOWS = 512, 8
 TOPICS = ("typesobjects", "customization", "exceptions", "naming", "class", "with", "specialnames", "execmodel")
@@ -30,14 +30,15 @@ def text() -> str:
     return "\n\n".join(inspect.cleandoc(topics.get(topic, "")) for topic in TOPICS)
 
 
-def mean_loss(backend: Backend, windows: torch.Tensor) -> float:
+def mean_loss(backend: Backend, windows: Ints) -> float:
     """Mean negative log likelihood of each window's tokens after its first."""
-    table = torch.arange(WINDOW // 16, dtype=torch.int32)[None]
-    pos, qstart = torch.arange(WINDOW, dtype=torch.int32), torch.tensor([0, WINDOW], dtype=torch.int32)
-    losses = [
-        F.cross_entropy(backend.step(Ragged(window.int(), pos, qstart, table), pos[:-1]), window[1:]).item()
-        for window in windows
-    ]
+    table = np.arange(WINDOW // 16, dtype=np.int32)[None]
+    pos, qstart = np.arange(WINDOW, dtype=np.int32), np.array([0, WINDOW], np.int32)
+    rows = pos[:-1]
+    losses = []
+    for window in windows:
+        head = backend.step(Ragged(window, pos, qstart, table), rows, [0] * len(rows))
+        losses.append(-float(np.mean([log_softmax(row)[id] for row, id in zip(head.full, window[1:], strict=True)])))
     return sum(losses) / len(losses)
 
 
@@ -50,12 +51,12 @@ def main() -> None:
     model = args.model or pull("smollm2")
     checkpoint = open_checkpoint(model)
     ids = load_tokenizer(model).encode(text())
-    windows = torch.tensor(ids[: WINDOW * NUM_WINDOWS]).view(-1, WINDOW)
+    windows = np.array(ids[: WINDOW * NUM_WINDOWS], np.int32).reshape(-1, WINDOW)
     want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
     formats = {"weight_format": args.weight_format, "kv_dtype": args.kv_dtype}
-    got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, **formats), windows)
+    got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, CpuOptions(**formats)), windows)
     report = {
-        "bench": "perplexity", **formats, "tokens": windows.numel(),
+        "bench": "perplexity", **formats, "tokens": windows.size,
         "reference": round(math.exp(want), 4), "cpu": round(math.exp(got), 4), "ratio": round(math.exp(got - want), 5),
     }  # fmt: skip
     print(json.dumps(report))

@@ -1,4 +1,4 @@
-"""What choosing the token costs: a decode step and its sampling, from all logits in torch against by the kernels (from
+"""What choosing the token costs: a decode step and its sampling, from all logits in numpy against by the kernels (from
 candidates where these do, else drawn natively).
 
 `python -m benches.sampling` prints one JSON line a batch size and kind of request: milliseconds of each, medians of
@@ -12,14 +12,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from kvloom.bench.kernels import CONTEXT, decode_args
-from kvloom.engine.hub import pull
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.request import SamplingParams
-from kvloom.engine.sampler import History, num_candidates, sample, sample_top
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.kernels.cpu import CpuBackend
+from kvloom.rank.sampler import History, num_candidates, sample, sample_top
 
 KINDS = {
     "greedy": SamplingParams(temperature=0),
@@ -39,12 +37,13 @@ def ways(backend: CpuBackend, batch: int, params: SamplingParams) -> dict[str, C
     tops = [num_candidates(row, len(EOS)) for row in rows]
 
     def plain() -> list[int]:
-        return [token for token, _ in sample(backend.step(*args), rows, EOS)]
+        head = backend.step(*args, [0] * batch)
+        return [sample(logits, row, EOS)[0] for logits, row in zip(head.full, rows, strict=True)]
 
     def kernels() -> list[int]:
-        head = backend.step_head(*args, tops)
+        head = backend.step(*args, tops)
         if not tops[0]:
-            return [token for token, _ in sample(head.full, rows, EOS, backend.draw)]
+            return [sample(logits, row, EOS, backend.draw)[0] for logits, row in zip(head.full, rows, strict=True)]
         return [
             sample_top(head.values[i, :top], head.ids[i, :top], rows[i], EOS, backend.draw)
             for i, top in enumerate(tops)
@@ -58,8 +57,6 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_num_threads(1)  # as in a rank
     checkpoint = open_checkpoint(args.model or pull("smollm2"))
     backend = CpuBackend(checkpoint.spec, checkpoint.weights, 512)
     for batch in (1, 8, 32):

@@ -9,8 +9,8 @@ import time
 
 import msgspec
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.hub import pull
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import EngineConfig
 from kvloom.tuning.drive import drive
 from kvloom.tuning.simulate import Arrival, simulate
 from kvloom.tuning.steptime import measure

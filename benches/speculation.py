@@ -11,13 +11,14 @@ import statistics
 import time
 from pathlib import Path
 
-from kvloom.engine.config import EngineConfig
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.hub import pull
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer
+from kvloom.rank.loading import open_runner
+from kvloom.rank.runner import ModelRunner
 
 NUM_OUTPUT = 128
 CODE = (

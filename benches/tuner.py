@@ -12,8 +12,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import track
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.hub import pull
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import EngineConfig
 from kvloom.tuning.steptime import measure
 from kvloom.tuning.sweep import Aim, run_point, tune
 from kvloom.tuning.tune import Workload, choose

@@ -1,7 +1,7 @@
 """The engine as a library: requests from a CSV of token ids, a callback for every token, figures at the end.
 
 `python examples/engine_api.py CONFIG.json DATASET.csv [1]`; with 1 the answers are written to token_output.csv.
-The sample program of the Engine API (seed 001, 3.2), in Python.
+The sample program of the Engine API (spec 3.2), in Python.
 """
 
 import csv
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvloom.engine.api import InferenceEngine, InferenceRequest, InferenceResponse, InferResponseEndFlag
+from kvloom.engine_api import InferenceEngine, InferenceRequest, InferenceResponse, InferResponseEndFlag
 
 
 @dataclass

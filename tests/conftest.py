@@ -1,18 +1,33 @@
-"""Fixtures that many tests share."""
+"""Fixtures that many tests share, and how the tests of a run are ordered and drawn."""
 
+import os
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
-from kvloom.engine.hub import pull
-from tests.support.servers import FakeServer, fake_server
+from kvloom.checkpoints.demo_models import pull
 
-settings.register_profile("kvloom", deadline=None)
+if TYPE_CHECKING:
+    from tests.support.servers import FakeServer
+
+os.environ["OMP_NUM_THREADS"] = "1"  # torch's, here and in processes that tests start: two of us share two cores
+
+# On CI the same values in every run, elsewhere new ones. `examples`: only those that somebody wrote down; `unshrunk`:
+# the first failure is told as it is.
+drawn = settings(settings.get_profile("ci" if "CI" in os.environ else "default"), deadline=None)
+settings.register_profile("kvloom", drawn)
+settings.register_profile("examples", drawn, phases=[Phase.explicit])
+settings.register_profile("unshrunk", drawn, phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False)
 settings.load_profile("kvloom")
-torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the real model come first: one process opens what they share, and none of the long ones is last."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +36,23 @@ def smollm2_path() -> Path:
     return pull("smollm2")
 
 
+@pytest.fixture(scope="session")
+def tiny_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the demo model's tokens that costs next to nothing, see tiny_gguf.py."""
+    path: Path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
+    return import_module("tests.support.tiny_gguf").make_tiny_gguf(smollm2_path, path)
+
+
+@pytest.fixture(scope="session")
+def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a random StableDiffusionPipeline that makes pictures of 64 x 64."""
+    pytest.importorskip("diffusers", reason="needs diffusers: pip install 'kvloom[images]'")
+    made: Path = import_module("tests.support.pipelines").stable_diffusion(tmp_path_factory.mktemp("tiny"))
+    return made
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    """A server on a free port over the fake model."""
-    with fake_server() as running:
+def server() -> Iterator["FakeServer"]:
+    """A server on a free port over the fake model. It is most of our modules: they are loaded when it is asked for."""
+    with import_module("tests.support.servers").fake_server() as running:
         yield running

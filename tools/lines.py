@@ -1,36 +1,82 @@
-"""Keep files and functions short: `python tools/lines.py` exits 1 and names what is over the limit."""
+"""Keep files, functions and folders small: `python tools/lines.py` exits 1 and names what is over a limit.
+
+Functions that typer reads as commands are exempt from the limit of parameters: each of theirs is an option of the
+command line. So is mindieclient, whose signatures are documented ones.
+"""
 
 import ast
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 5  # self and cls not counted
+MAX_FOLDER_FILES = 16  # sources of a folder's own, its __init__.py not counted
 FOLDERS = ("src", "tests", "tools", "benches", "examples")
 SUFFIXES = {".py", ".c", ".cpp", ".h", ".hpp", ".js", ".mjs"}
+DOCUMENTED = Path("src/mindieclient")
+KERNELS = Path("src/kvloom/rank/kernels/cpu")  # C++: one library, mostly headers that each unit includes
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(path: Path) -> Iterator[Function]:
+    """Of a Python file, nested ones too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, Function):
+            yield node
 
 
 def long_functions(path: Path) -> list[str]:
     """Functions of a Python file that exceed the limit, docstring included."""
     found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, the limit is {MAX_FUNCTION_LINES}")
+    for node in functions(path):
+        length = (node.end_lineno or node.lineno) - node.lineno + 1
+        if length > MAX_FUNCTION_LINES:
+            found.append(f"{path}:{node.lineno}: {node.name} has {length} lines, the limit is {MAX_FUNCTION_LINES}")
     return found
 
 
+def is_command(function: Function) -> bool:
+    """Whether typer reads its parameters: some default is annotated with an option or an argument of typer's."""
+    arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return any("typer." in ast.unparse(each.annotation) for each in arguments if each.annotation)
+
+
+def wide_functions(path: Path) -> list[str]:
+    """Functions of a Python file with more parameters than the limit."""
+    found = []
+    for node in functions(path):
+        names = [each.arg for each in node.args.posonlyargs + node.args.args + node.args.kwonlyargs]
+        count = len([name for name in names if name not in ("self", "cls")])
+        if count > MAX_PARAMETERS and not is_command(node):
+            found.append(f"{path}:{node.lineno}: {node.name} has {count} parameters, the limit is {MAX_PARAMETERS}")
+    return found
+
+
+def full_folders(paths: list[Path]) -> list[str]:
+    """Folders of `paths` with more files of their own than the limit."""
+    counts = Counter(path.parent for path in paths if path.name != "__init__.py" and path.parent != KERNELS)
+    full = [(folder, count) for folder, count in sorted(counts.items()) if count > MAX_FOLDER_FILES]
+    return [f"{folder} has {count} source files, the limit is {MAX_FOLDER_FILES}" for folder, count in full]
+
+
 def main() -> int:
-    problems = []
+    problems: list[str] = []
     for folder in FOLDERS:
-        for path in sorted(p for p in Path(folder).rglob("*") if p.suffix in SUFFIXES and "vendor" not in p.parts):
+        paths = sorted(p for p in Path(folder).rglob("*") if p.suffix in SUFFIXES and "vendor" not in p.parts)
+        for path in paths:
             lines = len(path.read_text().splitlines())
             if lines > MAX_FILE_LINES:
                 problems.append(f"{path}: {lines} lines, the limit is {MAX_FILE_LINES}")
             if path.suffix == ".py":
                 problems += long_functions(path)
-    print("\n".join(problems) or "lines: every file and function within its limit")
+            if path.suffix == ".py" and folder == "src" and not path.is_relative_to(DOCUMENTED):
+                problems += wide_functions(path)
+        if folder == "src":
+            problems += full_folders(paths)
+    print("\n".join(problems) or "lines: every file, function and folder within its limit")
     return 1 if problems else 0
 
 

@@ -1,261 +1,171 @@
-"""Plant bugs in the pure modules, one at a time, and see that the tests catch each: `python tools/mutants.py`.
+"""Plant bugs that a tired colleague makes, one at a time, and see that the tests named beside each catch it.
 
-Exits 1 and names the bugs that no test noticed. A bug whose text is no longer in its file is an error too.
+`python tools/mutants.py [WORD ...]` plants those of tools/bugs/*.toml whose table, file or description has one of the
+words; without words all. Each is a line: how long it took, and the test that noticed it. Exits 1 and names the bugs
+that none did. A bug whose text does not stand in its file exactly once, or whose test is gone or fails without it, ends
+everything before the first is planted.
 """
 
 import os
+import queue
+import re
 import shutil
-import subprocess
 import sys
 import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import count
+from multiprocessing import get_context
 from pathlib import Path
 
-from rich.progress import track
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINE = "src/kvloom/engine"
-TESTS = (
-    "test_blocks", "test_scheduler", "test_stop", "test_detok", "test_policies", "test_engine", "test_speculation",
-    "test_swap", "test_memory", "test_transfers", "test_kvtier",
-)  # fmt: skip
+TABLES = ROOT / "tools" / "bugs"
+PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
+TEST_S, RUN_S, FIRST_S = 60, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
+PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
+PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
 
 
 @dataclass(frozen=True)
 class Bug:
+    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters."""
+
+    table: str
     what: str
     file: str
     old: str
     new: str
+    tests: Sequence[str]
 
 
-BUGS = (
-    Bug("hash forgets what came before", "blocks.py", "sha256(parent + array", "sha256(array"),
-    Bug("hash ignores the salt", "blocks.py", "sha256(salt.encode())", "sha256(b'')"),
-    Bug("an evicted block is still found", "blocks.py", "            del self._block_of[key]\n", ""),
-    Bug(
-        "a reused block stays on the free list",
-        "blocks.py",
-        "                del self._free[block]\n",
-        "                pass\n",
-    ),
-    Bug(
-        "a block is freed while someone holds it",
-        "blocks.py",
-        "if self._refs[block] == 0:\n                self._free[block] = None",
-        "if True:\n                self._free[block] = None",
-    ),
-    Bug("the beginning of a prefix is evicted first", "blocks.py", "in reversed(blocks)", "in blocks"),
-    Bug("match skips over a gap", "blocks.py", "                break\n", "                continue\n"),
-    Bug("a second block takes over a hash", "blocks.py", " or key in self._block_of", ""),
-    Bug(
-        "cached blocks are handed out before empty ones",
-        "blocks.py",
-        "self._free.move_to_end(block, last=False)",
-        "pass",
-    ),
-    Bug("guesses preempt", "scheduler.py", "budget, room)", "budget)"),
-    Bug("guesses overrun the step", "scheduler.py", "num_guessing, budget, room", "num_guessing, room"),
-    Bug("guesses are not shared", "scheduler.py", "limits.max_draft_tokens // num_guessing", "limits.max_draft_tokens"),
-    Bug("a wrong guess counts as computed", "scheduler.py", " - len(step.draft) + max(0, len(tokens) - 1)", ""),
-    Bug("wrong guesses keep their blocks", "scheduler.py", "        pool.release(seq.block_table[num_used:])\n", ""),
-    Bug("old guesses are used again", "scheduler.py", "        seq.draft = []\n", ""),
-    Bug("a prefill guesses", "scheduler.py", " and seq.num_pending == step.num_tokens == 1", ""),
-    Bug(
-        "a part of the text is never searched",
-        "lookup.py",
-        "max(self._num_indexed, len(token_ids) - 1)",
-        "len(token_ids)",
-    ),
-    Bug(
-        "the first match is taken",
-        "lookup.py",
-        "self._ends[tuple(token_ids[end - size : end])] = end",
-        "self._ends.setdefault(tuple(token_ids[end - size : end]), end)",
-    ),
-    Bug(
-        "the shortest match wins",
-        "lookup.py",
-        "range(max_tokens, min_tokens - 1, -1)",
-        "range(min_tokens, max_tokens + 1)",
-    ),
-    Bug(
-        "a whole cached prompt leaves nothing to compute",
-        "scheduler.py",
-        "seq.hashes[: (length - 1) // block_size]",
-        "seq.hashes",
-    ),
-    Bug(
-        "cached idle blocks are not counted as taken",
-        "scheduler.py",
-        "taken + _num_blocks(length, block_size)",
-        "_num_blocks(length, block_size)",
-    ),
-    Bug("free blocks are promised twice", "scheduler.py", "        free -= taken + need\n", ""),
-    Bug("running sequences' blocks are promised twice", "scheduler.py", "            free -= need\n", ""),
-    Bug("a decode waits for older prefills", "scheduler.py", "    budget -= len(share)\n", ""),
-    Bug("the oldest is preempted", "scheduler.py", "need > free and end > stop", "need > free and end > 0"),
-    Bug("admission goes on in a step that preempts", "scheduler.py", "    if not preempted:\n", "    if True:\n"),
-    Bug(
-        "waiting sequences overtake each other",
-        "scheduler.py",
-        "- len(hits) > free:\n            break",
-        "- len(hits) > free:\n            continue",
-    ),
-    Bug(
-        "too many sequences run",
-        "scheduler.py",
-        "places = limits.max_batch - len(running)",
-        "places = limits.max_batch",
-    ),
-    Bug(
-        "hits are retained after allocations",
-        "scheduler.py",
-        "    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):\n        pool.retain(hits)  # all of them before any allocation, which could evict one\n    return [_admit(step, pool) for step in plan.steps]",
-        "    works = [_admit(step, pool) for step in plan.steps]\n    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):\n        pool.retain(hits)\n    return works",
-    ),
-    Bug(
-        "a block is published before it is full",
-        "scheduler.py",
-        "range(seq.num_published, seq.num_computed // block_size)",
-        "range(seq.num_published, len(seq.token_ids) // block_size)",
-    ),
-    Bug(
-        "an aborted load gives its blocks back at once",
-        "transfers.py",
-        "            if now_s >= load.until_s:\n                _wake(load)\n",
-        "            if now_s >= load.until_s:\n                _wake(load)\n                self._pool.release(load.transfer.blocks)\n",
-    ),
-    Bug("blocks of a save are not held", "transfers.py", "                self._pool.retain(blocks)\n", ""),
-    Bug(
-        "a block that was not loaded is published",
-        "transfers.py",
-        "zip(blocks[:count], keys[:count], strict=True)",
-        "zip(blocks, keys, strict=True)",
-    ),
-    Bug(
-        "a late load wakes who no longer waits for it",
-        "transfers.py",
-        "seq, load.seq = load.seq, None",
-        "seq = load.seq",
-    ),
-    Bug("an impossible count is believed", "transfers.py", "0 <= report.num_blocks <= len(transfer.blocks)", "True"),
-    Bug(
-        "the tier is asked again and again",
-        "scheduler.py",
-        "not (seq.is_asked or seq.host_blocks)",
-        "not seq.host_blocks",
-    ),
-    Bug("one prefix is loaded many times", "scheduler.py", "if missing[0] not in on_the_way:", "if missing:"),
-    Bug("blocks of loads are promised twice", "scheduler.py", "                free -= taken + len(missing)\n", ""),
-    Bug(
-        "loading sequences take no place",
-        "scheduler.py",
-        "limits.max_batch - len(running) - len(loading)",
-        "limits.max_batch - len(running)",
-    ),
-    Bug(
-        "a resumed sequence keeps its old progress",
-        "scheduler.py",
-        "    seq.num_computed = seq.num_published = 0\n",
-        "    seq.num_published = 0\n",
-    ),
-    Bug(
-        "a finished sequence is advanced by its last step",
-        "scheduler.py",
-        "if seq.status is not Status.RUNNING:",
-        "if seq.status is Status.WAITING:",
-    ),
-    Bug("a static batch is joined", "scheduler.py", "if not limits.is_continuous:", "if False:"),
-    Bug("more are preempted than allowed", "scheduler.py", "max(1, end - limits.max_preempt)", "1"),
-    Bug("promised blocks are given away", "scheduler.py", "if promised > spare:", "if False:"),
-    Bug(
-        "what came back from the host is computed again",
-        "scheduler.py",
-        "max(len(hits) * block_size, seq.num_swapped)",
-        "len(hits) * block_size",
-    ),
-    Bug(
-        "a prefix hit is lost by swapping",
-        "scheduler.py",
-        "max(len(hits) * block_size, seq.num_swapped)",
-        "seq.num_swapped or len(hits) * block_size",
-    ),
-    Bug("the wrong host blocks come back", "scheduler.py", "seq.host_blocks[len(step.hits) :]", "seq.host_blocks"),
-    Bug(
-        "host blocks leak with their sequence",
-        "scheduler.py",
-        "        forget_swapped(seq, pool)\n    pool.release",
-        "        pass\n    pool.release",
-    ),
-    Bug(
-        "host blocks are promised twice",
-        "scheduler.py",
-        "            chosen.append(seq)\n            free -= count",
-        "            chosen.append(seq)",
-    ),
-    Bug("a copy is paid one way only", "swap.py", "2 * num_blocks", "num_blocks"),
-    Bug("small steps teach what a token costs", "swap.py", "num_tokens >= self.MIN_TOKENS", "num_tokens >= 1"),
-    Bug("the reserve is given away", "memory.py", "working_bytes) * SHARE)", "working_bytes))"),
-    Bug(
-        "prompt and answer share a block",
-        "memory.py",
-        "-(-num_input // block_size) - (-num_output // block_size)",
-        "-(-(num_input + num_output) // block_size)",
-    ),
-    Bug("the host's pool takes the device's memory", "memory.py", "left - num_blocks * shape.block_bytes", "left"),
-    Bug("demotion never ends", "policies.py", "0 < seq.num_preemptions < MAX_DEMOTIONS", "0 < seq.num_preemptions"),
-    Bug("prompt log-probabilities are skipped by a cache hit", "scheduler.py", " if seq.may_reuse else []", ""),
-    Bug("end-of-sequence before the minimum length", "stop.py", "if num_output >= params.min_tokens:", "if True:"),
-    Bug("ignore_eos is ignored", "stop.py", " and not params.ignore_eos", ""),
-    Bug("one token too many", "stop.py", "num_output >= params.max_tokens", "num_output > params.max_tokens"),
-    Bug("the context overflows by one", "stop.py", "num_total >= max_seq_len", "num_total > max_seq_len"),
-    Bug("a possible stop string is given out", "stop.py", "default=0)", "default=0) * 0"),
-    Bug(
-        "text held back is lost at the end",
-        "stop.py",
-        'held, self._held = self._held, ""\n',
-        'held, self._held = "", ""\n',
-    ),
-    Bug("half a character is lost at the end", "detok.py", 'decode(b"", final=True)', 'decode(b"")'),
-)
+class Workshop:
+    """A copy of sources and tests, in which one bug at a time is planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._times_s = count(1)
+        for name in ("src", "tests"):
+            shutil.copytree(ROOT / name, folder / name)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+
+    def catch(self, bug: Bug) -> str:
+        """The test that notices the bug, or how its process ended; empty when none does."""
+        with self._planted(bug):
+            status, said = self.run(bug.tests)
+        if status == PASSED:
+            return ""
+        if status != FAILED:
+            if status < 0:
+                return f"a crash, signal {-status}"
+            raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said}")
+        found = re.search(r"^FAILED (\S+?)(?:\[| |$)", said, re.MULTILINE)
+        return found[1] if found else said
+
+    def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int, str]:
+        """pytest's status and what it said last."""
+        said = self._folder / "said"
+        said.write_text("")
+        process = PROCESSES.Process(target=run_pytest, args=(self._folder, said, tests))
+        process.start()
+        process.join(limit_s)
+        if process.exitcode is None:
+            process.kill()
+            return FAILED, "it hangs"
+        return process.exitcode, "\n".join(said.read_text().splitlines()[-30:])
+
+    @contextmanager
+    def _planted(self, bug: Bug) -> Iterator[None]:
+        path = self._folder / bug.file
+        text, before = path.read_text(), path.stat()
+        path.write_text(text.replace(bug.old, bug.new))
+        time_s = next(self._times_s)  # what Python has compiled is known by size and whole seconds
+        os.utime(path, (time_s, time_s))
+        try:
+            yield
+        finally:
+            path.write_text(text)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def survives(bug: Bug) -> bool:
-    """Whether the tests pass with the bug planted in a copy of the sources."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copytree(ROOT / "src", Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__"))
-        target = Path(folder) / ENGINE / bug.file
-        text = target.read_text()
-        if bug.old not in text:
-            raise SystemExit(f"{bug.file}: the text of {bug.what!r} is gone; write the bug anew")
-        target.write_text(text.replace(bug.old, bug.new))
-        tests = [str(ROOT / f"tests/engine/{name}.py") for name in TESTS]
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:randomly",
-            "--rootdir",
-            str(ROOT),
-            *tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": f"{folder}/src"}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False).returncode == 0
+def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
+    """In a process of its own: the tests of a workshop, on its sources; exits with pytest's status, and a hundred."""
+    with said.open("w") as file:
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+    paths = [str(folder / "src"), str(folder)]
+    os.chdir(folder)
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache")}
+    sys.path[:0] = paths
+    options = ["-qx", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
+    options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was loaded before
+    sys.exit(100 + pytest.main([*options, *arguments]))
 
 
-def main() -> int:
-    alive = [bug for bug in track(BUGS, description="planting bugs") if survives(bug)]
+def read_bugs(words: Sequence[str]) -> list[Bug]:
+    """Raises SystemExit, with every bug whose text does not stand in its file once."""
+    bugs = [
+        Bug(table.stem, **row)
+        for table in sorted(TABLES.glob("*.toml"))
+        for row in tomllib.loads(table.read_text())["bug"]
+    ]
+    wrong = []
+    for bug in bugs:
+        found = (ROOT / bug.file).read_text().count(bug.old)
+        if found != 1 or bug.old == bug.new:
+            wrong.append(
+                f"{bug.table}: the text of {bug.what!r} stands in {bug.file} {found} times; write the bug anew"
+            )
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+    return [bug for bug in bugs if not words or any(word in f"{bug.table} {bug.file} {bug.what}" for word in words)]
+
+
+def survivors(bugs: Sequence[Bug]) -> list[Bug]:
+    """Raises SystemExit when a test fails without any bug."""
+    with ExitStack() as stack:
+        free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
+        num_workers = os.cpu_count() or 1
+        for _ in range(num_workers):
+            free.put(Workshop(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
+        first = free.get()
+        status, said = first.run(sorted({test for bug in bugs for test in bug.tests}), FIRST_S)
+        if status != PASSED:
+            raise SystemExit(f"the tests fail without a bug:\n{said}")
+        free.put(first)
+
+        def attempt(bug: Bug) -> tuple[str, float]:
+            workshop, began_s = free.get(), time.monotonic()
+            try:
+                return workshop.catch(bug), time.monotonic() - began_s
+            finally:
+                free.put(workshop)
+
+        workers = stack.enter_context(ThreadPoolExecutor(num_workers))
+        alive = []
+        for number, (bug, (catcher, took_s)) in enumerate(zip(bugs, workers.map(attempt, bugs), strict=True), 1):
+            told = f"{number:3} of {len(bugs)} {took_s:5.1f} s  {bug.table}: {bug.what}"
+            print(f"{told}  <-  {catcher or 'NOT CAUGHT'}", flush=True)
+            if not catcher:
+                alive.append(bug)
+        return alive
+
+
+def main(words: Sequence[str]) -> int:
+    began_s, bugs = time.monotonic(), read_bugs(words)
+    PROCESSES.set_forkserver_preload([*PRELOADED])
+    alive = survivors(bugs)
     for bug in alive:
         print(f"not caught: {bug.what} ({bug.file})")
-    print(f"{len(BUGS) - len(alive)} of {len(BUGS)} planted bugs caught")
-    return 1 if alive else 0
+    print(f"{len(bugs) - len(alive)} of {len(bugs)} planted bugs caught in {time.monotonic() - began_s:.0f} s")
+    return 1 if alive or not bugs else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

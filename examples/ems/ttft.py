@@ -24,8 +24,8 @@ from random import Random
 
 import httpx
 
-from kvloom.engine.errors import ModelError
-from kvloom.engine.hub import find_model
+from kvloom.checkpoints.demo_models import find_model
+from kvloom.contract.errors import ModelError
 
 KVLOOM = (sys.executable, "-m", "kvloom.cli")
 READY = re.compile(r"is served on (http://\S+:\d+)\.")
@@ -149,14 +149,14 @@ def plot(answers: list[Answer], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(6, 3.6), layout="constrained")
-    for place, phase in enumerate(PHASES):
+    for x, phase in enumerate(PHASES):
         times_ms = [answer.ttft_ms for answer in answers if answer.phase == phase]
-        axes.bar(place, statistics.median(times_ms), width=0.55, color=("#8a8f98", "#2a6fb0", "#2f9e6e")[place])
+        axes.bar(x, statistics.median(times_ms), width=0.55, color=("#8a8f98", "#2a6fb0", "#2f9e6e")[x])
         height = max(times_ms)
         axes.annotate(
-            f"{statistics.median(times_ms):,.0f} ms", (place, height), (0, 6), textcoords="offset points", ha="center"
+            f"{statistics.median(times_ms):,.0f} ms", (x, height), (0, 6), textcoords="offset points", ha="center"
         )
-        axes.plot([place] * len(times_ms), times_ms, "k.", alpha=0.5)
+        axes.plot([x] * len(times_ms), times_ms, "k.", alpha=0.5)
     axes.set_xticks(range(len(PHASES)), PHASES)
     axes.set(ylabel="time to first token, ms", title=title, ylim=(0, None))
     axes.margins(y=0.12)

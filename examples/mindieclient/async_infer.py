@@ -1,4 +1,4 @@
-"""Asynchronous inference: seed 001, 4.4.3."""
+"""Asynchronous inference: spec 4.4.3."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Ending a request early: seed 001, 4.4.7."""
+"""Ending a request early: spec 4.4.7."""
 
 import sys
 

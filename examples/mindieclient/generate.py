@@ -1,4 +1,4 @@
-"""Text generation: seed 001, 4.4.4."""
+"""Text generation: spec 4.4.4."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Streamed text generation: seed 001, 4.4.5."""
+"""Streamed text generation: spec 4.4.5."""
 
 import sys
 

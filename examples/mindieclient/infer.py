@@ -1,4 +1,4 @@
-"""Synchronous inference: seed 001, 4.4.2."""
+"""Synchronous inference: spec 4.4.2."""
 
 import sys
 

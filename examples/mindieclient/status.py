@@ -1,4 +1,4 @@
-"""Status of server and model: seed 001, 4.4.6."""
+"""Status of server and model: spec 4.4.6."""
 
 import json
 import sys

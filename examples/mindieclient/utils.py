@@ -1,4 +1,4 @@
-"""Creates the client that the other samples use: seed 001, 4.4.1."""
+"""Creates the client that the other samples use: spec 4.4.1."""
 
 import argparse
 

@@ -1,7 +1,7 @@
-"""EMS SDK: keep the KV cache of prefixes in a memory pool that outlives the engine (seed 000).
+"""EMS SDK: keep the KV cache of prefixes in a memory pool that outlives the engine (docs/spec/ems.md).
 
 Ems.init(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id="m"))), then Ems.get_cc() for save and load.
-Names are loaded at their first use: the node agent shares the wire of this package and does without its torch.
+Names are loaded at their first use: the node agent shares the wire of this package and does without the rest.
 """
 
 import importlib

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import sub
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from ems.keys import KeySpace
 
 Slots = npt.NDArray[np.int64]
 Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
+SKIPPED = -1  # instead of a block: tokens of a saved block that a load leaves alone
 Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
 _MAX_TOKEN = 2**63
 _Names = Callable[[int, int], list[bytes]]
@@ -56,11 +57,22 @@ class Cache:
         return self.keys.of_hash(block_hash, self.block_size)
 
 
-def plan(cache: Cache, slot_mapping: object, hashes: object, offsets: object, others: dict[str, Any]) -> Request:
+class Arguments(NamedTuple):
+    """What a caller of save or load gave, unchecked. others: the keyword arguments beyond the first three."""
+
+    slot_mapping: object
+    hashes: object
+    offsets: object
+    others: dict[str, Any]
+
+
+def plan(cache: Cache, arguments: Arguments, is_load: bool = False) -> Request:
     """The blocks of a call, under hash semantics (hashes, offsets) or token semantics (token_ids, mask in `others`).
 
+    is_load: tokens that the mask skips are not written, where it ends within a block; a save needs the whole block.
     Raises EmsException(EMS_INVALID_ARGUMENT) naming the argument.
     """
+    slot_mapping, hashes, offsets, others = arguments
     unknown = sorted(others.keys() - {"token_ids", "mask", "chunk_descs"})
     if unknown:
         raise invalid_argument(unknown[0], "unknown argument")
@@ -83,16 +95,12 @@ def plan(cache: Cache, slot_mapping: object, hashes: object, offsets: object, ot
         return _by_hash(cache, slots, hashes, offsets)
     if offsets is not None:
         raise invalid_argument("offsets", "belongs to hashes, not to token_ids")
-    return _by_tokens(cache, slots, token_ids, mask)
+    return _by_tokens(cache, slots, token_ids, mask, is_load)
 
 
 def _by_hash(cache: Cache, slots: Slots, hashes: object, offsets: object) -> Request:
     values = plan_hashes(hashes)
-    counts = _integers("offsets", offsets).tolist()
-    if len(values) != len(counts):
-        raise invalid_argument("hashes", f"{len(values)} hashes for {len(counts)} offsets")
-    if counts and min(counts) < 1:
-        raise invalid_argument("offsets", "each must be at least 1")
+    counts = plan_counts(values, offsets)
     if sum(counts) != len(slots):
         raise invalid_argument("offsets", f"sum to {sum(counts)}, slot_mapping has {len(slots)} entries")
 
@@ -135,36 +143,63 @@ def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Ru
     return tuple(runs)
 
 
+def plan_counts(hashes: list[int], offsets: object) -> list[int]:
+    """The tokens of each block."""
+    counts: list[int] = _integers("offsets", offsets).tolist()
+    if len(hashes) != len(counts):
+        raise invalid_argument("hashes", f"{len(hashes)} hashes for {len(counts)} offsets")
+    if counts and min(counts) < 1:
+        raise invalid_argument("offsets", "each must be at least 1")
+    return counts
+
+
 def plan_hashes(hashes: object) -> list[int]:
-    """The hashes as integers of any size and sign."""
-    if not isinstance(hashes, Sequence) or not all(
-        issubclass(t, int) and t is not bool for t in set(map(type, hashes))
-    ):
-        raise invalid_argument("hashes", "must be a list of integers")
-    return list(hashes)
+    """The hashes as integers of any size and sign, from a list, array or tensor."""
+    if isinstance(hashes, Sequence) and not isinstance(hashes, str | bytes):
+        types = set(map(type, hashes))
+        if types <= {int}:
+            return list(hashes)
+        if all(issubclass(t, int | np.integer) and t is not bool for t in types):
+            return list(map(int, hashes))
+    elif hasattr(hashes, "__array__"):
+        array = _array("hashes", hashes)
+        if array.ndim == 1 and array.dtype.kind in "iu":
+            return [int(value) for value in array]
+    raise invalid_argument("hashes", "must be a list of integers")
 
 
-def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object) -> Request:
+def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object, is_load: bool) -> Request:
     tokens: list[int] = _integers("token_ids", token_ids).tolist()
     if len(tokens) != len(slots):
         raise invalid_argument("token_ids", f"{len(tokens)} tokens for {len(slots)} entries of slot_mapping")
     skipped = 0
     if mask is not None:
-        bits = _integers("mask", mask)
+        bits = _integers("mask", mask, has_bools=True)
         if len(bits) != len(slots):
             raise invalid_argument("mask", f"{len(bits)} entries for {len(slots)} entries of slot_mapping")
         if ((bits != 0) & (bits != 1)).any() or (np.diff(bits) < 0).any():
             raise invalid_argument("mask", "must be zeros followed by ones")
         skipped = len(bits) - int(bits.sum())
     size = cache.block_size
-    if skipped % size and skipped != len(tokens):
-        raise invalid_argument("mask", f"its zeros must be whole blocks of {size} tokens, got {skipped}")
     keys = list(cache.keys.of_tokens(tokens, size))
     counts = [min(size, len(tokens) - start) for start in range(0, len(tokens), size)]
-    first = -(-skipped // size)
-    blocks = _blocks(cache, slots[skipped:], counts[first:])
+    first = len(keys) if skipped == len(tokens) else skipped // size
+    blocks = _blocks(cache, slots[first * size :], counts[first:])
+    if is_load and blocks and skipped % size:
+        blocks[0] = (_without(blocks[0][0], skipped % size),)
     parent, keys = keys[first - 1] if first else b"", keys[first:]
     return Request(blocks, [counts[first:]], lambda start, end: keys[start:end], parent)
+
+
+def _without(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
+    """The runs with the first `count` tokens skipped."""
+    left, kept = count, []
+    for number, start, length in runs:
+        skipped = min(left, length)
+        left -= skipped
+        if length > skipped:
+            kept.append((number, start + skipped, length - skipped))
+    return ((SKIPPED, 0, count), *kept)
 
 
 def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> list[Block]:
@@ -176,23 +211,33 @@ def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> list[Block]:
     is_first = np.ones(len(slots), np.bool_)
     is_first[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % size == 0)
     is_first[starts] = True
-    firsts, places = slots[is_first], np.flatnonzero(is_first)
-    lengths = map(sub, [*places.tolist()[1:], len(slots)], places.tolist())
+    firsts, cuts = slots[is_first], np.flatnonzero(is_first)
+    lengths = map(sub, [*cuts.tolist()[1:], len(slots)], cuts.tolist())
     runs = list(zip((firsts // size).tolist(), (firsts % size).tolist(), lengths, strict=True))
-    edges = [*places.searchsorted(starts).tolist(), len(runs)]
+    if len({number for number, _start, _count in runs}) < len(runs):  # several runs in one block may overlap
+        once, times = np.unique(slots, return_counts=True)
+        if len(once) < len(slots):
+            raise invalid_argument("slot_mapping", f"slot {once[times.argmax()]} is named more than once")
+    edges = [*cuts.searchsorted(starts).tolist(), len(runs)]
     return [(tuple(runs[start:end]),) for start, end in pairwise(edges)]
 
 
-def _integers(name: str, values: object) -> Slots:
-    """A list, tuple, array or tensor of integers as an array. Raises naming `name`."""
-    if values is None:
-        raise invalid_argument(name, "is missing")
+def _array(name: str, values: object) -> npt.NDArray[np.generic]:
     if hasattr(values, "detach"):
         values = values.detach().cpu().numpy()
     try:
-        array = np.asarray(values)
+        return np.asarray(values)
     except (ValueError, OverflowError):
         raise invalid_argument(name, "must be a flat list of integers") from None
+
+
+def _integers(name: str, values: object, has_bools: bool = False) -> Slots:
+    """A list, tuple, array or tensor of integers as an array; has_bools: or of bools. Raises naming `name`."""
+    if values is None:
+        raise invalid_argument(name, "is missing")
+    array = _array(name, values)
+    if has_bools and array.dtype.kind == "b":
+        array = array.astype(np.int64)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise invalid_argument(name, "must be a flat list of integers")
     if array.dtype.kind == "u" and array.size and int(array.max()) >= _MAX_TOKEN:

@@ -8,11 +8,12 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from ems.blocks import Block, Request
-from ems.common.exception import internal_error, invalid_argument
+from ems.blocks import SKIPPED, Block, Request
+from ems.common.exception import invalid_argument
+from ems.device import DeviceTensors
 from ems.keys import Layout
+from ems.tensors import Tensor, as_tensor
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -68,27 +69,27 @@ class RegisteredCache:
         group_of = [group for layer, group in zip(layers, of_layer, strict=True) for _tensor in layer]
         first = tensors[0]
         for i, tensor in enumerate(tensors):
-            _check_tensor(f"kvcache tensor {i}", tensor, first, tensors[group_of.index(group_of[i])])
-        if first.device.type not in ("cpu", "cuda", "npu"):
-            raise invalid_argument("kvcache", f"tensors on {first.device.type} are not supported")
-        if first.device.type == "npu" and importlib.util.find_spec("torch_npu") is None:
+            _check_tensor(f"tensor {i}", tensor, first, tensors[group_of.index(group_of[i])])
+        kind = first.device.partition(":")[0]
+        if kind not in ("cpu", "cuda", "npu"):
+            raise invalid_argument("kvcache", f"tensors on {kind} are not supported")
+        if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
             raise invalid_argument("kvcache", "tensors on an NPU need torch_npu")
         self.num_blocks, self.block_size = first.shape[0], first.shape[1]
-        shapes = tuple(tuple(int(n) for n in tensor.shape[2:]) for tensor in tensors)
         heads = [tensors[group_of.index(group)] for group in range(max(group_of) + 1)]
         self.groups = tuple((t.shape[1], t.shape[0] * t.shape[1]) for t in heads) if layer_groups is not None else ()
-        per_tensor = tuple((group, int(heads[group].shape[1])) for group in group_of) if self.groups else ()
-        self.layout = Layout(str(first.dtype).removeprefix("torch."), self.block_size, shapes, per_tensor)
-        widths = [tensor[0, 0].numel() * tensor.element_size() for tensor in tensors]
+        per_tensor = tuple((group, heads[group].shape[1]) for group in group_of) if self.groups else ()
+        self.layout = Layout(first.dtype, self.block_size, tuple(tensor.shape[2:] for tensor in tensors), per_tensor)
+        widths = [tensor.token_bytes for tensor in tensors]
         self.token_bytes = sum(widths)
         self._group_bytes = [
             sum(width for width, group in zip(widths, group_of, strict=True) if group == number)
             for number in range(len(heads))
         ]
-        if first.device.type == "cpu":
-            self.tensors: Tensors = HostTensors(tensors, widths, group_of)
+        if kind == "cpu":
+            self.tensors: Tensors = HostTensors(tensors, group_of)
         else:
-            self.tensors = DeviceTensors(tensors, widths, group_of)
+            self.tensors = DeviceTensors([tensor.data for tensor in tensors], widths, group_of)
 
     def sizes(self, request: Request) -> list[int]:
         """Bytes of each block."""
@@ -123,13 +124,20 @@ class Snapshot:
             target[:] = self._copies[block]
 
 
-def _layers(kvcache: object) -> list[list[torch.Tensor]]:
+def _layers(kvcache: object) -> list[list[Tensor]]:
+    problem = invalid_argument("kvcache", "must be a list of layers, each a list of tensors")
     if not isinstance(kvcache, list | tuple) or not kvcache:
-        raise invalid_argument("kvcache", "must be a list of layers, each a list of tensors")
+        raise problem
+    layers: list[list[Tensor]] = []
     for layer in kvcache:
-        if not isinstance(layer, list | tuple) or not layer or not all(isinstance(t, torch.Tensor) for t in layer):
-            raise invalid_argument("kvcache", "must be a list of layers, each a list of tensors")
-    return [list(layer) for layer in kvcache]
+        if not isinstance(layer, list | tuple) or not layer:
+            raise problem
+        count = sum(map(len, layers))
+        tensors = [as_tensor(f"tensor {count + i}", value) for i, value in enumerate(layer)]
+        layers.append([tensor for tensor in tensors if tensor is not None])
+        if len(layers[-1]) < len(layer):
+            raise problem
+    return layers
 
 
 def _group_of_layer(layer_groups: object, num_layers: int) -> list[int]:
@@ -152,38 +160,21 @@ def _group_of_layer(layer_groups: object, num_layers: int) -> list[int]:
     return [found[layer] for layer in range(num_layers)]
 
 
-def _check_tensor(name: str, tensor: torch.Tensor, first: torch.Tensor, head: torch.Tensor) -> None:
+def _check_tensor(name: str, tensor: Tensor, first: Tensor, head: Tensor) -> None:
     """first: of all tensors; head: of the tensor's layer group."""
-    if tensor.ndim < 3:
+    if len(tensor.shape) < 3:
         shape = "[blocks, block_size, heads, head_size] or [blocks, block_size, dim]"
-        raise invalid_argument("kvcache", f"{name} has {tensor.ndim} dimensions, expected {shape}")
+        raise invalid_argument("kvcache", f"{name} has {len(tensor.shape)} dimensions, expected {shape}")
     if 0 in tensor.shape:
         raise invalid_argument("kvcache", f"{name} is empty")
     if tensor.shape[:2] != head.shape[:2]:
         raise invalid_argument("kvcache", f"{name} has other blocks or block_size than the first tensor")
     if tensor.dtype != first.dtype or tensor.device != first.device:
         raise invalid_argument("kvcache", f"{name} has another dtype or device than the first tensor")
-    if not tensor[0].is_contiguous():
+    if not tensor.has_whole_blocks:
         raise invalid_argument("kvcache", f"{name}: the tokens of a block must be contiguous")
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same memory as uint8 [blocks, bytes of a block]; the blocks may be apart."""
-    row = tensor[0].numel()
-    flat = tensor.detach().as_strided((tensor.shape[0], row), (tensor.stride(0), 1))
-    return flat.view(torch.uint8)
-
-
-def _flat(tensor: torch.Tensor) -> Bytes:
-    """The memory from the first block to the end of the last, with what lies between blocks."""
-    size = (tensor.shape[0] - 1) * tensor.stride(0) + tensor[0].numel()
-    flat: Bytes = tensor.detach().as_strided((size,), (1,)).view(torch.uint8).numpy()
-    return flat
-
-
-def _stride_bytes(tensor: torch.Tensor) -> int:
-    """From block to block."""
-    return tensor.stride(0) * tensor.element_size()
+    if tensor.shape[0] > 1 and tensor.strides[0] < tensor.block_bytes:
+        raise invalid_argument("kvcache", f"{name}: the memory of its blocks overlaps")
 
 
 class HostTensors:
@@ -191,16 +182,18 @@ class HostTensors:
 
     batch_bytes = 256 << 10  # what was just verified is still in the processor's cache when it is copied
 
-    def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
-        self._parts = list(zip(map(_flat, tensors), map(_stride_bytes, tensors), widths, group_of, strict=True))
+    def __init__(self, tensors: list[Tensor], group_of: list[int]) -> None:
+        self._parts = [
+            (t.flat(), t.strides[0], t.token_bytes, group) for t, group in zip(tensors, group_of, strict=True)
+        ]
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
             position = 0
             for data, stride, width, group in self._parts:
                 for number, start, count in block[group]:
-                    size, place = count * width, number * stride + start * width
-                    target[position : position + size] = data[place : place + size]
+                    size, offset = count * width, number * stride + start * width
+                    target[position : position + size] = data[offset : offset + size]
                     position += size
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
@@ -208,66 +201,7 @@ class HostTensors:
             position = 0
             for data, stride, width, group in self._parts:
                 for number, start, count in block[group]:
-                    size, place = count * width, number * stride + start * width
-                    data[place : place + size] = source[position : position + size]
+                    size, offset = count * width, number * stride + start * width
+                    if number != SKIPPED:
+                        data[offset : offset + size] = source[position : position + size]
                     position += size
-
-
-class DeviceTensors:
-    """Tensors on an accelerator: a batch is packed on the device, then crosses the bus in one copy.
-
-    Works on any torch device; the host side of the copy is pinned where the device is CUDA.
-    """
-
-    batch_bytes = 32 << 20
-
-    def __init__(self, tensors: list[torch.Tensor], widths: list[int], group_of: list[int]) -> None:
-        self._rows = list(zip(map(_rows, tensors), widths, group_of, strict=True))
-        self._device = tensors[0].device
-
-    def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
-        try:
-            self._synchronize()  # what the caller computes on its streams must be there before it is read
-            packed = torch.empty(sum(len(target) for target in targets), dtype=torch.uint8, device=self._device)
-            for device_part, rows_part in self._parts(blocks, packed):
-                device_part.copy_(rows_part)
-            host = self._host(packed.numel())
-            host.copy_(packed)
-        except RuntimeError as error:
-            raise internal_error(f"device memory: {error}") from error
-        data, position = host.numpy(), 0
-        for target in targets:
-            target[:] = data[position : position + len(target)]
-            position += len(target)
-
-    def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
-        try:
-            host = self._host(sum(len(source) for source in sources))
-            data, position = host.numpy(), 0
-            for source in sources:
-                data[position : position + len(source)] = source
-                position += len(source)
-            packed = host.to(self._device)
-            for device_part, rows_part in self._parts(blocks, packed):
-                rows_part.copy_(device_part)
-            self._synchronize()  # the caller may use the cache on any stream afterwards
-        except RuntimeError as error:
-            raise internal_error(f"device memory: {error}") from error
-
-    def _synchronize(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-
-    def _parts(self, blocks: Sequence[Block], packed: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Pairs of equal size: a range of `packed`, and the tokens of the cache it stands for."""
-        parts, position = [], 0
-        for block in blocks:
-            for rows, width, group in self._rows:
-                for number, start, count in block[group]:
-                    size, first = count * width, start * width
-                    parts.append((packed[position : position + size], rows[number, first : first + size]))
-                    position += size
-        return parts
-
-    def _host(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")

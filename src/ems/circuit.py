@@ -1,14 +1,18 @@
-"""Circuit: whether a pool is worth asking. One that fails or is late costs one deadline; then it is left alone until a
-thread of its own has found it healthy again, looking after 1 s, 2 s, 4 s ... 30 s.
+"""Circuit: a pool that fails or is late costs one deadline; then it is left alone until it was found healthy again.
+
+A thread of its own looks after 1 s, 2 s, 4 s ... 30 s.
 """
 
 import logging
 import threading
+import time
 from collections.abc import Callable
+
+from ems.common.breaker import Breaker
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 30.0
+FIRST_PAUSE_S = 1.0
 
 
 class Circuit:
@@ -16,7 +20,7 @@ class Circuit:
 
     def __init__(self, connect: Callable[[], bool], first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._connect = connect
-        self._first_pause_s = self._pause_s = first_pause_s
+        self._breaker = Breaker(max_failures=1, first_pause_s=first_pause_s)
         self._changed = threading.Condition()
         self._is_up = False
         self._is_closed = False
@@ -37,12 +41,15 @@ class Circuit:
         with self._changed:
             if self._is_up:
                 log.warning("the KV pool failed (%s); going on without it", problem)
-            self._is_up = False
-            self._changed.notify_all()
+                self._is_up = False
+                self._breaker.fail(time.monotonic())
+                self._changed.notify_all()
 
     def succeeded(self) -> None:
         """The pool answered somebody who waited: the next failure is a first one."""
-        self._pause_s = self._first_pause_s
+        with self._changed:
+            if self._is_up:
+                self._breaker.succeed()
 
     def close(self) -> None:
         with self._changed:
@@ -51,19 +58,21 @@ class Circuit:
         self._thread.join()
 
     def _watch(self) -> None:
-        is_first = True
-        while True:
-            if not is_first:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._is_closed or not self._is_up)
-                    self._changed.wait_for(lambda: self._is_closed, self._pause_s)
-                self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-            if self._is_closed:
-                return
-            is_first = False
+        """Looks now, and whenever the breaker allows it until the pool is healthy; then waits for a call that fails."""
+        while self._may_look():
             is_healthy = self._connect()
             with self._changed:
-                if is_healthy and not self._is_closed:
+                if not is_healthy:
+                    self._breaker.fail(time.monotonic())
+                elif not self._is_closed:
                     log.info("the KV pool is up")
                     self._is_up = True
                     self._changed.notify_all()
+
+    def _may_look(self) -> bool:
+        """Waits until it is time to look; False when the circuit was closed meanwhile."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_closed or not self._is_up)
+            while not self._is_closed and not self._breaker.allows(time.monotonic()):
+                self._changed.wait(self._breaker.pause_s(time.monotonic()))
+            return not self._is_closed

@@ -3,11 +3,11 @@
 import re
 from dataclasses import dataclass
 
-from ems.cc_v1.cc_config import CcConfig_v1
+from ems.cc_v1.cc_config import LEGACY_ID, CcConfig_v1
 from ems.common.exception import invalid_argument
 
-LEGACY_DEFAULT_ACCESS_ID = "cc_kvstore@_@ds_default_ns_001"
-"""The id deployed adapters ship with. It breaks the documented character set; it means the default tenant."""
+LEGACY_DEFAULT_ACCESS_ID = LEGACY_ID
+"""It breaks the documented character set; it means the default tenant."""
 
 _ACCESS_ID = re.compile(r"[0-9a-z._-]{1,512}")
 _ACCESS_KEY = re.compile(r"[0-9a-zA-Z+/=]{32,256}")
@@ -15,7 +15,7 @@ _MAX_TIMEOUT_MS = 2**32 - 1  # the wire's deadline field
 
 
 class EmsConfig:
-    """Configuration of `Ems.init` (seed 000, 6.1).
+    """Configuration of `Ems.init` (spec ems 6.1).
 
     `cc_config` and `cc_config_v1` are two spellings of one attribute; giving both with different values is an error.
     access_id: 1..512 of [0-9a-z._-]; access_key: 32..256 of [0-9a-zA-Z+/=]. Both None or empty: the default tenant of
@@ -56,7 +56,7 @@ class EmsConfig:
 
 @dataclass(slots=True)
 class CcKvOption:
-    """Options of one call (seed 000, table 8-5). Mutable: callers raise `timeout` and retry.
+    """Options of one call (spec ems table 8-5). Mutable: callers raise `timeout` and retry.
 
     write_rcache: keep a local copy of blocks whose home is another node.
     read_local_only: never ask another node. timeout: ms from the call (an asynchronous one: from its submission) to its
@@ -80,7 +80,12 @@ class CcKvOption:
 
 @dataclass(frozen=True, slots=True)
 class CcResult:
-    """success: how many blocks from the first on were saved or loaded without a gap; total: how many were asked for."""
+    """success: how many blocks from the first on were saved or loaded without a gap; total: how many were asked for.
+
+    local: how many of those saved are on this node only, where other nodes do not find them: their home is cut off, or
+    was too busy to take them before the deadline.
+    """
 
     success: int
     total: int
+    local: int = 0

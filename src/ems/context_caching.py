@@ -1,31 +1,47 @@
-"""ContextCaching: save and load the KV cache of a prefix, block by block (seed 000, chapter 8)."""
+"""ContextCaching: save and load the KV cache of a prefix, block by block (spec ems 8)."""
 
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ems import pipeline
-from ems.blocks import Cache, Request, plan, plan_hashes
+from ems.blocks import Arguments, Cache, Request, plan, plan_counts, plan_hashes
 from ems.buffer import RegisteredCache, Snapshot
 from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult
 from ems.keys import Identity, KeySpace
 from ems.profiling import Profiler
-from ems.transport import Link, LinkPool
+from ems.transport import LinkPool
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
 _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
-
 _MAX_SNAPSHOT_BYTES = 1 << 30  # copies waiting to be saved; beyond them a save waits for its end
 
-_Operation = Callable[[Link, Any, Request, CcKvOption, float, pipeline.Progress], None]
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One save or load whose arguments are checked, on its way to the agent."""
+
+    is_load: bool
+    arguments: Arguments  # planned again when the agent has another salt
+    salt: bytes  # of the names in `request`
+    request: Request
+    option: CcKvOption
+    start_s: float
+    is_async: bool = False
+    source: Snapshot | None = None  # a copy of the blocks to save; None = they are read where they lie
+
+    @property
+    def name(self) -> str:
+        """As the profiler knows it."""
+        return ("async_" if self.is_async else "") + ("load" if self.is_load else "save")
 
 
 class CcFuture:
@@ -68,7 +84,7 @@ class ContextCaching:
         """Says where the KV cache lies: per layer a list of tensors [blocks, block_size, heads, head_size].
 
         Tensors on CPU, CUDA or NPU; all of one device and dtype. Registering again replaces the cache.
-        store_layer_group_desc: lists of layer numbers, every layer once. Calls then say by chunk_descs, in place of
+        store_layer_group_desc: lists of layer numbers, every layer once. Calls then say by chunk_descs, instead of
         slot_mapping and offsets, where each group has a hash's tokens: chunk_descs[group][i] = (start_slot, length).
         """
         cache = RegisteredCache(kvcache, store_layer_group_desc)
@@ -85,7 +101,7 @@ class ContextCaching:
         **kwargs: Any,
     ) -> CcResult:
         """Saves blocks: slots with hashes and tokens a block (`offsets`), or with token_ids and mask as keywords."""
-        return self._now("save", pipeline.save, (slot_mapping, hashes, offsets, kwargs), option)
+        return self._run(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=False))
 
     def load(
         self,
@@ -96,7 +112,7 @@ class ContextCaching:
         **kwargs: Any,
     ) -> CcResult:
         """Loads the contiguous prefix of blocks that the pool has; the rest of the cache stays untouched."""
-        return self._now("load", pipeline.load, (slot_mapping, hashes, offsets, kwargs), option)
+        return self._run(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=True))
 
     def async_save(
         self,
@@ -110,7 +126,7 @@ class ContextCaching:
 
         With EMS_ASYNC_SNAPSHOT=1 they are copied before this returns, and may.
         """
-        return self._later("save", pipeline.save, (slot_mapping, hashes, offsets, kwargs), option)
+        return self._later(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=False))
 
     def async_load(
         self,
@@ -121,25 +137,32 @@ class ContextCaching:
         **kwargs: Any,
     ) -> CcFuture:
         """`load` in the background; wrong arguments raise here. The blocks must not be used until it is done."""
-        return self._later("load", pipeline.load, (slot_mapping, hashes, offsets, kwargs), option)
+        return self._later(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=True))
 
     def is_ready(self, ccfuture: CcFuture) -> bool:
-        """Whether the call is done; never waits (seed 000, 8.6)."""
+        """Whether the call is done; never waits (spec ems 8.6)."""
         return _checked_future(ccfuture).done()
 
     def get_result(self, ccfuture: CcFuture) -> CcResult:
-        """Waits for the call's result (seed 000, 8.7); counts blocks, as the synchronous calls do."""
+        """Waits for the call's result (spec ems 8.7); counts blocks, as the synchronous calls do."""
         return _checked_future(ccfuture).result()
 
-    def exists(self, hashes: object, option: CcKvOption | None = _DEFAULT) -> int:
-        """How many full blocks of `hashes`, from the first on, a load would find; 0 when the pool does not answer."""
+    def exists(self, hashes: object, option: CcKvOption | None = _DEFAULT, offsets: object = None) -> int:
+        """How many blocks of `hashes`, from the first on, a load would find; 0 when the pool does not answer.
+
+        offsets: tokens of each block, as in `save`; without it all are full blocks, and a short one is not found.
+        """
         settings = _checked_option(option)
         values = plan_hashes(hashes)
+        counts = plan_counts(values, offsets) if offsets is not None else None
         deadline_s = time.monotonic() + max(_FLOOR_S, settings.timeout / 1000)
         try:
             with self._links.lend(deadline_s) as link:
                 cache = self._planning_cache(link.welcome.key_salt)
-                keys = [cache.name(value) for value in values]
+                if counts is None:
+                    keys = [cache.name(value) for value in values]
+                else:
+                    keys = list(map(cache.keys.of_hash, values, counts))
                 count = 0
                 for start in range(0, len(keys), m.MAX_KEYS):
                     part = keys[start : start + m.MAX_KEYS]
@@ -180,22 +203,22 @@ class ContextCaching:
                 self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots, registered.groups))
             return self._key_space[1]
 
-    def _now(self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None) -> CcResult:
+    def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool, is_async: bool = False) -> _Call:
+        """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
         settings, start_s = _checked_option(option), time.monotonic()
-        return self._run(name, operation, self._plan_early(arguments), settings, start_s)
+        salt = self._key_space[0] if self._key_space else b""
+        request = plan(self._planning_cache(salt), arguments, is_load)
+        return _Call(is_load, arguments, salt, request, settings, start_s)
 
-    def _later(
-        self, name: str, operation: _Operation, arguments: tuple[Any, ...], option: CcKvOption | None
-    ) -> CcFuture:
-        settings, start_s = _checked_option(option), time.monotonic()
-        early = self._plan_early(arguments)
-        source = self._snapshot(early[1]) if name == "save" and self._has_snapshots else None
+    def _later(self, call: _Call) -> CcFuture:
+        wants_snapshot = self._has_snapshots and not call.is_load
+        source = self._snapshot(call.request) if wants_snapshot else None
         try:
-            future = self._executor.submit(self._run, "async_" + name, operation, early, settings, start_s, source)
+            future = self._executor.submit(self._run, replace(call, is_async=True, source=source))
         except RuntimeError:  # the executor's way of saying that it was shut down
             self._count_snapshot(-source.num_bytes if source else 0)
             raise io_error("Ems was shut down") from None
-        if source is None and name == "save" and self._has_snapshots:
+        if source is None and wants_snapshot:
             future.exception()  # no room for a copy: the caller may change the blocks only after the save
         return CcFuture(future)
 
@@ -217,57 +240,37 @@ class ContextCaching:
         with self._lock:
             self._snapshot_bytes += num_bytes
 
-    def _plan_early(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
-        salt = self._key_space[0] if self._key_space else b""
-        slot_mapping, hashes, offsets, others = arguments
-        return salt, plan(self._planning_cache(salt), slot_mapping, hashes, offsets, others), arguments
-
-    def _run(
-        self,
-        name: str,
-        operation: _Operation,
-        early: tuple[Any, ...],
-        option: CcKvOption,
-        start_s: float,
-        source: Snapshot | None = None,
-    ) -> CcResult:
+    def _run(self, call: _Call) -> CcResult:
         try:
-            return self._try(name, operation, early, option, start_s, source)
+            return self._try(call)
         finally:
-            self._count_snapshot(-source.num_bytes if source else 0)
+            self._count_snapshot(-call.source.num_bytes if call.source else 0)
 
-    def _try(
-        self,
-        name: str,
-        operation: _Operation,
-        early: tuple[Any, ...],
-        option: CcKvOption,
-        start_s: float,
-        source: Snapshot | None,
-    ) -> CcResult:
-        deadline_s = start_s + max(_FLOOR_S, option.timeout / 1000)
-        salt, request, arguments = early
-        total = len(request)
-        progress = pipeline.Progress()
+    def _try(self, call: _Call) -> CcResult:
+        deadline_s = call.start_s + max(_FLOOR_S, call.option.timeout / 1000)
+        total, progress = len(call.request), pipeline.Progress()
         if total == 0:
             return CcResult(0, 0)
         if time.monotonic() > deadline_s:
             raise io_timeout("waited for other calls until the deadline")
         try:
             with self._links.lend(deadline_s) as link:
-                if link.welcome.key_salt != salt:
-                    slot_mapping, hashes, offsets, others = arguments
-                    request = plan(self._planning_cache(link.welcome.key_salt), slot_mapping, hashes, offsets, others)
-                operation(link, source or self._registered(), request, option, deadline_s, progress)
+                request = call.request
+                if link.welcome.key_salt != call.salt:
+                    request = plan(self._planning_cache(link.welcome.key_salt), call.arguments, call.is_load)
+                transfer = pipeline.Transfer(link, request, call.option, deadline_s, progress)
+                if call.is_load:
+                    pipeline.load(transfer, self._registered())
+                else:
+                    pipeline.save(transfer, call.source or self._registered())
         except EmsException:
             if progress.success == 0:
                 raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, the caller's engine must only ever see an EmsException
             raise internal_error(f"{type(error).__name__}: {error}") from error
         finally:
-            self._profiler.record(name, total, progress.success, progress.num_bytes, start_s)
-        return CcResult(progress.success, total)
+            self._profiler.record(call.name, total, progress.success, progress.num_bytes, call.start_s)
+        return CcResult(progress.success, total, progress.local)
 
     def close(self) -> None:
         """Waits for calls under way, at most until their deadlines."""

@@ -1,4 +1,4 @@
-"""Ems: the process's one connection to the pool (seed 000, chapters 6 and 7), and the embedded mode."""
+"""Ems: the process's one connection to the pool (spec ems 6 and 7), and the embedded mode."""
 
 import atexit
 import contextlib
@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.common.exception import EmsException, invalid_argument, io_error
+from ems.common.sockets import find_socket
 from ems.config import EmsConfig
 from ems.context_caching import ContextCaching
 from ems.private_agent import EmbeddedAgent
 from ems.session import Session, locate_socket
-from ems.transport import find_socket
 
 _INIT_S = 5.0
 _HEALTH_S = 1.0
@@ -53,6 +53,14 @@ class Ems:
 
         Raises EmsException: EMS_INVALID_ARGUMENT for the config, EMS_IO_ERROR or EMS_IO_TIMEOUT for the pool.
         """
+        try:
+            cls._init(config)
+        except EmsException as error:
+            _log.error("EMS init failed: %s", error)
+            raise
+
+    @classmethod
+    def _init(cls, config: EmsConfig) -> None:
         global _state
         if not isinstance(config, EmsConfig):
             raise invalid_argument("config", "must be an EmsConfig")
@@ -67,20 +75,19 @@ class Ems:
                 if state.embedded is not None:
                     _start(state.embedded)
                 state.session.ping(_INIT_S)
-            except EmsException as error:
-                _log.error("EMS init failed: %s", error)
+            except EmsException:
                 state.close(stops_agent=state.embedded is not _embedded)
                 raise
             _state = state
 
     @classmethod
     def get_cc(cls) -> ContextCaching | None:
-        """The ContextCaching of this process; None before a successful init (seed 000, 7.1)."""
+        """The ContextCaching of this process; None before a successful init (spec ems 7.1)."""
         return _state.session.caching if _state is not None else None
 
     @classmethod
     def check_health(cls) -> bool:
-        """Whether the pool answers within a second (seed 000, 7.2). Never raises."""
+        """Whether the pool answers within a second (spec ems 7.2). Never raises."""
         state = _state
         return state is not None and state.session.is_healthy(_HEALTH_S)
 

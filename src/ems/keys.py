@@ -100,7 +100,7 @@ class KeySpace:
 
 
 def verifier(access_key: str, salt: bytes) -> bytes:
-    """What is stored in place of an access key. Keys are long and random, so one keyed hash suffices."""
+    """What is stored instead of an access key. Keys are long and random, so one keyed hash suffices."""
     return hmac.new(salt, b"ems verifier 1" + access_key.encode(), sha256).digest()
 
 

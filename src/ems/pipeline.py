@@ -20,6 +20,10 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 Bytes = npt.NDArray[np.uint8]
+_NO_ROOM = (
+    "a save found room for its first blocks only: what this tenant may use of the pool is smaller than the save, or "
+    "full of what is being read and written; the agent's /metrics count such blocks by cause"
+)
 _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
 _FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
 _GROWTH = 4
@@ -31,18 +35,36 @@ _REGION_BYTES = 4 << 20  # little enough to stay in the processor's cache on the
 
 @dataclass(slots=True)
 class Progress:
-    """Blocks of the contiguous prefix that are done, and bytes moved."""
+    """Blocks of the contiguous prefix that are done, those of them that are on this node only, and bytes moved."""
 
     success: int = 0
+    local: int = 0
     num_bytes: int = 0
-    is_whole: bool = True  # no block has failed so far
+    problem: m.Status | None = None  # of the first block that was not saved
+
+    @property
+    def is_whole(self) -> bool:
+        """No block has failed so far."""
+        return self.problem is None
 
     def add(self, statuses: bytes) -> None:
         """Counts the statuses of the next sub-batch."""
         if self.is_whole:
             count = len(statuses) - len(statuses.lstrip(_SUCCESSES))
             self.success += count
-            self.is_whole = count == len(statuses)
+            self.local += statuses.count(m.Status.LOCAL, 0, count)
+            self.problem = m.Status(statuses[count]) if count < len(statuses) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One save or load over a lent link."""
+
+    link: Link
+    request: Request
+    option: CcKvOption
+    deadline_s: float  # of time.monotonic()
+    progress: Progress
 
 
 def _groups(sizes: Sequence[int], first_bytes: int, max_bytes: int) -> list[range]:
@@ -62,54 +84,50 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def save(
-    link: Link,
-    cache: RegisteredCache | Snapshot,
-    request: Request,
-    option: CcKvOption,
-    deadline_s: float,
-    progress: Progress,
-) -> None:
+def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
-    sizes = cache.sizes(request)
-    limit = link.welcome.max_block_bytes
-    sizes = list(takewhile(lambda size: size <= limit, sizes)) if max(sizes) > limit else sizes
-    if not sizes:
-        return
-    if link.welcome.is_direct:
-        _save_direct(link, cache, request, sizes, deadline_s, progress)
+    sizes = cache.sizes(transfer.request)
+    limit = transfer.link.welcome.max_block_bytes
+    if max(sizes) > limit:
+        transfer.link.complain(
+            f"a block of {max(sizes)} bytes is not saved, nor any behind it: the agent's --slab, its largest block, "
+            f"is {limit}"
+        )
+        sizes = list(takewhile(lambda size: size <= limit, sizes))
+        if not sizes:
+            return
+    if transfer.link.welcome.is_direct:
+        _save_direct(transfer, cache, sizes)
     else:
-        _save_staged(link, cache, request, sizes, option, deadline_s, progress)
+        _save_staged(transfer, cache, sizes)
+    if transfer.progress.problem is m.Status.NO_ROOM:
+        transfer.link.complain(_NO_ROOM)
 
 
-def _save_staged(
-    link: Link,
-    cache: RegisteredCache | Snapshot,
-    request: Request,
-    sizes: list[int],
-    option: CcKvOption,
-    deadline_s: float,
-    progress: Progress,
-) -> None:
+def _save_staged(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
+    """Copies into the agent's staging memory, region by region, while the agent takes the regions before."""
+    link, request, deadline_s, progress = transfer.link, transfer.request, transfer.deadline_s, transfer.progress
     largest = _aligned(max(sizes))
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
-    arena = link.arena(region_bytes * _REGIONS, deadline_s)
-    region_bytes = len(arena) // _REGIONS // _ALIGN * _ALIGN
+    arena = link.arena(region_bytes * _REGIONS, largest, deadline_s)
+    num_regions = min(_REGIONS, len(arena) // largest)
+    region_bytes = len(arena) // num_regions // _ALIGN * _ALIGN
     groups = _groups(sizes, _FIRST_BYTES, region_bytes)
     parent, under_way, is_ended = request.parent, 0, False
     for index, group in enumerate(groups):
-        if under_way == _REGIONS:
-            _collect(link, deadline_s, progress)
+        if under_way == num_regions:
+            _collect(transfer)
             under_way -= 1
             if not progress.is_whole:
                 break
         part = slice(group.start, group.stop)
         keys, lengths = request.keys(group.start, group.stop), sizes[part]
         is_ended = index == len(groups) - 1
-        offsets = list(accumulate(map(_aligned, lengths[:-1]), initial=(index % _REGIONS) * region_bytes))
+        offsets = list(accumulate(map(_aligned, lengths[:-1]), initial=(index % num_regions) * region_bytes))
         targets = [arena[offset : offset + size] for offset, size in zip(offsets, lengths, strict=True)]
         cache.tensors.gather(request.blocks[part], targets)
-        link.begin(m.Save(b"".join(keys), offsets, lengths, parent, option.write_rcache, is_ended), deadline_s)
+        message = m.Save(b"".join(keys), offsets, lengths, parent, transfer.option.write_rcache, is_ended)
+        link.begin(message, deadline_s)
         under_way += 1
         parent = keys[-1]
         progress.num_bytes += sum(lengths)
@@ -117,25 +135,19 @@ def _save_staged(
         link.begin(m.Save(b"", [], []), deadline_s)
         under_way += 1
     for _ in range(under_way):
-        _collect(link, deadline_s, progress)
+        _collect(transfer)
 
 
-def _collect(link: Link, deadline_s: float, progress: Progress) -> None:
-    answer = link.finish(deadline_s)
+def _collect(transfer: Transfer) -> None:
+    answer = transfer.link.finish(transfer.deadline_s)
     if not isinstance(answer, m.Saved):
         raise WireError("expected the result of a save")
-    progress.add(answer.statuses)
+    transfer.progress.add(answer.statuses)
 
 
-def _save_direct(
-    link: Link,
-    cache: RegisteredCache | Snapshot,
-    request: Request,
-    sizes: list[int],
-    deadline_s: float,
-    progress: Progress,
-) -> None:
-    """Trusted node: writes into the places the agent reserves, then publishes them with their checksums."""
+def _save_direct(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
+    """Trusted node: writes into the memory that the agent reserves, then publishes it with its checksums."""
+    link, request, deadline_s, progress = transfer.link, transfer.request, transfer.deadline_s, transfer.progress
     parent = request.parent
     for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
         keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
@@ -164,49 +176,52 @@ def _mapped(link: Link, segments: list[int], deadline_s: float) -> dict[int, Byt
     return {number: link.segment(number, deadline_s) for number in dict.fromkeys(segments)}
 
 
-def load(
-    link: Link, cache: RegisteredCache, request: Request, option: CcKvOption, deadline_s: float, progress: Progress
-) -> None:
-    """Loads the blocks in order until one is missing or damaged; later ones leave the caller's cache as it was."""
+def load(transfer: Transfer, cache: RegisteredCache) -> None:
+    """Loads the blocks in order until one is missing or damaged; later ones leave the caller's cache as it was.
+
+    Where copies of other nodes' blocks found no more room beside those being read, these are released, and it goes on.
+    """
+    link, request, option = transfer.link, transfer.request, transfer.option
     sizes = cache.sizes(request)
-    for start in range(0, len(request), m.MAX_KEYS):
-        end = min(start + m.MAX_KEYS, len(request))
-        keys = b"".join(request.keys(start, end))
-        found = link.call(m.Load(keys, option.read_local_only or option.timeout == 0), deadline_s)
-        if not isinstance(found, m.Found) or len(found.segments) > end - start:
+    start = 0
+    while start < len(request):
+        part = slice(start, min(start + m.MAX_KEYS, len(request)))
+        keys = b"".join(request.keys(part.start, part.stop))
+        is_local = option.read_local_only or option.timeout == 0
+        found = link.call(m.Load(keys, is_local), transfer.deadline_s)
+        if not isinstance(found, m.Found) or len(found.segments) > part.stop - start:
             raise WireError("expected the result of a load")
-        before = progress.success
-        corrupt = _copy_found(link, cache, request.blocks[start:end], sizes[start:end], found, deadline_s, progress)
+        before = transfer.progress.success
+        corrupt = _copy_found(transfer, cache, request.blocks[part], sizes[part], found)
         if found.lease:
-            link.begin(m.Release(found.lease, corrupt), max(deadline_s, time.monotonic() + 0.1))
-        if progress.success - before < end - start:
+            link.begin(m.Release(found.lease, corrupt), max(transfer.deadline_s, time.monotonic() + 0.1))
+        count = transfer.progress.success - before
+        is_cut = found.cause == m.Cause.NO_ROOM and corrupt < 0
+        if count < part.stop - start and not (is_cut and count):
             return
+        start += count
 
 
 def _copy_found(
-    link: Link,
-    cache: RegisteredCache,
-    blocks: list[Block],
-    sizes: list[int],
-    found: m.Found,
-    deadline_s: float,
-    progress: Progress,
+    transfer: Transfer, cache: RegisteredCache, blocks: list[Block], sizes: list[int], found: m.Found
 ) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
-    segments = _mapped(link, found.segments, deadline_s)
-    places = list(zip(found.segments, found.offsets, found.lengths, sizes, m.split_sums(found.sums), strict=False))
-    batch = max(1, cache.tensors.batch_bytes // max(sizes))
-    for start in range(0, len(places), batch):
-        part = places[start : start + batch]
+    tensors, progress = cache.tensors, transfer.progress
+    transfer.link.keep_up(found.num_given_back)
+    segments = _mapped(transfer.link, found.segments, transfer.deadline_s)
+    spans = list(zip(found.segments, found.offsets, found.lengths, sizes, m.split_sums(found.sums), strict=False))
+    batch = max(1, tensors.batch_bytes // max(sizes))
+    for start in range(0, len(spans), batch):
+        part = spans[start : start + batch]
         sources: list[Bytes] = []
         for segment, offset, length, size, checksum in part:
             source = segments[segment][offset : offset + length]
             if length != size or xxhash.xxh3_128_digest(source.data) != checksum:
                 break
             sources.append(source)
-        if time.monotonic() > deadline_s:
+        if time.monotonic() > transfer.deadline_s:
             raise TimeoutError("deadline passed")
-        cache.tensors.scatter(blocks[start : start + len(sources)], sources)
+        tensors.scatter(blocks[start : start + len(sources)], sources)
         progress.success += len(sources)
         progress.num_bytes += sum(map(len, sources))
         if len(sources) < len(part):

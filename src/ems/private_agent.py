@@ -1,8 +1,9 @@
-"""Embedded mode: a private agent as a child process, for a quick start and for tests. Needs no root and no service.
+"""Embedded mode: `kvloom pool agent` as a child process, for a quick start and for tests. Needs no root, no service.
 
 The child ends when the last process that holds its standard input is gone, so a killed parent leaves nothing running.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+AGENT = (sys.executable, "-m", "kvloom", "pool", "agent")
 _START_S = 20.0
 _STOP_S = 5.0
 _POLL_S = 0.01
@@ -54,12 +56,14 @@ class EmbeddedAgent:
         return path
 
     def _start(self) -> None:
+        if importlib.util.find_spec("kvloom") is None:
+            raise FileNotFoundError("the embedded agent is kvloom's, which is not installed here")
         self._clean()
         self._folder = tempfile.mkdtemp(prefix="ems-")
         source = str(Path(__file__).resolve().parents[1])
         path = os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvloom.pool.agent", f"--socket={self._folder}/ems.sock", *self._arguments],
+            [*AGENT, f"--socket={self._folder}/ems.sock", *self._arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},

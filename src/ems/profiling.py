@@ -1,4 +1,4 @@
-"""Profiling (seed 000, 6.2): with ENABLE_CC_PROFILING=1 each call leaves a JSON line in the folder EMS_SDK_LOG."""
+"""Profiling (spec ems 6.2): with ENABLE_CC_PROFILING=1 each call leaves a JSON line in the folder EMS_SDK_LOG."""
 
 import json
 import logging

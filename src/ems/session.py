@@ -1,22 +1,27 @@
 """Session: one rank's connection to the pool, with its ContextCaching. `Ems` has the process's one; others own more."""
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from ems.common.exception import EmsException
+from ems.common.sockets import candidates, find_socket
 from ems.config import LEGACY_DEFAULT_ACCESS_ID, EmsConfig
 from ems.context_caching import ContextCaching
 from ems.profiling import Profiler
-from ems.transport import LinkPool, find_socket
+from ems.transport import LinkPool
 from ems.wire import messages as m
+
+log = logging.getLogger("ems")
 
 
 def locate_socket(_deadline_s: float) -> Path:
-    """The agent's socket in the usual places. Raises OSError when there is none."""
+    """The agent's socket where agents serve. Raises OSError when there is none."""
     path = find_socket()
     if path is None:
-        raise FileNotFoundError("no agent socket; start `kvloom pool agent` or set EMS_EMBEDDED=1")
+        searched = ", ".join(map(str, candidates()))
+        raise FileNotFoundError(f"no agent socket at {searched}; start `kvloom pool agent` or set EMS_EMBEDDED=1")
     return path
 
 
@@ -27,6 +32,8 @@ class Session:
         """locate: finds the agent's socket, given a deadline, or raises OSError."""
         assert config.cc_config is not None
         self._profiler = Profiler()
+        self._has_answered = False
+        self._complaint = ""  # the last one said of a pool that never answered
         access_id = "" if config.access_id in (None, LEGACY_DEFAULT_ACCESS_ID) else config.access_id or ""
         self._links = LinkPool(locate, access_id, config.access_key or "")
         self.caching = ContextCaching(self._links, config.cc_config, self._profiler)
@@ -36,12 +43,16 @@ class Session:
         deadline_s = time.monotonic() + timeout_s
         with self._links.lend(deadline_s) as link:
             link.call(m.Ping(), deadline_s)
+        self._has_answered = True
 
     def is_healthy(self, timeout_s: float) -> bool:
         """Whether the pool answers in time. Never raises."""
         try:
             self.ping(timeout_s)
-        except EmsException:
+        except EmsException as error:
+            if not self._has_answered and str(error) != self._complaint:
+                self._complaint = str(error)
+                log.error("EMS init failed: %s", error)
             return False
         return True
 

@@ -5,6 +5,7 @@ the position in its stream is unknown. After an agent's restart the next loan co
 """
 
 import contextlib
+import logging
 import mmap
 import os
 import secrets
@@ -25,34 +26,48 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 Bytes = npt.NDArray[np.uint8]
+log = logging.getLogger("ems")
 _MAX_IDLE_LINKS = 8
 _CONNECT_S = 5.0
-SEED_SOCKET = Path("/dev/shm/ems/ems.sock")
-
-
-def find_socket() -> Path | None:
-    """The agent's socket: EMS_SOCKET, the seed's place, the user's runtime directory; None when there is none."""
-    named = os.environ.get("EMS_SOCKET")
-    if named:
-        return Path(named)
-    places = [SEED_SOCKET]
-    if os.environ.get("XDG_RUNTIME_DIR"):
-        places.append(Path(os.environ["XDG_RUNTIME_DIR"]) / "ems" / "ems.sock")
-    return next((place for place in places if place.exists()), None)
+_IDLE_S = 30.0  # mappings that nobody used for as long, or twice as long, go
+_RETRY_S = 0.005  # until a full queue of callers is tried again
 
 
 class SegmentMaps:
-    """Mappings of the agent's segments, shared by the links of a process; dropped when another agent answers."""
+    """Mappings of the agent's segments, shared by the links of a process; dropped when another agent answers.
 
-    def __init__(self) -> None:
+    They are let go of when nobody has used one for a while, on a thread: what the agent gave back stays the mapper's
+    until then, and a process that does not load any more learns of it by nothing else.
+    """
+
+    def __init__(self, idle_s: float = _IDLE_S) -> None:
         self._lock = threading.Lock()
+        self._idle_s = idle_s
+        self._is_used = self._is_watched = False
+        self._closed = threading.Event()
         self._incarnation = b""
+        self._num_given_back = 0
+        self._said: set[tuple[bytes, str]] = set()
         self._maps: dict[int, tuple[mmap.mmap, Bytes]] = {}
+
+    def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
+        """Lets go of all mappings when the pool has given segments back: their memory is free when nobody maps it."""
+        with self._lock:
+            if (incarnation, num_given_back) != (self._incarnation, self._num_given_back):
+                self._incarnation, self._num_given_back, self._maps = incarnation, num_given_back, {}
+
+    def is_news(self, incarnation: bytes, problem: str) -> bool:
+        """Whether this was not said of that agent yet."""
+        with self._lock:
+            is_new = (incarnation, problem) not in self._said
+            self._said.add((incarnation, problem))
+            return is_new
 
     def find(self, incarnation: bytes, segment: int) -> Bytes | None:
         with self._lock:
             if incarnation != self._incarnation:
                 self._incarnation, self._maps = incarnation, {}
+            self._is_used = True
             found = self._maps.get(segment)
             return found[1] if found else None
 
@@ -63,7 +78,23 @@ class SegmentMaps:
         with self._lock:
             if incarnation != self._incarnation:
                 self._incarnation, self._maps = incarnation, {}
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="ems-maps", daemon=True).start()
             return self._maps.setdefault(segment, (mapped, np.frombuffer(mapped, np.uint8)))[1]
+
+    def _watch(self) -> None:
+        """Until nothing is mapped."""
+        while self._is_watched:
+            is_closed = self._closed.wait(self._idle_s)
+            with self._lock:
+                if is_closed or not self._is_used:
+                    self._maps, self._is_watched = {}, False
+                self._is_used = False
+
+    def close(self) -> None:
+        """Lets go of all mappings."""
+        self._closed.set()
 
 
 class Link:
@@ -72,15 +103,9 @@ class Link:
     def __init__(self, path: Path, access_id: str, access_key: str, maps: SegmentMaps, deadline_s: float) -> None:
         self._maps = maps
         self._arena: Bytes | None = None
+        self._arena_asked = 0
         self._next_id = 0
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(max(0.001, deadline_s - time.monotonic()))
-            sock.connect(str(path))
-        except BaseException:
-            sock.close()
-            raise
-        self.channel = Channel(sock)
+        self.channel = Channel(_connected(path, deadline_s))
         try:
             self.welcome = self._authenticate(access_id, access_key, deadline_s)
         except BaseException:
@@ -127,15 +152,21 @@ class Link:
             raise WireError("expected a descriptor")
         return fd
 
-    def arena(self, size: int, deadline_s: float) -> Bytes:
-        """The staging area, at least `size` bytes; only this connection and the agent see it."""
-        if self._arena is None or len(self._arena) < size:
-            fd = self._call_for_fd(m.Arena(size), deadline_s)
+    def arena(self, size: int, least: int, deadline_s: float) -> Bytes:
+        """The staging area: `size` bytes, or `least` where the agent has little; only the agent sees it beside us."""
+        if self._arena is None or size > self._arena_asked or len(self._arena) < least:
+            self._arena = None
+            fd = self._call_for_fd(m.Arena(size, least), deadline_s)
             try:
-                self._arena = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+                self._arena = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
+                self._arena_asked = size
             finally:
                 os.close(fd)
         return self._arena
+
+    def keep_up(self, num_given_back: int) -> None:
+        """The pool has given so many segments back: stale mappings go."""
+        self._maps.keep_up(self.welcome.incarnation, num_given_back)
 
     def segment(self, segment: int, deadline_s: float) -> Bytes:
         """A segment of the tenant's pool, read-only unless the session is direct."""
@@ -150,6 +181,11 @@ class Link:
                 os.close(fd)
         return found
 
+    def complain(self, problem: str) -> None:
+        """Logs it, once an agent."""
+        if self._maps.is_news(self.welcome.incarnation, problem):
+            log.warning("%s", problem)
+
     def is_usable(self) -> bool:
         """Whether an idle link is still connected and has nothing unexpected to read."""
         poll = select.poll()
@@ -161,6 +197,24 @@ class Link:
 
     def close(self) -> None:
         self.channel.close()
+
+
+def _connected(path: Path, deadline_s: float) -> socket.socket:
+    """A socket at the agent. A busy one's queue may be full: then it waits. Raises OSError, TimeoutError when late."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        while True:
+            try:
+                sock.settimeout(max(0.001, deadline_s - time.monotonic()))
+                sock.connect(str(path))
+                return sock
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("the agent has too many callers") from None
+                time.sleep(_RETRY_S)
+    except BaseException:
+        sock.close()
+        raise
 
 
 class LinkPool:
@@ -201,6 +255,8 @@ class LinkPool:
     def _take(self, deadline_s: float) -> Link:
         while True:
             with self._lock:
+                if self._is_closed:
+                    raise io_error("Ems was shut down")
                 link = self._idle.pop() if self._idle else None
             if link is None:
                 connect_s = min(deadline_s, time.monotonic() + _CONNECT_S)
@@ -227,6 +283,7 @@ class LinkPool:
             idle, self._idle, self._is_closed = self._idle, [], True
         for link in idle:
             link.close()
+        self._maps.close()
 
     def after_fork(self) -> None:
         """In a forked child: forgets the parent's connections without saying anything on them."""

@@ -2,27 +2,29 @@
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from kvloom.engine.errors import UserError
+from kvloom.contract.errors import UserError
 
 _PLACES = {
-    "serve": "kvloom.server.cli:serve",
-    "chat": "kvloom.server.cli:chat",
-    "pull": "kvloom.server.cli:pull",
-    "api-key": "kvloom.server.cli:api_key",
-    "config": "kvloom.server.config_cli:app",
-    "cert": "kvloom.server.cert_cli:app",
+    "serve": "kvloom.server.run.cli:serve",
+    "chat": "kvloom.client.cli:chat",
+    "pull": "kvloom.server.run.cli:pull",
+    "api-key": "kvloom.server.run.cli:api_key",
+    "config": "kvloom.server.run.config_cli:app",
+    "cert": "kvloom.server.run.cert_cli:app",
     "bench": "kvloom.bench.cli:bench",
     "tune": "kvloom.tuning.cli:tune",
     "simulate": "kvloom.tuning.cli:simulate",
     "dataset": "kvloom.tuning.cli:dataset",
     "pool": "kvloom.pool.cli:app",
     "gewu": "kvloom.gewu.cli:app",
+    "engine": "kvloom.engine_api.cli:app",
+    "cache": "kvloom.machine.cli:cache",
+    "doctor": "kvloom.machine.cli:doctor",
 }
 
 
@@ -41,8 +43,9 @@ class _Commands(TyperGroup):
             function, place = place, typer.Typer(add_completion=False)
             place.command()(function)
         command = typer.main.get_command(place)
+        assert isinstance(command, TyperCommand | TyperGroup), "what Typer makes of an app"
         command.name = cmd_name
-        return command  # type: ignore[return-value]
+        return command
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -50,7 +53,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pre
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        print(f"kvloom {version('kvloom')}")
+        print(f"kvloom {import_module('importlib.metadata').version('kvloom')}")
         raise typer.Exit
 
 

@@ -1,1 +1,1 @@
-"""The Python client of the inference server: seed 001, chapter 4."""
+"""The Python client of the inference server: spec 4."""

@@ -1,4 +1,4 @@
-"""The name under which the text of seed 001, 4.4.1, publishes the client; the samples use mindieclient.python."""
+"""The name under which spec 4.4.1 publishes the client; the samples use mindieclient.python."""
 
 from mindieclient.python.common.log import Log
 from mindieclient.python.httpclient import (

@@ -1,4 +1,4 @@
-// Runs the seed's demo (demo.cpp, unchanged): demo_main [TIMES].
+// Runs the demo of spec gewu 3 (demo.cpp, unchanged): demo_main [TIMES].
 #include <cstdio>
 #include <cstdlib>
 

@@ -1,6 +1,6 @@
 /*
- * The daemon dies under a request: lost MODEL. Prints a line when requests run; the driver then kills the daemon. Then
- * waits for a line, which says that a new daemon is up.
+ * The daemon dies under a request: lost MODEL. Prints "running", and the driver kills the daemon; prints "lost", and the
+ * driver starts a new one. Waits for a line after each.
  */
 #include <unistd.h>
 
@@ -17,6 +17,7 @@ int main(int argc, char **argv)
     wait_replies(&first, 1);
     printf("running\n");
     fflush(stdout);
+    CHECK(fgets(line, sizeof line, stdin) != NULL);
     wait_final(&first);
     wait_final(&queued);
     CHECK(strstr(first.last, "\"finish_reason\":\"abort\",\"error\":{\"code\":901") != NULL);

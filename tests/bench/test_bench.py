@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kvloom.bench import cli, load, plot, process, report
 from kvloom.bench.client import Answer, BenchError, Target, complete
 from kvloom.cli import app
-from kvloom.server.options import WireOptions
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, fake_server
 
 BYTES = (0, 256)  # the fake model's token ids
@@ -189,9 +189,10 @@ def test_the_plot_draws_the_limit_and_stays_well_formed():
 
 
 def test_points_lie_where_their_values_are():
-    svg = ElementTree.fromstring(plot.chart("t", [plot.Line("a", [(1, 0.0), (2, 50.0), (4, 100.0)], "#000")]))
-    (line,) = svg.findall("polyline")
-    (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in line.get("points").split())
+    line = plot.Line("a", [(1, 0.0), (2, 50.0), (4, 100.0)], "#000")
+    svg = ElementTree.fromstring(plot.chart(plot.Chart("t", "x", [line], is_log2=True)))
+    (drawn,) = svg.findall("polyline")
+    (x0, y0), (x1, y1), (x2, y2) = (map(float, pair.split(",")) for pair in drawn.get("points").split())
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
     assert y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
     assert y2 < y0

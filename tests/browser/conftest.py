@@ -8,6 +8,7 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 LIMIT_MS = 15_000
+REBOUND = "evil.example"  # an attacker's name that leads to this machine
 Open = Callable[..., Page]
 
 
@@ -20,7 +21,9 @@ def browser() -> Iterator[Browser]:
             pytest.fail("CI has no chromium; run: make browser")
         pytest.skip("there is no chromium; run: make browser")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        rebound = f"--host-resolver-rules=MAP {REBOUND} 127.0.0.1"
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", rebound]
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
         yield browser
         browser.close()
 
@@ -37,7 +40,7 @@ def open_page(browser: Browser, complaints: list[str]) -> Iterator[Open]:
     contexts = []
 
     def open(url: str, **context: object) -> Page:
-        contexts.append(browser.new_context(**context))  # type: ignore[arg-type]
+        contexts.append(browser.new_context(**context))
         page = contexts[-1].new_page()
         page.set_default_timeout(LIMIT_MS)
 

@@ -9,10 +9,11 @@ import httpx
 import pytest
 from playwright.sync_api import Page, expect
 
-from kvloom.engine.config import TierConfig
-from kvloom.server.auth import new_key
+from kvloom.contract.config import TierConfig
+from kvloom.server.secure.api_keys import new_key
 from tests.browser.conftest import LIMIT_MS, Open
-from tests.server.test_daemon import DAEMON, free_port, install
+from tests.server.test_daemon import DAEMON, install
+from tests.support.ports import free_port
 from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
@@ -238,7 +239,7 @@ def test_an_error_is_one_line(slow: FakeServer, open_page: Open, complaints: lis
     page = open_page(slow.url + "/console")
     say(page, "x" * 4000)
     expect(page.locator(".turn .problem")).to_have_text(
-        re.compile(r"^messages: has \d+ tokens; prompts have at most 2047 here$")
+        re.compile(r"^This model\'s maximum context length is 2048 tokens\. However, your messages resulted in .*")
     )
     say(page, "short", 3)
     done(page)  # the refused one is not told again

@@ -1,12 +1,16 @@
 """The official anthropic client, unmodified."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
-import anthropic
 import pydantic
 import pytest
 
+from tests.support.lazily import lazily
 from tests.support.servers import MODEL, FakeServer, fake_server
+
+anthropic = lazily("anthropic")
 
 pytestmark = pytest.mark.compat
 FIELDS = {"model": MODEL, "max_tokens": 300, "messages": [{"role": "user", "content": "hello"}]}
@@ -101,3 +105,15 @@ def test_errors_become_the_clients_exceptions(client: anthropic.Anthropic):
     stranger = client.with_options(api_key="wrong")
     with pytest.raises(anthropic.AuthenticationError):
         stranger.messages.create(**FIELDS)
+
+
+def test_models_are_listed_and_retrieved(client: anthropic.Anthropic):
+    [model] = client.models.list()
+    assert (model.id, model.type, model.lifecycle) == (MODEL, "model", "active")
+    assert client.models.retrieve(MODEL) == model
+    assert client.models.list(after_id=MODEL).data == []
+    assert client.models.list(before_id=MODEL, limit=1).data == []
+    with pytest.raises(anthropic.NotFoundError, match="does not exist"):
+        client.models.retrieve("other")
+    with pytest.raises(anthropic.BadRequestError, match="limit"):
+        client.models.list(limit=0)

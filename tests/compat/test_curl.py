@@ -1,4 +1,4 @@
-"""The curl lines of seed 001, 2.4, verbatim but for the port, in a folder that holds the client's certificate."""
+"""The curl lines of spec 2.4, verbatim but for the port, in a folder that holds the client's certificate."""
 
 import json
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.server.cert_cli import make_files
-from kvloom.server.tls import tls_context
+from kvloom.net.devcerts import make_files
+from kvloom.server.secure.tls import tls_context
 from tests.support.servers import FakeServer, fake_server
 
 pytestmark = pytest.mark.compat
@@ -124,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[FakeServer]:
-    """Token ids of the mock end at 257, so the sample's ids are smaller ones; the rest is the seed's."""
+    """Token ids of the mock end at 257, so the sample's ids are smaller ones; the rest is the sample's."""
     context = tls_context(make_files(folder))
     with fake_server(names=("llama_65b",), tls=context, max_iter_times=512) as running:
         yield running

@@ -1,4 +1,4 @@
-"""instructor, langchain-openai and litellm, unmodified; `make compat` has them (tests/compat/requirements.txt)."""
+"""instructor, langchain (OpenAI, Ollama), litellm, unmodified; `make compat` has them."""
 
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ from tests.support.servers import MODEL, FakeServer
 
 instructor = pytest.importorskip("instructor", reason="needs openai 2: run by `make compat`")
 langchain = pytest.importorskip("langchain_openai", reason="run by `make compat`")
+langchain_ollama = pytest.importorskip("langchain_ollama", reason="run by `make compat`")
 litellm = pytest.importorskip("litellm", reason="run by `make compat`")
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]  # their own deprecations
@@ -78,3 +79,30 @@ def test_litellm(server: FakeServer, provider: str):
     choice = {"type": "function", "function": {"name": "Weather"}}
     [call] = litellm.completion(tools=[tool], tool_choice=choice, **asked).choices[0].message.tool_calls
     assert Weather.model_validate_json(call.function.arguments)
+
+
+@pytest.fixture
+def local(server: FakeServer) -> Any:
+    return langchain_ollama.ChatOllama(model=MODEL, base_url=server.url, temperature=0, num_predict=300)
+
+
+def test_langchain_ollama_invoke_and_stream_agree(local: Any):
+    answer = local.invoke("hello")
+    assert "".join(chunk.content for chunk in local.stream("hello")) == answer.content
+    assert answer.usage_metadata["input_tokens"] > 0
+    assert local.invoke(["hello", answer, "more"]).content
+
+
+def test_langchain_ollama_structured_output_and_embeddings(local: Any, server: FakeServer):
+    assert isinstance(local.with_structured_output(Weather, method="json_schema").invoke("hello"), Weather)
+    embed = langchain_ollama.OllamaEmbeddings(model=MODEL, base_url=server.url)
+    assert len(embed.embed_query("hello")) == 8
+
+
+@pytest.mark.parametrize("provider", ["ollama", "ollama_chat"])
+def test_litellm_ollama(server: FakeServer, provider: str):
+    asked = {"model": f"{provider}/{MODEL}", "api_base": server.url, "messages": MESSAGES}
+    asked |= {"temperature": 0, "max_tokens": 300}
+    whole = litellm.completion(**asked).choices[0].message.content
+    chunks = litellm.completion(stream=True, **asked)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole

@@ -1,4 +1,4 @@
-"""The samples of seed 001, 4.4, against this server: plain, over mutual TLS, and with gevent's patches."""
+"""The samples of spec 4.4, against this server: plain, over mutual TLS, and with gevent's patches."""
 
 import subprocess
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.server.cert_cli import make_files
-from kvloom.server.tls import tls_context
+from kvloom.net.devcerts import make_files
+from kvloom.server.secure.tls import tls_context
 from tests.support.servers import FakeServer, fake_server
 
 pytestmark = pytest.mark.compat

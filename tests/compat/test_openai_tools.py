@@ -1,13 +1,17 @@
 """The official openai client's helpers for tools and structured answers, unmodified."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Literal
 
-import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.support.lazily import lazily
 from tests.support.servers import MODEL, FakeServer
+
+openai = lazily("openai")
 
 pytestmark = pytest.mark.compat
 MESSAGES = [{"role": "user", "content": "hello"}]

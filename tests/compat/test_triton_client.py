@@ -10,7 +10,8 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
 
-from tests.support.servers import MODEL, FakeServer
+from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.compat
 IDS = [104, 101, 108, 108, 111]
@@ -88,6 +89,45 @@ def test_asyncio(server: FakeServer, client: triton.InferenceServerClient):
     assert asyncio.run(ask()) == [expected] * 8
 
 
+def test_statistics_count_what_ran():
+    with fake_server(has_eos=False, step_s=0.001) as server:
+        client = triton.InferenceServerClient(server.url.removeprefix("http://"))
+        [none] = client.get_inference_statistics()["model_stats"]
+        assert (none["name"], none["version"], none["last_inference"]) == (MODEL, "1", 0)
+        assert (none["inference_count"], none["execution_count"], none["batch_stats"]) == (0, 0, [])
+        for _ in range(3):
+            client.infer(MODEL, tensors(triton, True), parameters={"max_new_tokens": 4})
+        assert server.post("/v1/completions", {"model": MODEL, "prompt": [9999]}).status_code == 400
+        until(lambda: server.engine.stats().num_running == 0)
+        [one] = client.get_inference_statistics(MODEL)["model_stats"]
+        assert client.get_inference_statistics(MODEL, "1")["model_stats"] == [one]
+        stats = one["inference_stats"]
+        assert one["inference_count"] == stats["success"]["count"] == stats["compute_infer"]["count"] == 3
+        assert stats["queue"]["count"] == 3
+        assert stats["fail"]["count"] == 1
+        assert stats["success"]["ns"] >= stats["compute_infer"]["ns"] > 0
+        assert one["execution_count"] == server.engine.stats().total_steps == 12
+        assert [(batch["batch_size"], batch["compute_infer"]["count"]) for batch in one["batch_stats"]] == [(1, 12)]
+        assert one["batch_stats"][0]["compute_infer"]["ns"] >= 12e6  # a step takes 1 ms
+        assert one["last_inference"] > 1_700_000_000_000
+        with pytest.raises(InferenceServerException, match="does not exist"):
+            client.get_inference_statistics("other")
+        with pytest.raises(InferenceServerException, match="no version"):
+            client.get_inference_statistics(MODEL, "2")
+        client.close()
+
+
+def test_the_repository_is_listed_and_not_controlled(client: triton.InferenceServerClient, server: FakeServer):
+    index = client.get_model_repository_index()
+    assert index == [{"name": MODEL, "version": "1", "state": "READY", "reason": ""}]
+    for call in (client.load_model, client.unload_model):
+        with pytest.raises(InferenceServerException, match="explicit model load / unload is not allowed"):
+            call(MODEL)
+        with pytest.raises(InferenceServerException, match="does not exist"):
+            call("other")
+    assert client.is_model_ready(MODEL)
+
+
 def test_errors_become_the_clients_exception(client: triton.InferenceServerClient):
     with pytest.raises(InferenceServerException, match="temperature"):
         client.infer(MODEL, tensors(triton, True), parameters={"temperature": -1.0})
@@ -97,3 +137,15 @@ def test_errors_become_the_clients_exception(client: triton.InferenceServerClien
     floats.set_data_from_numpy(np.zeros((1, 2), dtype=np.float32))
     with pytest.raises(InferenceServerException, match="datatype"):
         client.infer(MODEL, [floats])
+
+
+@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+@pytest.mark.parametrize("is_binary", [True, False])
+def test_packed_requests_are_those_that_are_not(client: triton.InferenceServerClient, algorithm: str, is_binary: bool):
+    parameters = {"max_new_tokens": 5}
+    plain = client.infer(MODEL, tensors(triton, is_binary), parameters=parameters)
+    packed = client.infer(
+        MODEL, tensors(triton, is_binary), parameters=parameters, request_compression_algorithm=algorithm
+    )
+    name = plain.get_response()["outputs"][0]["name"]
+    assert packed.as_numpy(name).tolist() == plain.as_numpy(name).tolist()

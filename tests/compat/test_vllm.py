@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import transformers
 
 from tests.support.pool import running_agent
 
@@ -69,7 +69,7 @@ def answer(model: Path, socket: Path) -> tuple[int, list[int]]:
 def model(tmp_path_factory) -> Path:
     """A small Llama with random weights."""
     folder = tmp_path_factory.mktemp("vllm")
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=128,
         intermediate_size=256,
@@ -78,7 +78,7 @@ def model(tmp_path_factory) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 
 

@@ -91,5 +91,5 @@ def test_its_panels_do_not_overlap_and_its_variables_are_asked_of_a_metric(
         taken |= cells
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     for variable in dashboard["templating"]["list"][1:]:
-        [name, label] = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"]).groups()  # type: ignore[union-attr]
+        [name, label] = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"]).groups()
         assert label in samples[name] | {"instance"}

@@ -1,4 +1,4 @@
-"""EmsConfig, CcConfig_v1 and CcKvOption refuse what the tables exclude (seed 000, 6.1 and 8.2), naming the argument."""
+"""EmsConfig, CcConfig_v1 and CcKvOption refuse what the tables exclude (spec ems 6.1 and 8.2), naming the argument."""
 
 import ctypes
 
@@ -32,6 +32,7 @@ def refused(call) -> str:
         ("pp_world_size", 1.5),
         ("rank_in_tp_group", 1),
         ("rank_in_pp_group", 1),
+        ("model_id", "cc_kvstore@_@ds_default_ns_002"),
         ("llm_engine", ""),
         ("kvcache_type", "GQB"),
     ],
@@ -95,3 +96,13 @@ def test_a_buffer_wrapper_is_a_view_of_the_memory():
     assert data[0] == 9
     assert refused(lambda: KvBufferWrapper(0, 4)) == "data_ptr"
     assert refused(lambda: KvBufferWrapper(1, 0)) == "length"
+
+
+def test_what_deployed_adapters_ship_with_is_taken():
+    EmsConfig(cc_config=config(model_id="cc_kvstore@_@ds_default_ns_001")).validate()
+
+
+def test_a_rank_in_a_group_is_below_the_instances_ranks():
+    config(tp_world_size=2, pp_world_size=4, rank_in_tp_group=7, rank_in_pp_group=3).validate()
+    wrong = config(tp_world_size=2, pp_world_size=4, rank_in_tp_group=8)
+    assert refused(wrong.validate) == "rank_in_tp_group"

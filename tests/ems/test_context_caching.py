@@ -1,13 +1,14 @@
-"""Saving and loading (seed 000, chapter 8): semantics, results, argument errors."""
+"""Saving and loading (spec ems 8): semantics, results, argument errors."""
 
 import json
-import time
+import logging
 
+import numpy as np
 import pytest
 import torch
 
 from ems import CcKvOption, CcResult, EmsErrorCode, EmsException
-from ems.buffer import DeviceTensors
+from ems.device import DeviceTensors
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
@@ -26,6 +27,20 @@ def test_any_integer_is_a_hash(cc, value):
     assert cc.exists([value]) == 1
     assert cc.exists([value + 1]) == 0
     assert cc.exists([-value]) == (1 if value == 0 else 0)
+
+
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_of_two_writers_of_one_key_with_other_bytes_the_first_is_read(is_direct):
+    with running_agent(is_direct=is_direct) as agent:
+        kv, other_kv = new_kv(), new_kv(seed=1)
+        with session(agent.config.socket, kv) as cc, session(agent.config.socket, other_kv) as other:
+            assert cc.save(slots_of(0, 1), [1, 2], [4, 4]) == CcResult(2, 2)
+            assert other.save(slots_of(0, 1, 2), [1, 2, 3], [4, 4, 4]) == CcResult(3, 3), "a cache: no error"
+            expected = [tokens_of(copy_of(kv), slots_of(0, 1)), tokens_of(copy_of(other_kv), slots_of(2))]
+            for cache, caching in ((kv, cc), (other_kv, other)):
+                zero(cache)
+                assert caching.load(slots_of(5, 6, 7), [1, 2, 3], [4, 4, 4]) == CcResult(3, 3)
+                assert torch.equal(tokens_of(cache, slots_of(5, 6, 7)), torch.cat(expected))
 
 
 def test_a_hole_ends_the_result_and_leaves_the_rest_of_the_cache_alone(cc, kv):
@@ -83,7 +98,6 @@ def test_masked_slots_are_not_looked_at(cc):
         ({"slot_mapping": [0], "token_ids": [1], "offsets": [1]}, "offsets"),
         ({"slot_mapping": [0, 1], "token_ids": [1, 2], "mask": [1]}, "mask"),
         ({"slot_mapping": [0, 1], "token_ids": [1, 2], "mask": [1, 0]}, "mask"),
-        ({"slot_mapping": [0, 1], "token_ids": [1, 2], "mask": [0, 1]}, "mask"),
         ({"slot_mapping": [0, 1], "token_ids": [1, 2], "mask": [2, 2]}, "mask"),
         ({"slot_mapping": [0], "hashes": [1], "offsets": [1], "option": None}, "option"),
         ({"slot_mapping": [0], "hashes": [1], "offsets": [1], "option": CcKvOption(timeout=-1)}, "option.timeout"),
@@ -230,7 +244,7 @@ def test_the_first_write_of_a_key_wins(cc, kv, agent):
     assert (counts["save_stored"], counts["save_duplicate"], counts["save_conflict"]) == (1, 1, 1)
 
 
-def test_a_direct_node_is_written_in_place():
+def test_a_direct_node_is_written_without_staging():
     kv = new_kv()
     with running_agent(is_direct=True) as agent, session(agent.config.socket, kv) as cc:
         before = copy_of(kv)
@@ -257,9 +271,8 @@ def test_the_path_of_accelerators_moves_the_same_bytes(cc, kv):
 
 def test_a_timeout_of_zero_is_one_local_attempt(cc):
     cc.save(slots_of(0), [1], [4])
-    start = time.monotonic()
     assert cc.load(slots_of(0), [1], [4], CcKvOption(timeout=0)) == CcResult(1, 1)
-    assert time.monotonic() - start < 1
+    assert cc.load(slots_of(0), [2], [4], CcKvOption(timeout=0)) == CcResult(0, 1)
 
 
 def test_profiling_writes_a_line_a_call(agent, kv, tmp_path, monkeypatch):
@@ -315,3 +328,73 @@ def restore(kv, before) -> None:
     for layer, old_layer in zip(kv, before, strict=True):
         for tensor, old in zip(layer, old_layer, strict=True):
             tensor.copy_(old)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        list,
+        tuple,
+        torch.tensor,
+        np.array,
+        lambda bits: [bool(bit) for bit in bits],
+        lambda bits: torch.tensor(bits).bool(),
+        lambda bits: np.array(bits, bool),
+    ],
+)
+def test_masks_in_every_form_and_within_a_block(cc, kv, form):
+    """The example of spec ems 8.5: nine tokens, blocks of four, six of them skipped."""
+    tokens, slots = list(range(201, 210)), list(range(20, 29))
+    truth = tokens_of(kv, slots)
+    assert cc.save(slots, token_ids=tokens, mask=form([0, 0, 0, 0, 1, 1, 1, 1, 1])) == CcResult(2, 2)
+    zero(kv)
+    assert cc.load(slots, token_ids=tokens, mask=form([0, 0, 0, 0, 0, 0, 1, 1, 1])) == CcResult(2, 2)
+    found = tokens_of(kv, slots)
+    assert (found[6:] == truth[6:]).all()
+    assert (found[:6] == 0).all(), "what the mask skips stays as it was"
+    assert cc.save(slots, token_ids=tokens, mask=form([0, 0, 0, 1, 1, 1, 1, 1, 1])) == CcResult(3, 3)
+    assert cc.load(slots, token_ids=tokens, mask=form([0] * 9)) == CcResult(0, 0)
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 0, 1], [0, 2, 2, 2], [True, False, True, True], "0011"])
+def test_a_mask_is_zeros_and_then_ones(cc, mask):
+    with pytest.raises(EmsException, match="mask: "):
+        cc.load(slots_of(0), token_ids=[1, 2, 3, 4], mask=mask)
+
+
+@pytest.mark.parametrize(
+    "hashes", [[np.int64(-5), np.uint64(2**63)], np.array([-5, 7]), torch.tensor([-5, 7]), (-5, 7)]
+)
+def test_hashes_of_numpy_and_torch(cc, hashes):
+    assert cc.save(slots_of(0, 1), hashes, [4, 4]).success == 2
+    assert cc.exists([int(value) for value in hashes]) == 2
+
+
+@pytest.mark.parametrize("hashes", [[True, 1], [1.0, 2], np.array([1.5, 2]), "ab", [[1], [2]], None])
+def test_hashes_that_are_none(cc, hashes):
+    with pytest.raises(EmsException, match="hashes: "):
+        cc.save(slots_of(0, 1), hashes, [4, 4])
+
+
+@pytest.mark.parametrize("slots", [[0, 1, 2, 2], [0, 1, 0, 1], [3, 2, 1, 3]])
+def test_a_slot_is_named_once(cc, slots):
+    for call in (cc.save, cc.load):
+        with pytest.raises(EmsException, match=r"slot_mapping: slot \d is named more than once"):
+            call(slots, [1], [4])
+    assert cc.save([3, 2, 1, 0], [1], [4]).success == 1, "in any order"
+
+
+def test_a_short_tail_exists_by_its_offset(cc):
+    assert cc.save([0, 1, 2, 3, 4, 5], [1, 2], [4, 2]).success == 2
+    assert (cc.exists([1, 2]), cc.exists([1, 2], offsets=[4, 2]), cc.exists([1, 2], offsets=[4, 3])) == (1, 2, 1)
+    with pytest.raises(EmsException, match="hashes: 2 hashes for 1 offsets"):
+        cc.exists([1, 2], offsets=[4])
+
+
+def test_a_block_larger_than_a_slab_is_told_once(agent, caplog):
+    caplog.set_level(logging.WARNING)
+    kv = new_kv(num_blocks=4, dim=8192)
+    with session(agent.config.socket, kv) as cc:
+        for _ in range(2):
+            assert cc.save(slots_of(0), [1], [4]) == CcResult(0, 1)
+    assert caplog.text.count("--slab") == 1

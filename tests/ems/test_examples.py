@@ -32,8 +32,8 @@ def test_every_example_is_run():
 
 @pytest.mark.real
 @pytest.mark.timeout(600)
-def test_the_first_token_comes_from_the_pool_after_a_restart(smollm2_path, tmp_path):
-    command = [sys.executable, FOLDER / "ttft.py", str(smollm2_path), "--tokens=100", "--rounds=1"]
+def test_the_first_token_comes_from_the_pool_after_a_restart(tiny_path, tmp_path):
+    command = [sys.executable, FOLDER / "ttft.py", str(tiny_path), "--tokens=100", "--rounds=1"]
     done = subprocess.run([*command, f"--plot={tmp_path / 'ttft.png'}"], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     *rows, last = done.stdout.splitlines()

@@ -107,5 +107,5 @@ def test_wrong_groups_are_named(cc, kv, groups):
 
 
 def test_layers_of_one_group_have_one_block_size(cc, kv):
-    with pytest.raises(EmsException, match="kvcache tensor 2 has other blocks or block_size"):
+    with pytest.raises(EmsException, match="kvcache: tensor 2 has other blocks or block_size"):
         cc.register_kvcache(kv, [[0, 1], [2]])

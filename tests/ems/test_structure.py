@@ -9,8 +9,16 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 ACTING = {"torch", "asyncio", "threading", "socket", "time", "os", "subprocess"}
-PURE = ["ems/keys.py", "ems/wire/messages.py", "ems/wire/frames.py", "kvloom/pool/allocator.py", "kvloom/pool/evict.py",
-        "kvloom/pool/placement.py"]  # fmt: skip
+PURE = [
+    "ems/keys.py",
+    "ems/common/breaker.py",
+    "ems/wire/messages.py",
+    "ems/wire/packing.py",
+    "ems/wire/frames.py",
+    "kvloom/pool/storage/allocator.py",
+    "kvloom/pool/storage/evict.py",
+    "kvloom/pool/cluster/placement.py",
+]
 
 
 def imported(path: Path) -> set[str]:

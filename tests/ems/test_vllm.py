@@ -1,9 +1,8 @@
 """EMSConnector over a stub of vLLM 0.32's interface, against a real agent; tests/compat has a test in vLLM itself."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from ems.integration.chain import Chain
-from ems.integration.moving import split_blocks
+from ems.integration.parts import split_blocks
 from ems.integration.settings import Settings, model_fingerprint
 from kvloom.pool.agent import Agent
 from tests.support.pool import running_agent
@@ -27,6 +26,7 @@ from tests.support.vllm_stub import (
     stubbed_vllm,
     vllm_config,
 )
+from tests.support.waiting import until
 
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE + 1))  # four full blocks and a token
 
@@ -48,10 +48,9 @@ class Engine:
             config = vllm_config(socket, **changes)
             self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
         self.scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
-        deadline_s = time.monotonic() + 1
-        lookup = self.scheduler._scheduling.lookup
-        while not lookup._circuit.is_up and time.monotonic() < deadline_s:
-            time.sleep(0.001)
+        circuit = self.scheduler._scheduling.lookup._circuit
+        with suppress(AssertionError):  # where there is no agent it never is
+            until(lambda: circuit.is_up, limit_s=1)
 
     def matched(self, request: FakeRequest, num_computed: int = 0) -> tuple[int, bool]:
         while True:
@@ -91,14 +90,14 @@ class Engine:
         """Loads and waits; blocks that failed."""
         self.allocate(request, blocks, num_external)
         failed: set[int] = set()
-        step, deadline_s = Step(), time.monotonic() + 5
-        while time.monotonic() < deadline_s:
-            _sent, received, more = self.step(step)
-            failed |= more
-            if received:
-                assert received == {request.request_id}
-                return failed
-        raise AssertionError("the load was never reported")
+
+        def received() -> set[str]:
+            _sent, ids, more = self.step(Step())
+            failed.update(more)
+            return ids
+
+        assert until(received) == {request.request_id}
+        return failed
 
     def compute(self, request: FakeRequest, blocks: list[int]) -> None:
         """Computes the whole prompt in one step, and waits for its saves through the request's end."""
@@ -109,11 +108,8 @@ class Engine:
 
     def finish(self, request: FakeRequest) -> None:
         is_held, _parameters = self.scheduler.request_finished(request, [])
-        finished, deadline_s = {request.request_id}, time.monotonic() + 5
-        while is_held and time.monotonic() < deadline_s:
-            is_held = not self.step(Step(), finished)[0]
-            finished = set()
-        assert not is_held, "the saves were never reported"
+        if is_held and not self.step(Step(), {request.request_id})[0]:
+            until(lambda: self.step(Step())[0])
 
     def bytes_of(self, block: int, rank: int = 0) -> torch.Tensor:
         return torch.stack([cache[:, block] for cache in self.caches[rank].values()])
@@ -212,7 +208,7 @@ def test_guesses_that_the_scheduler_does_not_know_yet_are_not_saved(agent):
 
 def test_a_damaged_block_is_reported_and_not_asked_for_again(agent, first):
     pool = agent.node.pools()[0]
-    for entry in list(pool._index.values())[2:3]:
+    for entry in list(pool._index.entries.values())[2:3]:
         pool.view(entry.offset, entry.length)[5] ^= 1
     with engine(agent.config.socket, seed=2) as second:
         request = FakeRequest("b", list(PROMPT))
@@ -303,10 +299,16 @@ def test_blocks_are_found_in_any_layout(tensor, num_parts):
     parts = split_blocks({"a": tensor, "shared": tensor}, NUM_BLOCKS).parts
     assert len(parts) == num_parts
     tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape))
-    whole = torch.cat([part[3, 0].view(torch.float32) for part in parts]).sort().values
     blocks = tensor if tensor.shape[0] == NUM_BLOCKS else tensor.transpose(0, 1)
     ratio = blocks.shape[0] // NUM_BLOCKS
-    assert torch.equal(whole, blocks[3 * ratio : 4 * ratio].flatten().sort().values)
+    for block in range(NUM_BLOCKS):
+        whole = torch.cat([part[block, 0].view(torch.float32) for part in parts]).sort().values
+        assert torch.equal(whole, blocks[block * ratio : (block + 1) * ratio].flatten().sort().values)
+
+
+def test_two_blocks_cannot_be_told_from_keys_and_values():
+    with pytest.raises(ValueError, match="layer0: a cache of 2 blocks cannot be told from K and V"):
+        split_blocks({"layer0": torch.zeros(2, 2, 4, 2, 8)}, 2)
 
 
 @pytest.mark.parametrize(
@@ -334,17 +336,56 @@ def test_a_local_model_is_named_by_its_files(tmp_path):
     first = model_fingerprint(str(tmp_path), (1,))
     assert Settings.parse({"model_id": first}).model_id == first
     assert model_fingerprint(str(tmp_path), (2,)) != first
-    (tmp_path / "model.safetensors").write_bytes(b"more")
+    (tmp_path / "model.safetensors").write_bytes(b"two")
     assert model_fingerprint(str(tmp_path), (1,)) != first
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "model.safetensors").write_bytes(b"one")
+    assert model_fingerprint(str(copy), (1,)) == first, "a copy on another node is the same model"
+
+
+def test_after_a_reset_nothing_of_the_old_weights_is_loaded():
+    with running_agent() as agent, engine(agent.config.socket) as one, engine(agent.config.socket, seed=2) as other:
+        one.compute(FakeRequest("a", list(PROMPT)), [0, 1, 2, 3, 4])
+        assert one.matched(FakeRequest("b", list(PROMPT))) == (4 * BLOCK_SIZE, True)
+        assert one.scheduler.reset_cache() is True
+        assert one.workers[0].reset_cache() is None
+        assert one.matched(FakeRequest("c", list(PROMPT))) == (0, False)
+        one.compute(FakeRequest("d", list(PROMPT)), [5, 6, 7, 8, 9])
+        assert one.matched(FakeRequest("e", list(PROMPT))) == (4 * BLOCK_SIZE, True), "of the new weights"
+        old = other.matched(FakeRequest("f", list(PROMPT)))
+        assert old == (4 * BLOCK_SIZE, True), "others go on with theirs"
+
+
+def test_a_load_that_a_reset_overtakes_is_computed():
+    with running_agent() as agent, engine(agent.config.socket) as one:
+        one.compute(FakeRequest("a", list(PROMPT)), [0, 1, 2, 3, 4])
+        late, under_way = FakeRequest("b", list(PROMPT)), FakeRequest("c", list(PROMPT))
+        for request, blocks in ((under_way, [5, 6, 7, 8, 9]), (late, [10, 11, 12, 13, 14])):
+            assert one.matched(request) == (4 * BLOCK_SIZE, True)
+            one.allocate(request, blocks, 4 * BLOCK_SIZE)
+            if request is under_way:
+                metadata = one.scheduler.build_connector_meta(Step().output())
+                one.workers[0].bind_connector_metadata(metadata)
+                one.workers[0].start_load_kv(None)
+        one.scheduler.reset_cache()
+        received: set[str] = set()
+        failed: set[int] = set()
+
+        def are_over() -> bool:
+            _sent, got, lost = one.step(Step())
+            received.update(got)
+            failed.update(lost)
+            return received == {"b", "c"}
+
+        until(are_over)
+        assert failed == {5, 6, 7, 8, 10, 11, 12, 13}
 
 
 def test_an_agent_of_another_socket_is_found_later(tmp_path):
     """The connector starts before its agent, and uses it from then on."""
     with engine(tmp_path / "ems.sock", extra={"timeout_ms": 50}) as early, running_agent(socket=tmp_path / "ems.sock"):
-        deadline_s = time.monotonic() + 10
-        moving = early.workers[0]._moving
-        while not moving._circuit.is_up and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        until(lambda: early.workers[0]._moving._circuit.is_up)
         early.compute(FakeRequest("a", list(PROMPT)), [0, 1, 2, 3, 4])
         with engine(tmp_path / "ems.sock", seed=2) as second:
             assert second.matched(FakeRequest("b", list(PROMPT))) == (4 * BLOCK_SIZE, True)

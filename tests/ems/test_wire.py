@@ -1,5 +1,7 @@
 """Frames survive every cut, and refuse every damage; keys are steady across versions and processes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,18 +88,18 @@ def test_a_repeated_or_missing_frame_of_a_keyed_session_is_refused():
         reader.next_frame()
 
 
-class Raw(list):
+def raw(op: int, values: tuple) -> m.Message:
     """The fields of a message without its checks, as a hostile peer would send them."""
-
-    def __init__(self, op: int, values: tuple) -> None:
-        super().__init__(values)
-        self.OP = op
+    message = type("Raw", (), {"OP": op})()
+    vars(message).update({str(i): value for i, value in enumerate(values)})
+    return message
 
 
 @pytest.mark.parametrize(
     ("cls", "values"),
     [
         (m.Load, (bytes(31), False)),
+        (m.Save, (KEY, [0])),
         (m.Load, (bytes(32 * (m.MAX_KEYS + 1)), False)),
         (m.Save, (KEY, [0], [0], b"", True, True)),
         (m.Save, (KEY, [-1], [1], b"", True, True)),
@@ -106,14 +108,69 @@ class Raw(list):
         (m.Save, (KEY, [0], [1], b"short", True, True)),
         (m.Found, (1, [0], [0], [1], b"", 0)),
         (m.PeerBlocks, ([m.MAX_BLOCK_BYTES + 1], bytes(16))),
+        (m.Hello, ("a",)),
         (m.Hello, ("a" * 513, KEY, False)),
+        (m.Hello, ("a", KEY[1:], False)),
+        (m.Reserve, (KEY, [1, 1], b"")),
+        (m.Reserve, (KEY, [0], b"")),
+        (m.Exists, (KEY + b"1", False)),
+        (m.PeerGet, ("t", KEY + b"1", False)),
+        (m.PeerBlocks, ([-1], bytes(16))),
+        (m.PeerBlocks, ([1], bytes(15))),
+        (m.PeerPut, ("t", KEY, [1, 1], bytes(16), b"")),
+        (m.PeerPut, ("t", KEY, [0], bytes(16), b"")),
+        (m.PeerPut, ("t", KEY, [1], bytes(17), b"")),
+        (m.PeerPut, ("t", KEY, [1], bytes(16), b"", KEY + KEY)),
     ],
 )
 def test_a_message_out_of_its_limits_is_malformed(cls, values):
     reader = FrameReader()
-    reader.feed(FrameWriter().encode(Raw(cls.OP, values)))
+    reader.feed(FrameWriter().encode(raw(cls.OP, values)))
     with pytest.raises(WireError, match="malformed"):
         reader.next_frame()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        m.Load(KEY * m.MAX_KEYS),
+        m.Exists(b""),
+        m.Save(KEY, [0], [m.MAX_BLOCK_BYTES]),
+        m.Save(b"", [], []),
+        m.Reserve(KEY, [1]),
+        m.PeerGet("t", KEY),
+        m.PeerBlocks([m.MAX_BLOCK_BYTES, 0], bytes(32)),
+        m.PeerPut("t", KEY, [1], bytes(16)),
+        m.Hello("a" * 512, KEY),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_at_its_limits_is_read(message):
+    assert read_all(FrameReader(), FrameWriter().encode(message), 1 << 20) == [message]
+
+
+def test_keys_and_sums_are_cut_as_they_were_joined():
+    assert m.split_keys(KEY + bytes(32)) == [KEY, bytes(32)]
+    assert m.split_sums(bytes(16) + KEY) == [bytes(16), KEY[:16], KEY[16:]]
+    assert m.split_keys(b"") == []
+
+
+def test_a_status_says_whether_the_block_is_there():
+    assert [status.is_success for status in m.Status] == [True, True, True, False, False, False, True]
+
+
+def test_a_body_over_the_limit_is_neither_sent_nor_waited_for():
+    writer, reader = FrameWriter(), FrameReader()
+    largest = raw(m.Proof.OP, (bytes(MAX_BODY_BYTES - 6),))
+    reader.feed(writer.encode(largest))
+    assert reader.next_frame() is not None
+    with pytest.raises(WireError, match=f"the limit is {MAX_BODY_BYTES}"):
+        writer.encode(raw(m.Proof.OP, (bytes(MAX_BODY_BYTES - 5),)))
+    head = bytearray(writer.encode(m.Ping())[:HEADER_BYTES])
+    head[20:24] = (MAX_BODY_BYTES + 1).to_bytes(4, "little")
+    reader.feed(bytes(head))
+    with pytest.raises(WireError, match=f"the limit is {MAX_BODY_BYTES}"):
+        assert reader.missing
 
 
 def test_frames_are_the_bytes_of_version_1():
@@ -139,3 +196,52 @@ def test_names_of_blocks_are_steady():
 @given(st.integers(), st.integers())
 def test_no_two_integers_share_an_encoding(a, b):
     assert (keys.encode_int(a) == keys.encode_int(b)) == (a == b)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_id": "n"},
+        {"llm_engine": "other"},
+        {"kvcache_type": "MLA"},
+        {"tp_world_size": 2},
+        {"pp_world_size": 2},
+        {"rank_in_tp": 1},
+        {"rank_in_tp": None},
+        {"rank_in_pp": 1},
+    ],
+    ids=str,
+)
+def test_whoever_differs_in_anything_has_names_of_his_own(change):
+    spaces = [keys.KeySpace(b"salt", each, LAYOUT) for each in (IDENTITY, replace(IDENTITY, **change))]
+    assert len({space.of_hash(1, 4) for space in spaces}) == 2
+    assert len({next(space.of_tokens([1], 4)) for space in spaces}) == 2
+
+
+def test_names_differ_by_tenant_and_layout_and_chunks_of_one_group_are_blocks():
+    layouts = [LAYOUT, replace(LAYOUT, dtype="int8"), replace(LAYOUT, block_size=8), replace(LAYOUT, groups=((0, 4),))]
+    spaces = [keys.KeySpace(salt, IDENTITY, layout) for salt in (b"salt", b"other") for layout in layouts]
+    assert len({space.of_hash(1, 4) for space in spaces}) == len(spaces)
+    assert spaces[0].of_chunk(1, [4]) == spaces[0].of_hash(1, 4)
+    assert spaces[0].of_chunk(1, [4, 2]) != spaces[0].of_chunk(1, [2, 4])
+
+
+def test_a_proof_holds_for_one_role_one_id_and_one_pair_of_nonces():
+    secret = keys.verifier("key", b"salt")
+    asked = ("client", "id", KEY, bytes(32))
+    changed = [
+        ("agent", *asked[1:]),
+        ("client", "di", *asked[2:]),
+        (*asked[:2], bytes(32), KEY),
+        ("clien", "tid", *asked[2:]),
+    ]
+    proofs = [keys.proof(secret, *each) for each in (asked, *changed)]
+    assert len(set(proofs)) == len(proofs)
+    assert keys.same(proofs[0], keys.proof(secret, *asked))
+    assert not keys.same(proofs[0], keys.proof(keys.verifier("key", b"other"), *asked))
+
+
+def test_secrets_of_a_purpose_and_of_a_name_are_its_own():
+    made = [keys.derive(KEY, *of) for of in (("salt",), ("salt", "a"), ("salta",), ("peer", "a"))]
+    assert len({*made, keys.derive(bytes(32), "salt")}) == 5
+    assert {len(each) for each in made} == {keys.KEY_BYTES}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.blocks import BlockPool, chain_hash, extend_chain, root_hash
+from kvloom.engine.schedule.blocks import BlockPool, chain_hash, extend_chain, root_hash
 
 
 def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
@@ -54,7 +54,6 @@ def test_unpublished_blocks_are_given_away_before_cached_ones_and_the_end_of_a_p
     assert pool.allocate(1) == [blocks[3]]
     assert pool.allocate(1) == [blocks[2]]
     assert pool.match(hashes) == blocks[:2]
-    assert pool.num_evictions == 1
     assert pool.num_cached == 2
 
 
@@ -117,13 +116,18 @@ def test_dropping_forgets_what_nobody_holds():
     pool.check()
 
 
-def test_clear_forgets_holders_and_hashes():
-    pool = BlockPool(2)
-    pool.allocate(2)
-    pool.publish(0, b"key")
-    pool.clear()
-    assert pool.num_free == 2
-    assert pool.match([b"key"]) == []
+def test_what_is_forgotten_is_not_found_and_stays_with_its_holders():
+    pool = BlockPool(3)
+    blocks = pool.allocate(2) or []
+    for block, key in zip(blocks, (b"a", b"b"), strict=True):
+        pool.publish(block, key)
+    pool.release(blocks[1:])
+    pool.forget_all()
+    assert pool.match([b"a", b"b"]) == []
+    assert (pool.num_cached, pool.num_free) == (0, 2)
+    assert pool.num_holders(blocks[0]) == 1
+    assert pool.publish(blocks[0], b"a")
+    pool.check()
 
 
 def test_a_hash_covers_all_tokens_before_it_and_the_salt():

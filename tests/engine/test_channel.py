@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.executor import Channel
+from kvloom.engine.link.channel import Channel
 
 
 def _wire(messages: list[list[int]]) -> bytes:

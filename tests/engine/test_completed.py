@@ -2,16 +2,15 @@
 
 import logging
 
-from kvloom.engine.completed import CompletedLog, completed_line
-from kvloom.engine.request import Delta, FinishReason, Request
-from kvloom.engine.stats import Stats
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.engine.completed import CompletedLog, StepSize, completed_line
 
-STATS = Stats(num_running=11, num_blocks=870, num_free_blocks=815)
+STEP = StepSize(12, 60)
 
 
 def test_the_columns_are_those_of_the_document():
     """Its example: 363 , 5 , 593 , 81 , 512 , 12 , 60 , 1."""
-    line = completed_line([("363", 81, 512)], STATS, 128)
+    line = completed_line([("363", 81, 512)], STEP, 128)
     assert line == "COMPLETED REQ ID: 363 , 5 , 593 , 81 , 512 , 12 , 60 , 1"
 
 
@@ -20,11 +19,11 @@ def test_a_step_that_ends_two_requests_is_one_line_about_the_first(caplog):
     completed = CompletedLog(16)
     for name in ("a", "b", "c"):
         completed.added(Request(name, (1, 2, 3)))
-    completed.delivered([Delta(name, token_ids=(7,)) for name in "abc"], STATS)
+    completed.delivered([Delta(name, token_ids=(7,)) for name in "abc"], STEP)
     assert not caplog.records
     last = [Delta(name, token_ids=(8,), finish_reason=FinishReason.LENGTH) for name in ("b", "c")]
-    completed.delivered(last, STATS)
-    assert [record.message for record in caplog.records] == ["COMPLETED REQ ID: b , 1 , 5 , 3 , 2 , 13 , 57 , 2"]
+    completed.delivered(last, STEP)
+    assert [record.message for record in caplog.records] == ["COMPLETED REQ ID: b , 1 , 5 , 3 , 2 , 12 , 60 , 2"]
 
 
 def test_nothing_is_kept_while_the_level_leaves_it_out(caplog):
@@ -32,5 +31,19 @@ def test_nothing_is_kept_while_the_level_leaves_it_out(caplog):
     completed = CompletedLog(16)
     completed.added(Request("a", (1,)))
     caplog.set_level(logging.INFO)
-    completed.delivered([Delta("a", finish_reason=FinishReason.EOS)], STATS)
+    completed.delivered([Delta("a", finish_reason=FinishReason.EOS)], STEP)
     assert not caplog.records
+
+
+def test_the_requests_of_one_id_are_told_in_their_order(caplog):
+    """The second is added before the end of the first, which was aborted, is told."""
+    caplog.set_level(logging.INFO)
+    completed = CompletedLog(16)
+    for prompt in ((1, 2, 3), (1,)):
+        completed.added(Request("a", prompt))
+    completed.delivered([Delta("a", finish_reason=FinishReason.ABORT)], STEP)
+    completed.delivered([Delta("a", token_ids=(7,), finish_reason=FinishReason.LENGTH)], STEP)
+    assert [record.message.split(" , ")[1:5] for record in caplog.records] == [
+        ["1", "3", "3", "0"],
+        ["1", "2", "1", "1"],
+    ]

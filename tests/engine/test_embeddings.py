@@ -7,17 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvloom.engine.config import EngineConfig
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.pooling import gguf_pooling
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.pooling import POOLINGS
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor, RankExecutor
-from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.pooling import POOLINGS
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.weights.checkpoint import open_checkpoint
-from kvloom.engine.weights.pooling import gguf_pooling
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.rank.loading import open_runner
+from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
 from tests.support.engines import run_all
+from tests.support.executors import opened
 
 NOTHING = SamplingParams(max_tokens=0)
 PROMPTS = [
@@ -45,7 +47,7 @@ def pooling(request) -> str:
 
 
 def engine_of(runner: ModelRunner, **fields: object) -> Engine:
-    return Engine(EngineConfig(backend="fake", **fields), InProcessExecutor(runner), ByteTokenizer())  # type: ignore[arg-type]
+    return Engine(EngineConfig(backend="fake", **fields), InProcessExecutor(runner), ByteTokenizer())
 
 
 def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:
@@ -57,7 +59,7 @@ def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:
 
 def wanted(model: torch.nn.Module, pooling: str) -> list[torch.Tensor]:
     with torch.no_grad():
-        states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in PROMPTS]  # type: ignore[operator, union-attr]
+        states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in PROMPTS]
     return [state.mean(0) if pooling == "mean" else state[-1] for state in states]
 
 
@@ -87,12 +89,9 @@ def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: 
 def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
     found = []
     for world_size in (1, 2):
-        config = EngineConfig(model=str(folder), num_blocks=64, world_size=world_size, **REFERENCE)  # type: ignore[arg-type]
-        executor = RankExecutor(config, list)
-        try:
+        config = EngineConfig(model=str(folder), num_blocks=64, world_size=world_size, **REFERENCE)
+        with opened(config) as executor:
             found.append(torch.tensor(vectors(Engine(config, executor, ByteTokenizer()), pooling)))
-        finally:
-            executor.close()
     assert torch.allclose(*found, atol=1e-4, rtol=0)
 
 

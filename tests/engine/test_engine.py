@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.fake import EOS_ID, fake_answer
-from kvloom.engine.request import FinishReason, Request, SamplingParams
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.rank.fake import EOS_ID, fake_answer
 from tests.support.engines import drain, fake_engine, run_all, text_of, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -122,37 +122,6 @@ def test_text_held_back_for_a_stop_string_comes_with_the_last_token():
     assert text_of(run_all(fake_engine(), Request("a", prompt(5), params))["a"]) == answer
 
 
-@pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
-def test_an_abort_frees_the_blocks_at_once_and_ends_the_request_once(steps_before):
-    engine = fake_engine()
-    engine.add(Request("a", prompt(9), GREEDY))
-    engine.add(Request("b", prompt(9), GREEDY))
-    deltas = [delta for _ in range(steps_before) for delta in engine.step()]
-    engine.abort("a")
-    engine.abort("a")
-    engine.abort("unknown")
-    free = engine.stats().num_free_blocks
-    assert free == 64 - (3 if steps_before else 0) - (1 if steps_before > 4 else 0)
-    rest = drain(engine)
-    assert [d.finish_reason for d in rest["a"] if d.finish_reason] == [FinishReason.ABORT]
-    assert tokens_of([d for d in deltas if d.request_id == "b"] + rest["b"]) == truth(
-        Request("b", prompt(9), GREEDY), 12
-    )
-
-
-def test_an_abort_between_the_halves_of_a_step_is_safe():
-    engine = fake_engine(num_blocks=9, max_seq_len=36)
-    requests = [Request(f"r{i}", prompt(8, 40 * i), GREEDY) for i in range(3)]
-    for request in requests:
-        engine.add(request)
-    engine.start_step()
-    engine.abort("r1")
-    engine.finish_step()
-    found = drain(engine)
-    assert tokens_of(found["r0"]) == truth(requests[0], 12)
-    assert tokens_of(found["r2"]) == truth(requests[2], 12)
-
-
 def test_log_probabilities_come_with_each_token_and_each_prompt_token():
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     engine = fake_engine(max_batch=2, max_tokens_per_step=4)
@@ -164,6 +133,30 @@ def test_log_probabilities_come_with_each_token_and_each_prompt_token():
     assert values[0] is None
     assert [value.token_id for value in values[1:] if value] == list(prompt(11)[1:])
     assert all(delta.prompt_logprobs is None for delta in deltas[1:])
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 20])
+@pytest.mark.parametrize("max_tokens_per_step", [4, 512], ids=["half-way", "later"])
+def test_log_probabilities_of_a_prompt_are_told_once_even_when_its_request_is_preempted(
+    num_host_blocks, max_tokens_per_step
+):
+    params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0, ignore_eos=True)
+    sizes = {"max_batch": 3, "max_tokens_per_step": max_tokens_per_step}
+    engine = fake_engine(num_blocks=9, max_seq_len=36, num_host_blocks=num_host_blocks, **sizes)
+    found = run_all(engine, *(Request(f"r{i}", prompt(16, 40 * i), params) for i in range(3)))
+    assert engine.stats().total_preemptions > 0
+    for i in range(3):
+        told = [delta.prompt_logprobs for delta in found[f"r{i}"] if delta.prompt_logprobs is not None]
+        assert [[value and value.token_id for value in values] for values in told] == [[None, *prompt(16, 40 * i)[1:]]]
+
+
+def test_a_context_is_no_longer_than_all_blocks_hold():
+    engine = fake_engine(num_blocks=4, block_size=4, max_seq_len=64)
+    assert engine.max_seq_len == 16
+    with pytest.raises(BadRequest, match="16"):
+        engine.add(Request("a", prompt(17), GREEDY))
+    deltas = run_all(engine, Request("b", prompt(10), GREEDY))["b"]
+    assert (len(tokens_of(deltas)), deltas[-1].finish_reason) == (6, FinishReason.LENGTH)
 
 
 def test_prompt_log_probabilities_are_computed_even_when_the_prompt_is_cached():
@@ -224,6 +217,27 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
         engine.add(Request("a", prompt(3), GREEDY))
     drain(engine)
     engine.add(Request("a", prompt(3), GREEDY))
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize("num_host_blocks", [0, 64])
+def test_a_reset_prefix_cache_is_found_by_nobody_and_changes_no_answer(preempts: bool, num_host_blocks: int):
+    engine = fake_engine(num_host_blocks=num_host_blocks)
+    prompt = tuple(range(20))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    first = run_all(engine, Request("a", prompt, params))
+    assert engine.stats().num_cached_blocks > 0
+    engine.add(Request("b", prompt, params))
+    for _ in range(4):
+        engine.step()
+    engine.reset_prefix_cache(preempts)
+    engine.check()
+    assert (engine.stats().num_cached_blocks, engine.stats().total_preemptions) == (0, int(preempts))
+    last = run_all(engine, Request("c", prompt, params))
+    assert tokens_of(last["c"]) == tokens_of(first["a"])
+    assert last["c"][-1].num_cached_tokens == 0 or preempts  # "b" may have computed it again before
+    assert tokens_of(last["b"]) == tokens_of(first["a"])[-len(tokens_of(last["b"])) :]
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_fail_all_ends_every_request_once_and_the_engine_works_on_after_a_reset():
@@ -301,3 +315,25 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
+
+
+def test_blocks_that_are_given_back_are_found_by_nobody_and_the_answers_stay():
+    engine = fake_engine(num_blocks=16)
+    request = Request("a", prompt(17), GREEDY)
+    cold = run_all(engine, request)["a"]
+    assert engine.stats().num_cached_blocks > 0
+    engine.release_free()
+    engine.check()
+    assert (engine.stats().num_cached_blocks, engine.stats().num_free_blocks) == (0, 16)
+    again = run_all(engine, Request("b", request.prompt_ids, GREEDY))["b"]
+    assert (tokens_of(again), again[0].num_cached_tokens) == (tokens_of(cold), 0)
+
+
+def test_blocks_that_were_given_back_are_handed_out_from_the_first_on():
+    engine = fake_engine(num_blocks=16)
+    for name in "abc":
+        run_all(engine, Request(name, prompt(9, ord(name)), GREEDY))
+    engine.release_free()
+    engine.add(Request("d", prompt(9), GREEDY))
+    engine.step()
+    assert next(iter(engine._seqs.values())).seq.block_table == [0, 1, 2]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine import hub
-from kvloom.engine.errors import ModelError
-from kvloom.engine.hub import HubModel, find_model, pull
+from kvloom.checkpoints import demo_models as hub
+from kvloom.checkpoints.demo_models import HubModel, find_model, pull
+from kvloom.contract.errors import ModelError
 
 CONTENT = b"GGUF weights"
 
@@ -80,7 +80,7 @@ def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch):
 def test_concurrent_pulls_all_succeed(cache, tmp_path):
     script = tmp_path / "pull.py"
     script.write_text(
-        "import hashlib\nfrom kvloom.engine import hub\n"
+        "import hashlib\nfrom kvloom.checkpoints import demo_models as hub\n"
         f"content = {CONTENT!r}\n"
         "hub.MODELS['good'] = hub.HubModel("
         "'tiny-model==1.0', 'tiny/weights.gguf', hashlib.sha256(content).hexdigest(), len(content))\n"

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.batch import Moved, Transfer
-from kvloom.engine.config import EngineConfig, TierConfig
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Moved, Transfer
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.fake import fake_answer
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.transfers import Moves
+from kvloom.engine.schedule.transfers import Moves
+from kvloom.rank.fake import fake_answer
 from tests.support.engines import drain, run_all, tokens_of
 from tests.support.tiers import FakeTier, tiered_engine
 

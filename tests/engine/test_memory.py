@@ -1,18 +1,17 @@
-"""KV blocks in memory and sequences in blocks: the worked example of the tuning guide (seed 001, 2.3.2), refusals."""
+"""KV blocks in memory and sequences in blocks: the worked example of the tuning guide (spec 2.3.2), refusals."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvloom.engine.errors import BadRequest, ModelError
-from kvloom.engine.memory import (
+from kvloom.contract.capacity import (
     AUTO_MAX_CPU_BYTES,
     GIB,
     SHARE,
     CacheShape,
+    CapacityRequest,
     Machine,
     Pools,
-    Wish,
     blocks_per_seq,
     bytes_of_gb,
     cache_bytes,
@@ -20,6 +19,7 @@ from kvloom.engine.memory import (
     plan_pools,
     total_blocks,
 )
+from kvloom.contract.errors import BadRequest, ModelError
 
 SMALL = CacheShape(num_layers=2, num_kv_heads=4, head_bytes=64, block_size=16)  # 16 KiB a block
 
@@ -31,8 +31,8 @@ def wish(
     host_cache_bytes: int | None = 0,
     max_seq_len: int = 160,
     max_batch: int = 8,
-) -> Wish:
-    return Wish(num_blocks, kv_cache_bytes, num_host_blocks, host_cache_bytes, max_seq_len, max_batch)
+) -> CapacityRequest:
+    return CapacityRequest(num_blocks, kv_cache_bytes, num_host_blocks, host_cache_bytes, max_seq_len, max_batch)
 
 
 def test_the_worked_example_of_a_65b_model_on_eight_devices():
@@ -72,6 +72,9 @@ def test_heads_must_be_divisible_between_ranks():
     max_seq_len=st.integers(2, 10**6),
     max_batch=st.integers(1, 1000),
 )
+@example(free=8 * GIB, host=GIB, weights=GIB, is_shared=True, max_seq_len=1000, max_batch=10)
+@example(free=8 * GIB, host=GIB, weights=GIB, is_shared=False, max_seq_len=1000, max_batch=10)
+@example(free=GIB, host=GIB, weights=GIB, is_shared=True, max_seq_len=1000, max_batch=10)
 def test_automatic_pools_hold_a_sequence_and_fit_or_say_what_to_lower(
     free, host, weights, is_shared, max_seq_len, max_batch
 ):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvloom.engine.pages import PagesAhead, release_blocks
+from kvloom.rank.pages import PagesAhead, release_blocks
 from tests.support.waiting import until
 
 NUM_BLOCKS, BLOCK_BYTES = 64, mmap.PAGESIZE * 3 // 2
@@ -50,13 +50,16 @@ def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
 def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further():
     num_bytes = 16 << 20  # a tensor: 256 KiB a block, 1 MiB with all four
     layers, before = new_layers(num_bytes), resident_bytes()
-    pages = PagesAhead(layers, 64, 8 << 20)
+    pages = PagesAhead(layers, 64, (8 << 20, 32 << 20))
     until(lambda: resident_bytes() - before > 7 << 20)
     pages.use(9)
-    until(lambda: resident_bytes() - before > 17 << 20)
+    until(lambda: resident_bytes() - before > 19 << 20)
     pages.use(3)
-    assert resident_bytes() - before < 20 << 20
-    pages.use(63)
+    assert pages.num_wanted == 10 + 10, "nothing for a block that lies before"
+    pages.use(19)
+    assert pages.num_wanted == 20 + 20, "as much as is in use"
+    pages.use(50)
+    assert pages.num_wanted == 64
     until(lambda: resident_bytes() - before > 62 << 20)
     assert all((side == 0).all() for layer in layers for side in layer)
 
@@ -65,6 +68,19 @@ def test_what_is_in_a_block_stays_when_its_memory_is_provided():
     layers = new_layers(1 << 20)
     layers[0][1][40] = 7
     before = resident_bytes()
-    PagesAhead(layers, 32, 1 << 30)  # a cache whose blocks are two of the tensors'
+    PagesAhead(layers, 32, (1 << 30, 1 << 30))  # a cache whose blocks are two of the tensors'
     until(lambda: resident_bytes() - before > 3 << 20)
     assert (layers[0][1][40] == 7).all()
+
+
+def test_what_was_given_back_is_provided_again_from_the_first_block_on():
+    layers, before = new_layers(16 << 20), resident_bytes()
+    pages = PagesAhead(layers, 64, (8 << 20, 8 << 20))
+    pages.use(30)
+    until(lambda: resident_bytes() - before > 38 << 20)
+    release_blocks(layers, range(64))
+    pages.forget()
+    assert pages.num_wanted == 8
+    until(lambda: 7 << 20 < resident_bytes() - before < 10 << 20)
+    pages.use(0)
+    assert pages.num_wanted == 1 + 8

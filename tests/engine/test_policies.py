@@ -1,26 +1,27 @@
 """Policies and admission rules: what each promises, shown over random loads."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.policies import MAX_DEMOTIONS, MAX_LEVEL, QUANTUM, Turns, by_level, by_state, level_of, policy_of
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduler import (
-    FCFS,
-    Seq,
-    Status,
-    apply_step,
-    check,
-    commit_step,
-    may_admit,
-    plan_step,
-    release_seq,
-    swap_out,
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import Request, SamplingParams
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.policies import (
+    LEVEL_STEP_S,
+    MAX_DEMOTIONS,
+    MAX_LEVEL,
+    QUANTUM,
+    Turns,
+    by_level,
+    by_state,
+    level_of,
+    policy_of,
 )
+from kvloom.engine.schedule.scheduler import FCFS, Circumstances, may_admit, plan_step
+from kvloom.engine.schedule.seq import Seq, Status
 from tests.engine.test_scheduler import BLOCK, counts, make_seq, run_step, sampling_ids
 from tests.support.engines import fake_engine, run_all, tokens_of
 
@@ -40,6 +41,23 @@ RULES = st.fixed_dictionaries(
 )
 
 
+def waited(name: int, turn: float, num_output: int = 0) -> Seq:
+    seq = Seq(name, [1] * (1 + num_output), 1)
+    seq.turn = turn
+    return seq
+
+
+def test_long_answers_wait_behind_newcomers_under_mlfq_alone_and_not_for_ever():
+    long, newcomer, late = waited(1, 0.0, QUANTUM * 4), waited(2, 1.0), waited(3, 10 * LEVEL_STEP_S)
+    for number in (0, 1):
+        key = policy_of(number, number).waiting
+        assert key is not None
+        assert sorted([late, newcomer, long], key=key) == [long, newcomer, late]
+    feedback = policy_of(3, 3).waiting
+    assert feedback is not None
+    assert sorted([late, newcomer, long], key=feedback) == [newcomer, long, late]
+
+
 @given(LENGTHS, RULES, st.sampled_from([0, 1, 3]), st.sampled_from([0.0, 10.0]))
 def test_every_sequence_ends_and_every_bound_holds_under_any_rules(lengths, rules, number, wait_s):
     pool, limits = BlockPool(8, num_host_blocks=3), Limits(3, 7, BLOCK, **rules)
@@ -48,14 +66,14 @@ def test_every_sequence_ends_and_every_bound_holds_under_any_rules(lengths, rule
         if not seqs:
             return
         running = {seq.id for seq in seqs if seq.status is Status.RUNNING}
-        plan = plan_step(seqs, pool, limits, policy_of(number, number), wait_s)
+        plan = plan_step(seqs, pool, limits, Circumstances(policy_of(number, number), wait_s))
         assert plan.steps or plan.preempted, "nobody advances"
         prefills = [s for s in plan.steps if s.seq.id not in running or s.seq.num_pending > 1]
         assert sum(step.num_tokens for step in prefills) <= limits.prefill_tokens
         assert sum(step.num_tokens for step in plan.steps) <= limits.max_tokens
         assert limits.max_preempt is None or len(plan.preempted) <= limits.max_preempt
         admitted = {step.seq.id for step in plan.steps} - running
-        assert len(admitted) <= limits.prefill_places
+        assert len(admitted) <= limits.prefill_slots
         assert limits.is_continuous or not (running and admitted), "a static batch was joined"
         swap_out(plan, pool)
         apply_step(plan, pool)
@@ -107,6 +125,7 @@ def test_priority_and_deadline_bring_a_turn_forward():
 
 
 @given(st.integers(1, 30), st.integers(1, 100))
+@example(3, 10)
 def test_a_tenant_with_many_requests_queues_behind_itself(num_requests, num_tokens):
     turns = Turns(token_s=0.1)
     crowd = [turns.turn(0, num_tokens, "crowd") for _ in range(num_requests)]

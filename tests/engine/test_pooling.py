@@ -4,10 +4,10 @@ from array import array
 
 import pytest
 
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.fake import fake_answer, fake_embedding
-from kvloom.engine.pooling import POOLINGS, unit
-from kvloom.engine.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.pooling import POOLINGS, unit
+from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.rank.fake import fake_answer, fake_embedding
 from tests.support.engines import drain, fake_engine, run_all, tokens_of
 
 NOTHING = SamplingParams(max_tokens=0)

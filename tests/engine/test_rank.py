@@ -4,19 +4,20 @@ import contextlib
 import socket
 import threading
 
-from kvloom.engine import rank
-from kvloom.engine.batch import Batch, NewSeq, Transfer, Work
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.executor import Channel, Done, RankMessage, RankSetup, Ready
-from kvloom.engine.request import SamplingParams
+from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Ready, Transfer, Work
+from kvloom.contract.request import SamplingParams
+from kvloom.engine.link.channel import Channel
+from kvloom.rank import main as rank
 
 
 def test_the_memory_ahead_follows_the_highest_block_in_use(monkeypatch):
     used: list[int] = []
 
     class Pages:
-        def __init__(self, layers, num_blocks: int, ahead_bytes: int) -> None:
-            assert (len(layers), num_blocks, ahead_bytes > 0) == (1, 64, True)
+        def __init__(self, layers, num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
+            assert (len(layers), num_blocks, ahead_bytes) == (1, 64, AHEAD_BYTES)
 
         def use(self, block: int) -> None:
             used.append(block)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
-from kvloom.engine.guide import Guides
-from kvloom.engine.reasoning_guide import EndMark, ReasoningGuide
-from kvloom.engine.request import FinishReason, Request, SamplingParams
-from kvloom.server.grammars import regex_grammar
+from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
+from kvloom.rank.grammar.guides import Guides
+from kvloom.rank.grammar.reasoning import EndMark, ReasoningGuide
+from kvloom.server.chat.grammars import regex_grammar
 from tests.support.engines import fake_engine, run_all, text_of, tokens_of
 
 END = "</think>"
@@ -22,7 +22,7 @@ DIGITS = regex_grammar("[0-9]{5}", "r")
 def run(speculation: int = 0, **params: object) -> tuple[str, int, FinishReason | None]:
     """Text, number of tokens, finish."""
     engine = fake_engine(max_seq_len=512, num_blocks=256, num_speculative_tokens=speculation)
-    sampling = SamplingParams(reasoning_end=END, **params)  # type: ignore[arg-type]
+    sampling = SamplingParams(reasoning_end=END, **params)
     deltas = run_all(engine, Request("r", PROMPT, sampling))["r"]
     return text_of(deltas), len(tokens_of(deltas)), deltas[-1].finish_reason
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.request import SamplingParams
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.request import Delta, Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.sampler import History, num_candidates
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.rank.loading import open_runner
+from kvloom.rank.runner import ModelRunner
+from kvloom.rank.sampler import History, num_candidates
 from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import run_all
 
@@ -24,7 +25,7 @@ def model(tmp_path_factory) -> str:
 
 def opened(model: str, **fields: object) -> ModelRunner:
     torch.set_num_threads(1)
-    config = EngineConfig(model=model, kv_cache_bytes=KV_BYTES, **fields)  # type: ignore[arg-type]
+    config = EngineConfig(model=model, kv_cache_bytes=KV_BYTES, **fields)
     return open_runner(config, [], lambda done, total: None)
 
 
@@ -79,5 +80,5 @@ def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkey
     lean = answers()
     counts = [num_candidates(History(list(r.prompt_ids), len(r.prompt_ids), r.params, 0), 1) for r in requests]
     assert [count > 0 for count in counts] == [True, True, False, True, True, True, False, True, False]
-    monkeypatch.setattr("kvloom.engine.runner.num_candidates", lambda *args: 0)
+    monkeypatch.setattr("kvloom.rank.runner.num_candidates", lambda *args: 0)
     assert lean == answers()

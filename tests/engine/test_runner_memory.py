@@ -1,17 +1,19 @@
 """ModelRunner over tiny random models: blocks of several tiles, the host's pool, and running out of memory."""
 
+import numpy as np
 import pytest
-import torch
 
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
+from kvloom.contract.messages import Batch
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import ModelError
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.swapcache import SwapCache
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.rank.host_cache import SwapCache
+from kvloom.rank.kernels.reference import ReferenceBackend
+from kvloom.rank.loading import open_runner
+from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import run_all, tokens_of
 
@@ -91,17 +93,32 @@ def test_another_error_of_a_backend_stays_what_it_is(folder, monkeypatch):
 
 
 def test_copies_keep_every_byte_and_measuring_changes_none():
-    parts = [torch.randint(0, 256, (2, 2, 7, 3), dtype=torch.uint8), torch.randn(2, 2, 7)]
-    wanted = [part.clone() for part in parts]
-    cache = SwapCache(parts, tiles=2, num_blocks=4)
+    parts = [np.random.default_rng(size).integers(0, 256, (2, 2, 7, size), np.uint8) for size in (3, 4)]
+    wanted = [part.copy() for part in parts]
+    pairs = [part[:, :, :6].reshape(2, 2, 3, -1) for part in parts]  # two blocks of the backend's are one
+    cache = SwapCache(pairs, num_blocks=4)
     assert cache.measure() > 0
-    assert all(torch.equal(part, want) for part, want in zip(parts, wanted, strict=True))
+    assert all(np.array_equal(part, want) for part, want in zip(parts, wanted, strict=True))
     cache.save([(2, 0), (0, 3)])
     for part in parts:
-        part.zero_()
+        part[:] = 0
     cache.load([(0, 1), (3, 2)])
     for part, want in zip(parts, wanted, strict=True):
-        assert torch.equal(part[:, :, 2:4], want[:, :, 4:6])
-        assert torch.equal(part[:, :, 4:6], want[:, :, 0:2])
+        assert np.array_equal(part[:, :, 2:4], want[:, :, 4:6])
+        assert np.array_equal(part[:, :, 4:6], want[:, :, 0:2])
         assert not part[:, :, :2].any()
-    assert SwapCache(parts, tiles=2, num_blocks=0).measure() == 0
+    assert SwapCache(pairs, num_blocks=0).measure() == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_blocks_that_are_given_back_leave_the_others_as_they_are(folder, backend):
+    runner = open_small(folder, backend, num_blocks=64, block_size=64)
+    for layer in runner.kv_layers:
+        for side in layer:
+            side[:] = 7
+    runner.run(Batch([], [], [], release=list(range(8, 64))))
+    sides = [side for layer in runner.kv_layers for side in layer]
+    assert all((side[:8] == 7).all() for side in sides)
+    assert any(not side[9:63].any() for side in sides)
+    wanted, _ = answers(open_small(folder, backend))
+    assert answers(runner)[0] == wanted

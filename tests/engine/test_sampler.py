@@ -3,14 +3,14 @@
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.kernels.backend import most_likely
-from kvloom.engine.request import SamplingParams
-from kvloom.engine.sampler import History, num_candidates, sample, sample_top, uniform
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.kernels.backend import most_likely
+from kvloom.rank.sampler import History, log_softmax, num_candidates, sample, sample_top, uniforms
 
 EOS = [0]
 
@@ -24,17 +24,25 @@ def history(
     return row
 
 
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def normal(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count, np.float32)
+
+
 def draw(probs: list[float], params: SamplingParams, count: int = 400, **fields: object) -> Counter[int]:
     """Tokens drawn with `count` different seeds from a distribution."""
-    rows = [history(params, seed=seed, **fields) for seed in range(count)]  # type: ignore[arg-type]
-    logits = torch.tensor([probs]).log().repeat(count, 1)
-    return Counter(token for token, _ in sample(logits, rows, EOS))
+    rows = [history(params, seed=seed, **fields) for seed in range(count)]
+    logits = np.log(floats(*probs))
+    return Counter(sample(logits.copy(), row, EOS)[0] for row in rows)
 
 
 def test_greedy_takes_the_most_likely_token():
-    logits = torch.tensor([[0.0, 3.0, 2.0], [5.0, 3.0, 2.0]])
+    logits = [floats(0, 3, 2), floats(5, 3, 2)]
     rows = [history(SamplingParams(temperature=0)), history(SamplingParams(top_k=1))]
-    assert [token for token, _ in sample(logits, rows, EOS)] == [1, 0]
+    assert [sample(logits[i], row, EOS)[0] for i, row in enumerate(rows)] == [1, 0]
 
 
 def test_draws_follow_the_distribution():
@@ -79,22 +87,24 @@ def test_top_p_over_a_large_flat_vocabulary_looks_beyond_the_first_candidates():
 
 
 def test_repetition_penalty_counts_prompt_and_answer_and_pushes_either_sign_down():
-    logits = torch.tensor([[2.0, 1.5, -1.0]])
-    assert (
-        sample(logits.clone(), [history(SamplingParams(temperature=0, repetition_penalty=2.0), (0,))], EOS)[0][0] == 1
-    )
-    logits = torch.tensor([[-1.0, -1.5, -9.0]])
-    assert (
-        sample(logits.clone(), [history(SamplingParams(temperature=0, repetition_penalty=2.0), (0,))], EOS)[0][0] == 1
-    )
+    row = history(SamplingParams(temperature=0, repetition_penalty=2.0), (0,))
+    assert sample(floats(2, 1.5, -1), row, EOS)[0] == 1
+    assert sample(floats(-1, -1.5, -9), row, EOS)[0] == 1
 
 
 def test_frequency_and_presence_penalties_count_the_answer_only():
-    logits = torch.tensor([[1.0, 0.8]])
+    logits = floats(1, 0.8)
     prompt_only = history(SamplingParams(temperature=0, frequency_penalty=1.0), (0, 0, 0))
     answered = history(SamplingParams(temperature=0, frequency_penalty=1.0), (1, 0), num_prompt=1)
     present = history(SamplingParams(temperature=0, presence_penalty=0.3), (1, 0), num_prompt=1)
-    assert [sample(logits.clone(), [row], EOS)[0][0] for row in (prompt_only, answered, present)] == [0, 1, 1]
+    assert [sample(logits.copy(), row, EOS)[0] for row in (prompt_only, answered, present)] == [0, 1, 1]
+
+
+def test_a_presence_penalty_is_taken_once_however_often_a_token_came():
+    often = (1, 0, 0, 0)
+    present = history(SamplingParams(temperature=0, presence_penalty=0.3), often, num_prompt=1)
+    frequent = history(SamplingParams(temperature=0, frequency_penalty=0.3), often, num_prompt=1)
+    assert [sample(floats(1, 0.5), row, EOS)[0] for row in (present, frequent)] == [0, 1]
 
 
 def test_a_watermark_favours_the_same_half_of_the_vocabulary_after_the_same_token():
@@ -109,7 +119,7 @@ def test_a_watermark_favours_the_same_half_of_the_vocabulary_after_the_same_toke
 def test_log_probabilities_are_of_the_raw_distribution():
     probs = [0.1, 0.6, 0.3]
     params = SamplingParams(temperature=0, logit_bias={1: -100.0}, logprobs=2)
-    ((token, logprob),) = sample(torch.tensor([probs]).log(), [history(params)], EOS)
+    token, logprob = sample(np.log(floats(*probs)), history(params), EOS)
     assert token == 2
     assert logprob is not None
     assert math.isclose(logprob.logprob, math.log(0.3), rel_tol=1e-5)
@@ -134,16 +144,59 @@ def test_log_probabilities_are_of_the_raw_distribution():
     st.integers(0, 100),
 )
 def test_a_row_does_not_depend_on_the_other_rows(params, seed):
-    logits = 3 * torch.randn(len(params), 3000, generator=torch.Generator().manual_seed(seed))
-    together = sample(logits.clone(), [history(p, (4, 5), 1, seed=i) for i, p in enumerate(params)], EOS)
-    alone = [sample(logits[i : i + 1].clone(), [history(p, (4, 5), 1, seed=i)], EOS)[0] for i, p in enumerate(params)]
+    logits = [3 * normal(3000, seed + i) for i in range(len(params))]
+    alone = [sample(logits[i].copy(), history(p, (4, 5), 1, seed=i), EOS) for i, p in enumerate(params)]
+    together = [sample(logits[i], history(p, (4, 5), 1, seed=i), EOS) for i, p in enumerate(params)]
     assert together == alone
 
 
 def test_randomness_is_a_function_of_seed_and_position():
-    assert uniform(3, 7) == uniform(3, 7)
-    assert len({uniform(seed, pos) for seed in (-1, 0, 1, 2**63) for pos in range(50)}) == 200
-    assert all(0 <= uniform(0, pos) < 1 for pos in range(100))
+    assert uniforms(3, 7) == uniforms(3, 7)
+    assert len({number for seed in (-1, 0, 1, 2**63) for number in uniforms(seed, 0, 50)}) == 200
+    assert all(0 <= number < 1 for number in uniforms(0, 0, 100))
+
+
+@given(st.integers(-(2**63), 2**64), st.integers(0, 2**32), st.integers(1, 70))
+def test_a_random_number_is_that_of_a_fresh_philox_whatever_is_made_with_it(seed, position, count):
+    alone = [
+        float(np.random.Generator(np.random.Philox(key=seed % 2**64, counter=at)).random())
+        for at in range(position, position + count)
+    ]
+    assert uniforms(seed, position, count) == alone
+
+
+@pytest.mark.parametrize(
+    "params", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(typical_p=0.999)], ids=str
+)
+def test_a_draw_takes_the_point_of_its_seed_and_of_all_tokens_before_it(params):
+    """Of prompt and answer alike: a sequence that is computed again from another cut goes on as it would have."""
+    for length in range(1, 40):
+        row = history(params, tuple([1] * length), num_prompt=(length + 1) // 2, seed=5)
+        logits = floats(0, 0) if params.typical_p == 1 else floats(0, 0, -9)
+        assert sample(logits, row, EOS)[0] == int(uniforms(5, length)[0] >= 0.5)
+
+
+def test_a_sequence_takes_its_points_in_turn_and_again_from_any_cut():
+    row, cut = history(SamplingParams(), seed=7), history(SamplingParams(), tuple([1] * 50), seed=7)
+    points = []
+    for _ in range(100):
+        points.append(row.point())
+        assert row.point() == points[-1], "until a token is appended"
+        row.append(1)
+    assert points == uniforms(7, 1, 100)
+    assert cut.point() == points[49]
+
+
+@given(st.lists(st.sampled_from([-np.inf, -1e30, -90.0, -3.0, 0.0, 0.5, 88.0, 1e30]), min_size=1, max_size=30))
+def test_log_probabilities_are_those_of_plain_sums_in_double_precision(values):
+    if max(values) == -np.inf:
+        values.append(0.0)
+    peak = max(values)
+    total = math.log(sum(math.exp(value - peak) for value in values))
+    got = log_softmax(floats(*values))
+    assert got.dtype == np.float32
+    for found, value in zip(got.tolist(), floats(*values).tolist(), strict=True):
+        assert found == pytest.approx(value - float(np.float32(peak)) - total, rel=1e-6, abs=1e-6)
 
 
 ROW_PARAMS = st.builds(
@@ -170,14 +223,13 @@ ROW_PARAMS = st.builds(
     st.sampled_from([0.3, 3.0]),
 )
 def test_candidates_give_the_token_that_all_logits_give(params, tokens, num_prompt, seed, step):
-    logits = 8 * torch.randn(60, generator=torch.Generator().manual_seed(seed))
-    logits = (logits / step).round() * step  # many equal ones
+    logits = np.round(8 * normal(60, seed) / step).astype(np.float32) * np.float32(step)  # many equal ones
     row = history(params, tuple(tokens), min(num_prompt, len(tokens)), seed)
     count = num_candidates(row, len(EOS))
     if count:
         values, ids = most_likely(logits, min(count, 60))
-        ((want, _),) = sample(logits[None].clone(), [row], EOS)
-        assert sample_top(values.clone(), ids.int(), row, EOS) == want
+        want, _ = sample(logits.copy(), row, EOS)
+        assert sample_top(values.copy(), ids.astype(np.int32), row, EOS) == want
 
 
 @pytest.mark.parametrize(
@@ -205,5 +257,18 @@ def test_only_rules_that_cannot_lift_a_token_go_without_all_logits(params, count
 
 
 def test_the_most_likely_are_in_order_and_of_equal_ones_the_first():
-    values, ids = most_likely(torch.tensor([1.0, 3.0, 2.0, 3.0, 2.0, 2.0]), 4)
+    values, ids = most_likely(floats(1, 3, 2, 3, 2, 2), 4)
     assert (values.tolist(), ids.tolist()) == ([3.0, 3.0, 2.0, 2.0], [1, 3, 2, 4])
+
+
+def test_a_bias_on_a_whole_vocabulary_is_what_adding_it_token_by_token_gives_and_is_made_once():
+    given = {i: ((i * 37) % 200 - 100) / 7 for i in range(0, 1000, 3)}
+    logits = normal(1000, 3)
+    expected = logits.copy()
+    for token_id, bias in given.items():
+        expected[token_id] += np.float32(bias)
+    row = History([1], 1, SamplingParams(temperature=0, logit_bias=given), 0)
+    changed = logits.copy()
+    sample(changed, row, [])
+    assert np.array_equal(changed, expected)
+    assert row.bias() is row.bias()

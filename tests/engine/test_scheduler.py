@@ -4,17 +4,19 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvloom.engine.batch import Work
-from kvloom.engine.blocks import BlockPool, extend_chain
-from kvloom.engine.config import Limits
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
+from kvloom.contract.config import Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Work
+from kvloom.engine.schedule.blocks import BlockPool, extend_chain
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.scheduler import plan_step
+from kvloom.engine.schedule.seq import Plan, Seq, Status
 
 BLOCK = 4
 
 
 def make_seq(id: int, length: int, first: int = 0, **fields: object) -> Seq:
-    seq = Seq(id, list(range(first, first + length)), length, **fields)  # type: ignore[arg-type]
+    seq = Seq(id, list(range(first, first + length)), length, **fields)
     extend_chain(seq.hashes, seq.token_ids, BLOCK, seq.salt)
     return seq
 
@@ -96,6 +98,16 @@ def test_cached_blocks_that_nobody_holds_count_as_taken_when_they_are_reused():
     again, other = make_seq(1, 13), make_seq(2, 4, first=90)
     plan = run_step([again, other], pool, limits)
     assert counts(plan) == {1: 1}  # three hits and one new block fill the pool
+
+
+def test_cached_blocks_are_not_given_to_another_that_is_admitted_in_the_same_step():
+    pool, limits = BlockPool(4), Limits(4, 100, BLOCK)
+    for seq in (make_seq(0, 8), make_seq(1, 8, first=50)):  # those of the first would be given away first
+        run_step([seq], pool, limits)
+        release_seq(seq, pool, Status.FINISHED)
+    other, again = make_seq(2, 4, first=90), make_seq(3, 9)
+    assert counts(run_step([other, again], pool, limits)) == {2: 4, 3: 1}
+    assert not set(other.block_table) & set(again.block_table)
 
 
 def test_a_sequence_without_a_block_preempts_the_youngest_and_the_oldest_is_never_preempted():

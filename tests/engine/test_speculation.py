@@ -4,14 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.batch import Work
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.fake import fake_next
-from kvloom.engine.lookup import PromptLookup
-from kvloom.engine.request import FinishReason, Request, SamplingParams
-from kvloom.engine.scheduler import Seq, apply_step, check, commit_step, plan_step
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Work
+from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import apply_step, check, commit_step
+from kvloom.engine.schedule.lookup import PromptLookup
+from kvloom.engine.schedule.scheduler import plan_step
+from kvloom.engine.schedule.seq import Seq
+from kvloom.rank.fake import fake_next
 from tests.support.engines import fake_engine, run_all, tokens_of
 
 from .test_engine import EngineMachine, prompt, truth
@@ -166,7 +168,7 @@ class HalfRightLookup(PromptLookup):
 
 @pytest.fixture
 def guessing(monkeypatch):
-    monkeypatch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
+    monkeypatch.setattr("kvloom.engine.schedule.lookup.PromptLookup", HalfRightLookup)
     return {"num_speculative_tokens": 4, "max_draft_tokens": 9}
 
 
@@ -214,7 +216,7 @@ def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
 ):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HalfRightLookup, "every", every)
-        patch.setattr("kvloom.engine.engine.PromptLookup", HalfRightLookup)
+        patch.setattr("kvloom.engine.schedule.lookup.PromptLookup", HalfRightLookup)
         engine = fake_engine(
             num_blocks, max_seq_len=36, max_batch=4, max_tokens_per_step=max_tokens, max_preempt=max_preempt,
             num_speculative_tokens=4, num_host_blocks=num_host_blocks,

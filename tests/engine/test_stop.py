@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.request import FinishReason, SamplingParams
-from kvloom.engine.stop import StopStrings, finish_of
+from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
 EOS = frozenset({2})
 
@@ -28,7 +28,7 @@ EOS = frozenset({2})
     ],
 )
 def test_a_sequence_ends_by_eos_stop_token_or_length(token, num_output, num_total, params, expected):
-    assert finish_of(token, num_output, num_total, params, EOS, max_seq_len=20) is expected
+    assert finish_of(token, num_total - num_output, num_output, params, Ends(EOS, 20)) is expected
 
 
 def feed(stops: StopStrings, pieces: list[str]) -> str:

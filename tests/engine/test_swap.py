@@ -1,14 +1,16 @@
 """Preempted sequences go to host memory and come back, or are computed again; the answer is the same."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import Limits
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduler import Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
-from kvloom.engine.swap import ComputeTimer, HostPool, SwapCosts, is_swap_cheaper
+from kvloom.contract.config import Limits
+from kvloom.contract.request import Request, SamplingParams
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.scheduler import Circumstances, plan_step
+from kvloom.engine.schedule.seq import Seq, Status
+from kvloom.engine.schedule.swap import ComputeTimer, HostPool, SwapCosts, is_swap_cheaper
 from tests.engine.test_engine import truth
 from tests.engine.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
 from tests.support.engines import drain, fake_engine, run_all, tokens_of
@@ -25,6 +27,7 @@ def test_two_copies_of_each_block_are_weighed_against_computing_each_token(
 
 
 @given(st.lists(st.integers(0, 5), max_size=20))
+@example([5, 5, 5])
 def test_the_host_pool_gives_each_block_to_one_holder(counts):
     pool, held = HostPool(9), []
     for count in counts:
@@ -129,7 +132,7 @@ def test_a_sequence_that_ends_on_the_host_leaves_nothing_there():
 
 def test_nobody_is_swapped_where_computing_again_is_cheaper_or_the_host_is_full():
     seqs, pool, limits = crowded()
-    plan = plan_step(seqs, pool, limits, costs=SwapCosts(block_s=1.0, token_s=0.1))
+    plan = plan_step(seqs, pool, limits, Circumstances(costs=SwapCosts(block_s=1.0, token_s=0.1)))
     assert [seq.id for seq in plan.preempted] == [2]
     assert plan.swapped == ()
     pool.host.allocate(4)

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, normalizers
 from tokenizers.models import BPE
 
-from kvloom.engine.chat_template import ChatTemplates
-from kvloom.engine.errors import BadRequest, ModelError
-from kvloom.engine.gguf_tokenizer import build_fast_tokenizer
-from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.engine.text.chat_template import ChatTemplates
+from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
+from kvloom.engine.text.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
 
 TRICKY = (
     "",
@@ -109,9 +109,7 @@ def _byte_tokens() -> list[str]:
 
 _BYTE_LEVEL = Tokenizer(
     _fast_byte_level(),
-    special_ids=frozenset({256}),
-    eos_ids=frozenset({256}),
-    bos_id=None,
+    SpecialTokens(frozenset({256}), frozenset({256}), None),
     is_byte_level=True,
     templates=ChatTemplates({}, {}),
 )
@@ -175,9 +173,7 @@ def sentence_piece(**meta: Any) -> Tokenizer:
     values = SPM_META | {f"tokenizer.ggml.{key}": value for key, value in meta.items()}
     return Tokenizer(
         build_fast_tokenizer(values, "test"),
-        special_ids=frozenset({0, 1, 2}),
-        eos_ids=frozenset({2}),
-        bos_id=1,
+        SpecialTokens(frozenset({0, 1, 2}), frozenset({2}), 1),
         is_byte_level=False,
         templates=ChatTemplates({}, {}),
     )
@@ -211,7 +207,7 @@ def test_a_gguf_tokenizer_of_an_unknown_kind_is_named(meta, words):
 
 
 def test_a_folder_without_a_tokenizer_and_a_file_that_is_none_are_named(tmp_path):
-    with pytest.raises(ModelError, match=r"tokenizer\.json: cannot be read"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
         load_tokenizer(tmp_path)
     (tmp_path / "m.gguf").write_text("hello")
     with pytest.raises(ModelError, match="not a GGUF file"):

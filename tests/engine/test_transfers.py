@@ -2,11 +2,13 @@
 
 import pytest
 
-from kvloom.engine.batch import Moved
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import Limits
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq
-from kvloom.engine.transfers import PATIENCE, Moves, Transfers
+from kvloom.contract.config import Limits
+from kvloom.contract.messages import Moved
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq
+from kvloom.engine.schedule.scheduler import Circumstances, plan_step
+from kvloom.engine.schedule.seq import Plan, Seq, Status
+from kvloom.engine.schedule.transfers import PATIENCE, Moves, Transfers
 from tests.engine.test_scheduler import BLOCK, counts, make_seq, sampling_ids
 
 LIMITS = Limits(4, 100, BLOCK)
@@ -14,7 +16,7 @@ LIMITS = Limits(4, 100, BLOCK)
 
 def begin(seqs: list[Seq], pool: BlockPool, transfers: Transfers, now_s: float = 0.0, limits: Limits = LIMITS) -> Plan:
     """Plan and apply a step whose waiting sequences ask the tier."""
-    plan = plan_step(seqs, pool, limits, asks_tier=True)
+    plan = plan_step(seqs, pool, limits, Circumstances(asks_tier=True))
     apply_step(plan, pool)
     transfers.load(plan.loads, now_s)
     return plan
@@ -56,7 +58,7 @@ def test_without_a_tier_nobody_asks():
 
 def test_a_sequence_that_must_compute_all_or_has_no_full_block_does_not_ask():
     seqs = [make_seq(0, 12, may_reuse=False), make_seq(1, 4, first=50)]
-    plan = plan_step(seqs, BlockPool(8), LIMITS, asks_tier=True)
+    plan = plan_step(seqs, BlockPool(8), LIMITS, Circumstances(asks_tier=True))
     assert (counts(plan), plan.loads) == ({0: 12, 1: 4}, ())
 
 

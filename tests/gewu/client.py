@@ -1,12 +1,20 @@
-"""A client process for tests: reads one command a line on stdin, prints one JSON line of results each."""
+"""A client process for tests: reads one command a line on stdin, prints one JSON line of results each.
+
+$QOS_LIBRARY is the libqos.so to load instead of this package's.
+"""
 
 import ctypes
 import json
+import os
 import sys
 import threading
+from pathlib import Path
 
+from kvloom.gewu import session
 from kvloom.gewu.session import _OnResponse, load_library
 
+if "QOS_LIBRARY" in os.environ:
+    session.library = lambda: Path(os.environ["QOS_LIBRARY"])
 library = load_library()
 replies: dict[int, list[dict]] = {}
 arrived = threading.Condition()
@@ -24,8 +32,8 @@ def create(attributes: str) -> list[int]:
     return [result.error, result.handle]
 
 
-def submit(session: int, request: str, context: int) -> list[int]:
-    result = library.OH_QoS_GewuSubmitRequest(session, request.encode(), on_response, context)
+def submit(handle: int, request: str, context: int) -> list[int]:
+    result = library.OH_QoS_GewuSubmitRequest(handle, request.encode(), on_response, context)
     return [result.error, result.handle]
 
 
@@ -41,19 +49,25 @@ def started(context: int) -> bool:
         return arrived.wait_for(lambda: bool(replies.get(context)), 20)
 
 
+def num_replies(context: int) -> int:
+    """So far."""
+    with arrived:
+        return len(replies.get(context, []))
+
+
 def level(value: int) -> int:
     return library.OH_QoS_SetThreadQoS(ctypes.c_int(value))
 
 
-def abort(session: int, request: int) -> int:
-    return library.OH_QoS_GewuAbortRequest(session, request)
+def abort(handle: int, request: int) -> int:
+    return library.OH_QoS_GewuAbortRequest(handle, request)
 
 
-def destroy(session: int) -> int:
-    return library.OH_QoS_GewuDestroySession(session)
+def destroy(handle: int) -> int:
+    return library.OH_QoS_GewuDestroySession(handle)
 
 
-CALLS = {f.__name__: f for f in (create, submit, wait, started, level, abort, destroy)}
+CALLS = {f.__name__: f for f in (create, submit, wait, started, num_replies, level, abort, destroy)}
 
 for line in sys.stdin:
     name, *arguments = json.loads(line)

@@ -3,14 +3,13 @@
 import os
 import socket
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvloom.gewu.build import library
-from kvloom.gewu.frames import Frame, FrameDecoder, encode
+from tests.support.compiling import compiled
 from tests.support.gewu import (
     ABI,
     DEMO_MODEL,
@@ -18,10 +17,12 @@ from tests.support.gewu import (
     compile_c,
     compile_demo,
     compile_with_library,
+    drive_program,
     has_nlohmann,
     run_program,
-    until,
 )
+from tests.support.gewu_service import Peer, Service
+from tests.support.waiting import until
 
 EXPORTED = {
     "OH_QoS_SetThreadQoS",
@@ -37,6 +38,7 @@ EXPORTED = {
     "GewuAbortRequest",
 }
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+THREAD_SANITIZER = ("-fsanitize=thread",)
 STRESS_S = os.environ.get("STRESS_S", "3")  # seconds; the long run: STRESS_S=60
 
 
@@ -66,87 +68,68 @@ def library_include() -> Path:
 
 @pytest.mark.parametrize("name", ["calls", "reentrant"])
 def test_the_calls_and_their_answers(name, daemon, model, tmp_path):
-    run_program(compile_c(tmp_path, ABI / f"{name}.c"), daemon, str(model))
+    run_program(compile_c(ABI / f"{name}.c"), daemon, str(model))
 
 
 @pytest.mark.parametrize("name", ["calls", "reentrant"])
 def test_they_are_clean_under_sanitizers(name, daemon, model, tmp_path):
-    run_program(compile_with_library(tmp_path, ABI / f"{name}.c", *SANITIZERS), daemon, str(model))
+    run_program(compile_with_library(ABI / f"{name}.c", *SANITIZERS), daemon, str(model))
 
 
 def test_requests_have_limits_and_ended_ones_are_remembered(start_daemon, model, tmp_path):
-    run_program(compile_c(tmp_path, ABI / "limits.c"), start_daemon({"rate": 1e6, "tokens": ["a", "b"]}), str(model))
+    run_program(compile_c(ABI / "limits.c"), start_daemon({"rate": 1e6, "tokens": ["a", "b"]}), str(model))
 
 
 def test_a_service_that_is_lost_within_a_call_is_a_fault(model, tmp_path):
-    """A service of the test's own answers Create, and Submit with the end of the connection."""
-    path = tmp_path / "gewu.sock"
+    def script(peer: Peer) -> None:
+        peer.create()
+        peer.expect("S")
+        peer.sock.shutdown(socket.SHUT_RDWR)
 
-    def serve(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            decoder = FrameDecoder()
-            while (frame := decoder.next_frame()) is None or frame.op == "C":
-                if frame is not None:
-                    connection.sendall(encode(Frame("r", frame.a)))
-                decoder.feed(connection.recv(4096))
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        service = threading.Thread(target=serve, args=(listener,), daemon=True)
-        service.start()
-        program = compile_c(tmp_path, ABI / "vanished.c")
-        environ = {**os.environ, "GEWU_SOCKET": str(path)}
-        done = subprocess.run([program, model], env=environ, capture_output=True, text=True, timeout=30, check=False)
-        assert done.returncode == 0, done.stderr
-        service.join(10)
+    service = Service(tmp_path / "gewu.sock", script)
+    run_program(compile_c(ABI / "vanished.c"), service, str(model))
+    service.join()
+    service.close()
 
 
 def test_no_callback_comes_after_abort(daemon, model, tmp_path):
-    printed = run_program(compile_c(tmp_path, ABI / "aborts.c"), daemon, str(model), "10000")
+    printed = run_program(compile_c(ABI / "aborts.c"), daemon, str(model), "10000")
     assert printed.split()[0] == "10000"
 
 
 @pytest.mark.timeout(180)
-def test_random_calls_of_sixteen_threads_are_clean_under_sanitizers(start_daemon, model, tmp_path):
-    program = compile_with_library(tmp_path, ABI / "stress.c", *SANITIZERS)
+@pytest.mark.parametrize("flags", [SANITIZERS, THREAD_SANITIZER], ids=["address", "thread"])
+def test_random_calls_of_sixteen_threads_are_clean_under_sanitizers(start_daemon, model, tmp_path, flags):
+    program = compile_with_library(ABI / "stress.c", *flags)
     daemon = start_daemon({"rate": 500})
     run_program(program, daemon, str(model), STRESS_S, timeout_s=150)
     until(lambda: daemon.status()["sessions"] == [])
 
 
-def test_of_threads_that_race_one_wins(daemon, model, tmp_path):
-    run_program(compile_with_library(tmp_path, ABI / "races.c", *SANITIZERS), daemon, str(model), "50")
+@pytest.mark.parametrize("flags", [SANITIZERS, THREAD_SANITIZER], ids=["address", "thread"])
+def test_of_threads_that_race_one_wins(daemon, model, tmp_path, flags):
+    run_program(compile_with_library(ABI / "races.c", *flags), daemon, str(model), "50")
 
 
 def test_children_of_a_generating_process_have_their_own_sessions(daemon, model, tmp_path):
-    run_program(compile_c(tmp_path, ABI / "forks.c"), daemon, str(model), "20")
+    run_program(compile_c(ABI / "forks.c"), daemon, str(model), "20")
 
 
 def test_loaded_locally_and_unloaded_while_a_request_runs(daemon, model, tmp_path):
-    program = tmp_path / "loader"
-    command = ["cc", f"-I{library_include()}", str(ABI / "loader.c"), "-o", str(program), "-ldl", "-pthread"]
-    subprocess.run(command, check=True)
+    program = compiled(["cc", f"-I{library_include()}", ABI / "loader.c", "-ldl", "-pthread"], "loader")
     run_program(program, daemon, str(library()), str(model))
 
 
-def test_when_the_daemon_is_killed_each_request_ends_once(start_daemon, model, tmp_path):
+@pytest.mark.parametrize("flags", [SANITIZERS, THREAD_SANITIZER], ids=["address", "thread"])
+def test_when_the_daemon_is_killed_each_request_ends_once(start_daemon, model, tmp_path, flags):
     daemon = start_daemon({"rate": 20})
-    program = compile_with_library(tmp_path, ABI / "lost.c", *SANITIZERS)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([program, model], env=daemon.environ, **pipes) as client:
-        assert client.stdout.readline() == "running\n"
-        daemon.kill()
-        assert client.stdout.readline() == "lost\n"
-        daemon.start()
-        client.communicate("go\n", timeout=20)
-    assert client.returncode == 0
+    program = compile_with_library(ABI / "lost.c", *flags)
+    drive_program(program, daemon, str(model), {"running": daemon.kill, "lost": daemon.start})
 
 
 @pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
 @pytest.mark.parametrize("standard", ["c++11", "c++14", "c++17", "c++20"])
 def test_the_demo_of_the_specification(standard, start_daemon: Callable[..., DaemonProcess], model, tmp_path):
-    program = compile_demo(tmp_path, f"-std={standard}")
+    program = compile_demo(f"-std={standard}")
     daemon = start_daemon({}, "--alias", f"{DEMO_MODEL}={model}")
     run_program(program, daemon, "500" if standard == "c++17" else "20")

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from kvloom.gewu.cpushare import cores_for, may_lower_nice
 from kvloom.gewu.qos import Level
+from kvloom.gewu.worker.cpushare import cores_for, may_lower_nice
 
 # Serves one class after the other, prints the nice values and cores of all threads after each.
 PROGRAM = """
 import json, os, sys, threading
-from kvloom.gewu.cpushare import CpuShare
+from kvloom.gewu.worker.cpushare import CpuShare
 from kvloom.gewu.qos import Level
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 share = CpuShare(is_able=sys.argv[1] == "able")

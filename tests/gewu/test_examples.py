@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu import Code, Refused, Session
-from kvloom.gewu.cli import ask_status
-from kvloom.gewu.settings import find_service
+from kvloom.gewu.service.settings import find_service
+from kvloom.gewu.status import ask_status
 from tests.support.gewu import compile_c, has_nlohmann, make_model, run_program
 from tests.support.waiting import until
 
@@ -25,7 +25,7 @@ def run_cli(daemon, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_chat_in_c(daemon, model, tmp_path):
-    program = compile_c(tmp_path, EXAMPLES / "chat.c")
+    program = compile_c(EXAMPLES / "chat.c")
     command = [str(program), str(model)]
     done = subprocess.run(command, env=daemon.environ, input="hi\nho\n", capture_output=True, text=True, check=True)
     assert done.stdout == f"{ANSWER}\n{ANSWER}\n"
@@ -33,7 +33,7 @@ def test_chat_in_c(daemon, model, tmp_path):
 
 @pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
 def test_the_first_line_in_cpp(daemon, model, tmp_path):
-    program = compile_c(tmp_path, EXAMPLES / "first_line.cpp", "-std=c++11", compiler="c++")
+    program = compile_c(EXAMPLES / "first_line.cpp", "-std=c++11", compiler="c++")
     assert run_program(program, daemon, str(model), "hi") == "LLM is a model.\n"
 
 
@@ -44,7 +44,6 @@ def test_the_command_line(daemon, model):
     assert "model   " in run_cli(daemon, "status").stdout
     refused = run_cli(daemon, "run", "/nowhere", "hi")
     assert (refused.returncode, refused.stderr) == (1, "gewu: /nowhere: No such file or directory (INVAL)\n")
-    assert "-lqos" in run_cli(daemon, "--cflags", "--libs").stdout
 
 
 def test_without_a_daemon(daemon, tmp_path):
@@ -78,7 +77,7 @@ def test_what_is_no_model_is_named(daemon, tmp_path):
 
 
 def test_the_library_says_why_when_asked_to(daemon, model, tmp_path):
-    program = compile_c(tmp_path, EXAMPLES / "chat.c")
+    program = compile_c(EXAMPLES / "chat.c")
 
     def stderr_of(path: object, **environ: str) -> str:
         command, environ = [str(program), str(path)], {**daemon.environ, **environ}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.gewu.frames import MAX_PAYLOAD_BYTES, Frame, FrameDecoder, FrameError, encode
+from kvloom.gewu.protocol.frames import MAX_PAYLOAD_BYTES, Frame, FrameDecoder, FrameError, encode
 
 numbers = st.integers(0, 2**32 - 1)
 frames = st.builds(Frame, st.sampled_from("CFSADQore"), numbers, numbers, numbers, numbers, st.binary(max_size=200))
@@ -50,3 +50,22 @@ def test_a_payload_may_hold_newlines():
 def test_what_is_no_header_ends_the_connection(data):
     with pytest.raises(FrameError):
         decode([data])
+
+
+def test_a_payload_may_be_as_long_as_the_limit():
+    decoder = FrameDecoder()
+    decoder.feed(b"C 1 2 3 4 %d\n" % MAX_PAYLOAD_BYTES)
+    assert decoder.next_frame() is None
+    assert (decoder.is_inside, decoder.length) == (True, MAX_PAYLOAD_BYTES)
+
+
+def test_a_frame_has_begun_with_its_first_byte_and_is_over_with_its_last():
+    decoder = FrameDecoder()
+    seen = []
+    for byte in encode(Frame("C", 1, payload=b"ab")):
+        seen.append((decoder.is_inside, decoder.length))
+        decoder.feed(bytes([byte]))
+        frame = decoder.next_frame()
+    assert seen == [(False, 0)] + [(True, 0)] * 11 + [(True, 2)] * 2
+    assert frame == Frame("C", 1, payload=b"ab")
+    assert (decoder.is_inside, decoder.length) == (False, 0)

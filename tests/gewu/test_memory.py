@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.gewu.memory import (
+from kvloom.gewu.qos import Level
+from kvloom.gewu.service.memory import (
     Holder,
     Ladder,
     Readings,
@@ -14,7 +15,6 @@ from kvloom.gewu.memory import (
     parse_bytes,
     plan_admission,
 )
-from kvloom.gewu.qos import Level
 
 GIB = 1 << 30
 CALM = Readings(8 * GIB, 16 * GIB, some_stall_us=0, full_stall_us=0)
@@ -124,3 +124,9 @@ def test_a_level_is_left_after_ten_seconds_below_it():
 @pytest.mark.parametrize(("text", "count"), [("1024", 1024), ("512M", 512 << 20), ("1.5G", 3 << 29), ("2GiB", 2 << 30)])
 def test_sizes(text, count):
     assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "many", "1X", "G", "inf", "1e400"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="must be bytes, or like 512M or 2G, got"):
+        parse_bytes(text)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.codes import Code, Refused
-from kvloom.gewu.probe import Found, probe
+from kvloom.gewu.modelfiles import open_files
+from kvloom.gewu.prober.probe import Found, probe
 
 SHAPE = {
     "block_count": 2,
@@ -17,7 +18,6 @@ SHAPE = {
     "attention.head_count": 4,
     "attention.head_count_kv": 2,
     "context_length": 512,
-    "vocab_size": 1000,
 }
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,17 +29,21 @@ CONFIG = {
     "max_position_embeddings": 512,
     "vocab_size": 1000,
 }
-KV_BYTES = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, width of a head, float32
-MATRICES = 2 * 64 * (2 * (4 + 2) * 16 + 3 * 128) + 64 * 1000
-WEIGHT_BYTES = int(1.04 * MATRICES) + 2 * 64 * 1000
+KV_BYTES = 2 * 2 * 2 * 16 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
+WEIGHTS = 2 * (64 * (2 * (4 + 2) * 16 + 3 * 128) + 2 * 64) + 64 + 64 * 1000  # layers, norms, a head
+WEIGHT_BYTES = int(WEIGHTS * (1 + 2 / 64)) + 2 * 64 * 1000  # eight bits and scales, a bfloat16 embedding
 
 
 def look(path: Path) -> Found:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return probe(fd)
+        files = open_files(fd)
     finally:
         os.close(fd)
+    try:
+        return probe(files)
+    finally:
+        files.close()
 
 
 def text(value: str) -> bytes:
@@ -51,6 +55,7 @@ def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE) -
     pairs = [text("general.architecture") + struct.pack("<I", 8) + text(arch)]
     pairs += [text(f"{arch}.{key}") + struct.pack("<II", 4, value) for key, value in shape.items()]
     pairs += [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"), text("tokenizer.ggml.tokens")]
+    pairs[-1] += struct.pack("<IIQ", 9, 8, 1000)  # an array of 1,000 strings
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
     return path
 
@@ -83,6 +88,6 @@ def test_an_unknown_architecture_is_refused_before_loading(tmp_path):
 def test_a_cut_file_is_no_model(keep, tmp_path):
     path = write_gguf(tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(Refused, match="not a whole GGUF file") as caught:
+    with pytest.raises(Refused, match=r"cut short|not a GGUF file") as caught:
         look(path)
     assert caught.value.code is Code.INVAL

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.gewu.psi import Watcher, open_triggers
+from kvloom.gewu.service.psi import Watcher, open_triggers
 
 PRESSURE = Path("/proc/pressure/memory")
 

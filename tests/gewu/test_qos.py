@@ -6,14 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner, fake_answer
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduler import Plan
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import apply_step, commit_step
+from kvloom.engine.schedule.seq import Plan, Seq
 from kvloom.gewu.qos import STARVED_AFTER_S, STARVED_EARLY_S, ClassPlanner, Level, effective_level, risen
-from tests.support.engines import tokens_of
+from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
+from tests.support.engines import fake_runner, tokens_of
 
 
 class Clock:
@@ -29,7 +31,7 @@ class Rig:
     def __init__(self, num_blocks: int = 64, max_tokens: int = 16) -> None:
         self.clock = Clock()
         self.trimmed: list[int] = []
-        runner = FakeRunner(num_blocks, 4, 4096)
+        runner = fake_runner(num_blocks, 4, 4096)
         self.planner = ClassPlanner(self.clock, on_trim=lambda blocks: self._trim(runner, blocks))
         self.plans: list[dict[int, int]] = []  # tokens of each level in each step
         config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=max_tokens)
@@ -294,3 +296,32 @@ def test_every_request_ends_with_its_own_answer(found, pauses):
     for i, (_, num_prompt, max_tokens) in enumerate(found):
         prompt = [((i + 1) * 7 + k) % 256 for k in range(num_prompt)]
         assert rig.tokens["x" * (i + 1)] == fake_answer(prompt, SamplingParams(temperature=0), 0, max_tokens)
+
+
+def test_a_planner_that_tells_nobody_plans_all_the_same():
+    pool, limits = BlockPool(8), Limits(4, 16, 4)
+    planner = ClassPlanner(Clock())
+    seq = Seq(0, list(range(8)), 8)
+    assert [step.num_tokens for step in planner([seq], pool, limits).steps] == [8]
+    assert planner.held_tokens() == {}, "the plan was not carried out"
+    planner.is_trimming = True
+    assert planner([], pool, limits).steps == ()
+    assert not planner.is_trimming
+
+
+def test_a_sequence_that_has_risen_is_still_counted_as_paused():
+    """Else it would fall back to its own class as soon as it runs, and wait for its rise again."""
+    clock, pool, limits = Clock(), BlockPool(64), Limits(4, 16, 4)
+    planner = ClassPlanner(clock)
+    low, high = Seq(0, list(range(8)), 8), Seq(1, list(range(8)), 8)
+    low.priority, high.priority = Level.BACKGROUND, Level.UTILITY
+    served = []
+    for now_s in (0.0, 9.0, 30.0, 31.0):
+        clock.now_s = now_s
+        plan = planner([low, high], pool, limits)
+        served.append({step.seq.id for step in plan.steps})
+        apply_step(plan, pool)
+        commit_step(plan, {step.seq.id: [1] for step in plan.steps}, pool, 4)
+    assert served == [{1}, {1}, {0, 1}, {0, 1}]
+    assert planner.held_tokens() == {"": 4 * sum(len(seq.block_table) for seq in (low, high))}
+    assert planner([low], pool, limits).steps[0].seq is low

@@ -1,4 +1,8 @@
-"""Seed 001, 4.3.1.2: the client against a server of the Triton routes."""
+"""Spec 4.3.1.2: the client against a server of the Triton routes."""
+
+import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -134,7 +138,7 @@ def test_a_client_with_wrong_arguments_is_refused(options):
         MindIEHTTPClient(**({"url": "http://127.0.0.1:1025"} | options))
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "../x", ".x", "模型", "x" * 257, None])
+@pytest.mark.parametrize("name", ["", "a b", "a//b", "../x", ".x", "模型", "x" * 257, None])
 def test_model_names_are_checked(client, name):
     for call in (client.is_model_ready, client.get_slot_count, client.get_model_config):
         with pytest.raises(MindIEClientException, match="model_name"):
@@ -175,3 +179,38 @@ def test_an_input_takes_its_own_kind_of_data():
 def test_infer_takes_exactly_one_filled_input(client, inputs):
     with pytest.raises(MindIEClientException, match="input"):
         client.infer(MODEL, inputs)
+
+
+def test_a_verbose_client_shows_its_requests_where_nothing_is_set_up(url):
+    program = (
+        "from mindieclient.python.httpclient import MindIEHTTPClient\n"
+        f"with MindIEHTTPClient({url!r}, verbose=True) as client:\n"
+        f"    client.is_server_live()\n    client.generate({MODEL!r}, 'the secret')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert f"GET {url}/v2/health/live -> 200" in done.stderr
+    assert f"POST {url}/v2/models/{MODEL}/generate -> 200" in done.stderr
+    assert "secret" not in done.stderr
+    quiet = program.replace(", verbose=True", "")
+    assert not subprocess.run([sys.executable, "-c", quiet], capture_output=True, text=True, timeout=60).stderr
+
+
+def test_a_verbose_client_leaves_a_programs_logging_alone(url, caplog):
+    logger = logging.getLogger("mindieclient")
+    before = logger.handlers[:]
+    with caplog.at_level(logging.INFO), MindIEHTTPClient(url, verbose=True) as client:
+        client.is_server_live()
+    assert logger.handlers == before
+    assert "/v2/health/live -> 200" in caplog.text
+
+
+def test_typical_p_of_one_is_off_and_not_sent(client, fake):
+    client.generate(MODEL, "hi", parameters={"typical_p": 1.0, "top_p": 0.5})
+    client.generate(MODEL, "hi", parameters={"typical_p": 0.9})
+    assert [body["parameters"] for body in fake.bodies] == [{"top_p": 0.5}, {"typical_p": 0.9}]
+
+
+@pytest.mark.parametrize("name", ["../v1", "a/../b", "a//b", "/a", "a/", ".a", "a b", ""])
+def test_names_that_lead_elsewhere_are_refused(client, name):
+    with pytest.raises(MindIEClientException, match="model_name must be 1 to 256 letters"):
+        client.is_model_ready(name)

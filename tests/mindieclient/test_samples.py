@@ -1,4 +1,4 @@
-"""The samples of seed 001, 4.4, run as they are, plain and over mutual TLS."""
+"""The samples of spec 4.4, run as they are, plain and over mutual TLS."""
 
 import subprocess
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.server.cert_cli import make_files
-from kvloom.server.tls import tls_context
+from kvloom.net.devcerts import make_files
+from kvloom.server.secure.tls import tls_context
 from tests.support.triton import FakeTriton, serving
 
 ROOT = Path(__file__).parents[2]

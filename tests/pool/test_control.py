@@ -8,11 +8,12 @@ from contextlib import ExitStack, closing
 import httpx
 import pytest
 import uvicorn
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from ems import CcKvOption, EmsErrorCode, EmsException
-from kvloom.pool.control import build_app
-from kvloom.pool.control_state import ControlState
+from kvloom.pool.control.service import build_app
+from kvloom.pool.control.state import ControlState
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
 
@@ -209,3 +210,49 @@ def test_what_cannot_be_kept_is_counted(served, tmp_path):
         agent = controlled(stack, served.base_url, "a", state=tmp_path / "none" / "orders")
         assert agent._control.beat(), "the node goes on"
         assert agent.node.counts["state_failures"] > 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Host": "evil.example", "Authorization": ""}, 421),
+    ],
+)
+def test_no_route_of_the_control_plane_answers_a_page_of_another_site(api, state, headers, status):
+    if status == 421:
+        api.headers.pop("Authorization")
+        headers = {"Host": "evil.example"}
+    routes = [route for route in api.app.routes if isinstance(route, Route)]
+    assert len(routes) > 10
+    for route in routes:
+        for method in route.methods:
+            if status == 415 and method in ("GET", "HEAD"):
+                continue
+            path = route.path.format(access_id="a", tenant="a", node_id="a")
+            answer = api.request(method, path, headers=headers, content=b'{"access_id": "a"}')
+            assert answer.status_code == status, (method, path)
+            assert method == "HEAD" or answer.json()["error_code"] == f"EMS.0{status}"
+    assert state.credentials() == []
+
+
+def test_the_control_plane_answers_under_a_name_to_who_shows_a_token_or_when_it_is_allowed(state):
+    with TestClient(build_app(state, TOKEN, SECRET), base_url="http://control.svc") as api:
+        assert api.get("/v1/nodes", headers=ADMIN).status_code == 200
+        assert api.get("/healthz").status_code == 421
+    with TestClient(build_app(state, TOKEN, SECRET, frozenset({"*.svc"})), base_url="http://control.svc") as api:
+        assert api.get("/healthz").status_code == 200
+
+
+def test_a_nodes_own_figures_are_not_for_pages_of_other_sites():
+    with running_agent(http=("127.0.0.1", 0), allowed_hosts=frozenset({"node.example"})) as agent:
+        url = f"http://127.0.0.1:{agent.http_port}"
+        for path in ("/healthz", "/stats", "/metrics"):
+            assert httpx.get(url + path).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "node.example:9400"}).status_code == 200
+            assert httpx.get(url + path, headers={"Host": "evil.example"}).status_code == 421
+            assert httpx.get(url + path, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+            assert httpx.post(url + path, json={}).status_code == 501

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.pool.auth import new_credential
-from kvloom.pool.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
+from kvloom.pool.storage.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle
 from tests.support.waiting import until
@@ -70,8 +70,8 @@ def test_what_does_not_fit_any_more_is_left_out(saved):
 
 def test_a_killed_agent_leaves_no_snapshot(tmp_path):
     oracle = Oracle()
-    place, kept = tmp_path / "a.sock", tmp_path / "kept"
-    with AgentProcess(place, f"--snapshot-dir={kept}") as agent, session(place, oracle.kv) as cc:
+    path, kept = tmp_path / "a.sock", tmp_path / "kept"
+    with AgentProcess(path, f"--snapshot-dir={kept}") as agent, session(path, oracle.kv) as cc:
         oracle.save(cc, HASHES)
         agent.kill()
         agent.start()

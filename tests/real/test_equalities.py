@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 import ems
-from kvloom.engine.config import EngineConfig, TierConfig
+from kvloom.contract.config import TierConfig
+from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.kvtier import TieredRunner, open_tier
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import ModelRunner, open_runner
-from kvloom.engine.tokenizer import Tokenizer, load_tokenizer
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.tier.tier import with_tier
+from tests.real.model import RealModel
 from tests.support.engines import run_all, text_of, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -30,20 +29,9 @@ PARAMS = (
 )
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2_path) -> Tokenizer:
-    return load_tokenizer(smollm2_path)
-
-
 @pytest.fixture(scope="module", params=["reference, auto", "cpu, bf16", "cpu, int8"])
-def config(smollm2_path, request) -> EngineConfig:
-    backend, kv_dtype = request.param.split(", ")
-    return EngineConfig(model=str(smollm2_path), backend=backend, kv_dtype=kv_dtype, num_blocks=64, max_seq_len=256)
-
-
-@pytest.fixture(scope="module")
-def runner(config) -> ModelRunner:
-    return open_runner(config, [2], lambda done, total: None)
+def model(real, request) -> RealModel:
+    return real(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -52,99 +40,99 @@ def requests(tokenizer) -> list[Request]:
 
 
 @pytest.fixture(scope="module")
-def alone(runner, tokenizer, requests) -> dict[str, list[int]]:
+def undisturbed(model, requests) -> dict[str, list[Delta]]:
     """Each request by itself, its prompt computed in one piece, nothing cached."""
-    return {request.id: tokens_of(run_all(make_engine(runner, tokenizer), request)[request.id]) for request in requests}
+    return {request.id: run_all(plain(model), request)[request.id] for request in requests}
 
 
-def make_engine(runner: ModelRunner, tokenizer: Tokenizer, **fields: object) -> Engine:
-    config = EngineConfig(model="m", backend="reference", **{"enable_prefix_cache": False, **fields})  # type: ignore[arg-type]
-    return Engine(config, InProcessExecutor(runner), tokenizer)
+@pytest.fixture(scope="module")
+def alone(undisturbed) -> dict[str, list[int]]:
+    return {name: tokens_of(deltas) for name, deltas in undisturbed.items()}
 
 
-def test_batched_equals_alone(runner, tokenizer, requests, alone):
-    together = run_all(make_engine(runner, tokenizer), *requests)
+def plain(model: RealModel, num_blocks: int | None = None, **fields: object) -> Engine:
+    return model.engine(num_blocks, **{"enable_prefix_cache": False, **fields})
+
+
+def only_begun(requests: list[Request]) -> list[Request]:
+    """They leave their prompts in a cache, and compute no more than the first token."""
+    return [replace(request, params=replace(request.params, max_tokens=1)) for request in requests]
+
+
+def test_batched_equals_alone(model, requests, alone):
+    together = run_all(plain(model), *requests)
     assert {name: tokens_of(deltas) for name, deltas in together.items()} == alone
 
 
-def test_a_prompt_in_chunks_equals_one_in_one_piece(runner, tokenizer, requests, alone):
-    chunked = run_all(make_engine(runner, tokenizer, max_batch=2, max_tokens_per_step=5), *requests)
+def test_a_prompt_in_chunks_equals_one_in_one_piece(model, requests, alone):
+    chunked = run_all(plain(model, max_batch=2, max_tokens_per_step=5), *requests)
     assert {name: tokens_of(deltas) for name, deltas in chunked.items()} == alone
 
 
-def test_a_cached_prefix_equals_a_computed_one(runner, tokenizer, requests, alone):
-    engine = make_engine(runner, tokenizer, enable_prefix_cache=True)
-    run_all(engine, *requests)
+def test_a_cached_prefix_equals_a_computed_one(model, requests, alone):
+    engine = model.engine()
+    run_all(engine, *only_begun(requests))
     again = run_all(engine, *requests)
     assert {name: tokens_of(deltas) for name, deltas in again.items()} == alone
     assert any(deltas[0].num_cached_tokens for deltas in again.values())
 
 
-def test_loaded_from_ems_equals_computed(smollm2_path, config, runner, tokenizer, requests, alone):
-    """A second runner, with an empty KV cache, takes over what the first one computed, bit for bit."""
-    loaded = open_runner(config, [2], lambda done, total: None)
-    tier = TierConfig("kvloom.server.ems_tier:open_tier", timeout_s=10.0)
+def test_loaded_from_ems_equals_computed(model, smollm2_path, requests, alone):
+    """An engine with an empty KV cache takes over what another has computed, bit for bit."""
+    tier = TierConfig("kvloom.rank.tier.ems:open_tier", timeout_s=10.0, is_watched=True)
     with ems.embedded(pool="64M"):
-        for each, num_cached in ((runner, 0), (loaded, 16)):
-            opened = open_tier(tier, each.kv_memory(str(smollm2_path)))
-            engine = Engine(
-                EngineConfig(model="m", backend="reference", kv_tier=tier),
-                InProcessExecutor(TieredRunner(each, opened)),
-                tokenizer,
-            )
-            found = run_all(engine, *requests, max_steps=10**7)
-            assert {name: tokens_of(deltas) for name, deltas in found.items()} == alone
+        for asked, num_cached in ((only_begun(requests), 0), (requests, 16)):
+            model.forget()
+            tiered = with_tier(model.runner, tier, model.runner.kv_memory(str(smollm2_path)))
+            engine = Engine(replace(model.config, kv_tier=tier), InProcessExecutor(tiered), model.tokenizer)
+            found = run_all(engine, *asked, max_steps=10**7)
+            for request in asked:
+                assert tokens_of(found[request.id]) == alone[request.id][: request.params.max_tokens]
             assert max(deltas[-1].num_cached_tokens for deltas in found.values()) >= num_cached
             assert engine.stats().total_tier_loaded_blocks == (0 if num_cached == 0 else 1)
-            opened.close()
+            tiered.close()
 
 
-def test_preempted_and_resumed_equals_undisturbed(config, tokenizer, requests, alone):
-    small = open_runner(replace(config, num_blocks=5, max_seq_len=64), [2], lambda done, total: None)
-    engine = make_engine(small, tokenizer)
+def test_preempted_and_resumed_equals_undisturbed(model, requests, alone):
+    engine = plain(model, num_blocks=5)
     found = run_all(engine, *requests)
     assert engine.stats().total_preemptions > 0
     assert {name: tokens_of(deltas) for name, deltas in found.items()} == alone
 
 
 REPEATING = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True),
-        SamplingParams(temperature=0.4, seed=3, max_tokens=48, ignore_eos=True),
-        SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
-    ],
+GUESSED = (
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=20, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
 )
-def test_guessed_ahead_equals_one_token_at_a_time(runner, tokenizer, requests, params):
-    repeating = Request("again", tuple(tokenizer.encode(REPEATING)), params)
-    want = run_all(make_engine(runner, tokenizer), repeating, *requests)
-    engine = make_engine(runner, tokenizer, num_speculative_tokens=4, enable_prefix_cache=True)
-    got = run_all(engine, repeating, *requests)
+
+
+def test_guessed_ahead_equals_one_token_at_a_time(model, requests):
+    repeating = [Request(f"again{i}", model.ids(REPEATING), params) for i, params in enumerate(GUESSED)]
+    want = run_all(plain(model), *repeating, *requests)
+    engine = model.engine(num_speculative_tokens=4)
+    got = run_all(engine, *repeating, *requests)
     assert {name: tokens_of(deltas) for name, deltas in got.items()} == {
         name: tokens_of(deltas) for name, deltas in want.items()
     }
-    if runner.info.backend == "cpu":  # the reference's last bits depend on how a prompt was cut
-        assert got["again"] == want["again"]
+    for request in repeating:
+        if model.config.backend == "cpu":  # the reference's last bits depend on how a prompt was cut
+            assert got[request.id] == want[request.id]
     assert 0 < engine.stats().total_accepted_tokens <= engine.stats().total_draft_tokens
 
 
-def test_streamed_text_is_the_text_of_the_tokens(runner, tokenizer, requests):
-    for request in requests:
-        deltas = run_all(make_engine(runner, tokenizer), request)[request.id]
+def test_streamed_text_is_the_text_of_the_tokens(undisturbed, tokenizer):
+    for deltas in undisturbed.values():
         assert text_of(deltas) == tokenizer.decode(tokens_of(deltas))
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_generating_it(runner, tokenizer):
-    prompt = tuple(tokenizer.encode(PROMPTS[0]))
+def test_log_probabilities_of_a_prompt_are_those_of_generating_it(model):
+    prompt = model.ids(PROMPTS[0])
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
-    deltas = run_all(make_engine(runner, tokenizer), Request("a", prompt, params))["a"]
+    deltas = run_all(plain(model), Request("a", prompt, params))["a"]
     whole = prompt + tuple(tokens_of(deltas))
-    scored = run_all(
-        make_engine(runner, tokenizer), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0))
-    )
+    scored = run_all(plain(model), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0)))
     values = scored["b"][0].prompt_logprobs
     assert values is not None
     for delta, value in zip(deltas, values[len(prompt) :], strict=True):

@@ -1,11 +1,15 @@
 """Gewu over the real small model: the demo, KV kept between the turns of a session, a full context."""
 
+import contextlib
+import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvloom.gewu.codes import Code
 from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program
 from tests.support.waiting import until
 
@@ -34,7 +38,7 @@ def text_of(replies: list[dict]) -> str:
 @pytest.mark.skipif(not has_nlohmann(), reason="needs g++ and nlohmann/json.hpp (Debian: nlohmann-json3-dev)")
 def test_the_demo_of_the_specification(daemon, tmp_path):
     times = os.environ.get("DEMO_TIMES", "3")
-    run_program(compile_demo(tmp_path, "-std=c++17"), daemon, times, timeout_s=100 * int(times))
+    run_program(compile_demo("-std=c++17"), daemon, times, timeout_s=100 * int(times))
     assert daemon.model()["loads"] == 1
 
 
@@ -65,6 +69,15 @@ def test_a_full_context_ends_with_length(client, smollm2_path):
     assert client.ask(session, max_tokens=2)[-1]["finish_reason"] == "length"
 
 
+def test_a_text_that_no_context_holds_is_not_tokenised(client, smollm2_path):
+    """15 MiB of words would keep the model's process, and everybody it serves, for a minute."""
+    huge, other = client.create(smollm2_path), client.create(smollm2_path)
+    context = client.submit(huge, messages=[{"role": "user", "content": "word " * (3 << 20)}])
+    assert client.ask(other, max_tokens=2)[-1]["finish_reason"] == "length"
+    (only,) = client.wait(context)
+    assert (only["finish_reason"], only["message"]["content"]) == ("length", "")
+
+
 def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_path, tmp_path):
     daemon = DaemonProcess(tmp_path, None)
     daemon.psi_file.write_text("some avg10=0 total=0\nfull avg10=0 total=0\n")
@@ -88,6 +101,48 @@ def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_
         daemon.stop()
 
 
+@pytest.mark.parametrize("budget_mib", [340, 500])
+def test_all_processes_together_stay_within_the_budget(budget_mib, smollm2_path, tmp_path):
+    daemon = DaemonProcess(tmp_path, None, GEWU_MEM_BUDGET=f"{budget_mib}M")
+    client = Client(daemon)
+    taken: list[int] = []
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.02):
+            taken.append(sum(pss_bytes(pid) for pid in family(daemon.process.pid)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        error, session = client.call("create", json.dumps({"model": str(smollm2_path)}))
+        if budget_mib == 340:  # weights of 170 MiB, and an interpreter with its libraries
+            assert error == Code.NOMEM
+        else:
+            until(lambda: daemon.model()["state"] == "ready", limit_s=120)
+            words = [{"role": "user", "content": "word " * 200}]
+            assert client.ask(session, messages=words, max_tokens=20)[-1]["finish_reason"] in ("stop", "length")
+            assert daemon.status()["memory"]["held_bytes"] >= pss_bytes(daemon.model()["pid"])
+    finally:
+        has_ended.set()
+        watcher.join()
+        client.close()
+        daemon.stop()
+    assert 0 < max(taken) <= budget_mib << 20
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it."""
+    found = [pid]
+    for one in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
 def pss_bytes(pid: int) -> int:
-    (line,) = [x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:")]
-    return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError):  # it has ended
+        (line,) = [x for x in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines() if x.startswith("Pss:")]
+        return int(line.split()[1]) * 1024
+    return 0

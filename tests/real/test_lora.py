@@ -1,26 +1,22 @@
 """The real small model with adapters: the tokens of merged weights in transformers (fp32), alone as in company."""
 
+import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.runner import open_runner
-from kvloom.engine.tokenizer import load_tokenizer
-from kvloom.engine.weights.checkpoint import open_checkpoint
-from tests.real.test_transformers import oracle
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.contract.request import Request, SamplingParams
 from tests.support.adapters import make_adapter
 from tests.support.engines import run_all, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 PROMPTS = ("The capital of France is", "def quicksort(items):\n", "Once upon a time, there was a")
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
@@ -43,16 +39,16 @@ def merge(model, folder: str) -> None:
         )
 
 
-def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(smollm2_path, folders):
+def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(real, oracle, folders):
     """Each token must be the oracle's most likely one after the prompt and the tokens before it."""
-    tokenizer = load_tokenizer(smollm2_path)
-    config = EngineConfig(model=str(smollm2_path), backend="reference", dtype="float32", num_blocks=64, max_seq_len=128)
-    engine = Engine(config, InProcessExecutor(open_runner(config, [], lambda done, total: None)), tokenizer)
+    base = real("reference, auto")
+    engine = base.engine()
     id = engine.adapters.load(folders[0]).id
-    prompts = [tuple(tokenizer.encode(text)) for text in PROMPTS]
+    prompts = [base.ids(text) for text in PROMPTS]
     requests = [Request(f"{own}-{i}", ids, PARAMS, adapter=own) for own in (0, id) for i, ids in enumerate(prompts)]
     found = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
-    model = oracle(smollm2_path)
+    engine.adapters.unload(id)
+    model = copy.deepcopy(oracle)
     merge(model, folders[0])
     for i, ids in enumerate(prompts):
         answer = found[f"{id}-{i}"]
@@ -62,20 +58,17 @@ def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(smollm2_
         assert answer != found[f"0-{i}"]  # the adapter is strong enough to be seen
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
-def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(smollm2_path, folders, kv_dtype):
+@pytest.mark.parametrize("kind", ["cpu, bf16", "cpu, int8"])
+def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(real, folders, kind):
     """Also when blocks run out, prompts come in chunks, and sampled: on the CPU kernels."""
-    tokenizer = load_tokenizer(smollm2_path)
-    config = EngineConfig(
-        model=str(smollm2_path), backend="cpu", kv_dtype=kv_dtype, num_blocks=14, max_seq_len=128, max_batch=8,
-        max_tokens_per_step=11, enable_prefix_cache=False,
-    )  # fmt: skip
-    executor = InProcessExecutor(open_runner(config, [], lambda done, total: None))
-    engine = Engine(config, executor, tokenizer)
+    model = real(kind)
+    engine = model.engine(
+        num_blocks=12, max_seq_len=128, max_batch=8, max_tokens_per_step=11, enable_prefix_cache=False
+    )
     ids = [0, *(engine.adapters.load(folder).id for folder in folders)]
-    sampled = SamplingParams(temperature=0.8, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
+    sampled = replace(PARAMS, temperature=0.8, seed=5)
     requests = [
-        Request(f"r{i}", tuple(tokenizer.encode(PROMPTS[i % 3] * 3)), sampled if i % 2 else PARAMS, adapter=ids[i % 4])
+        Request(f"r{i}", model.ids(PROMPTS[i % 3] * 3), sampled if i % 2 else PARAMS, adapter=ids[i % 4])
         for i in range(8)
     ]
     together = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
@@ -84,3 +77,5 @@ def test_three_adapters_and_the_base_in_a_batch_answer_as_each_alone(smollm2_pat
     assert together == alone
     same_prompt = Request("base", requests[1].prompt_ids, sampled)
     assert tokens_of(run_all(engine, same_prompt)["base"]) != alone["r1"]
+    for id in ids:
+        engine.adapters.unload(id)

@@ -1,18 +1,14 @@
 """Structured output of the real model: every sample is of its schema, and others in the batch are as without it."""
 
 import json
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 from jsonschema_rs import validate
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.request import FinishReason, Request, SamplingParams
-from kvloom.engine.runner import open_runner
-from kvloom.engine.tokenizer import load_tokenizer
-from kvloom.server.grammars import json_grammar
+from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.server.chat.grammars import json_grammar
+from tests.real.model import RealModel
 from tests.support.engines import run_all, text_of, tokens_of
 
 pytestmark = pytest.mark.real
@@ -30,19 +26,18 @@ SCHEMA = {
 QUESTION = [{"role": "user", "content": "Name a city, its population and whether it lies at the sea, as JSON."}]
 
 
-def test_every_sample_is_of_the_schema_and_the_others_do_not_notice(smollm2_path: Path):
-    tokenizer = load_tokenizer(smollm2_path)
+def test_every_sample_is_of_the_schema_and_the_others_do_not_notice(real: Callable[[str], RealModel]):
+    model = real("cpu, bf16")
+    tokenizer = model.tokenizer
     ids = tuple(tokenizer.encode(tokenizer.apply_chat_template(QUESTION), add_special_tokens=False))
-    config = EngineConfig(model=str(smollm2_path), num_blocks=512)
-    runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
     grammar = json_grammar(SCHEMA, "schema")
     plain = Request("plain", ids, SamplingParams(temperature=0, max_tokens=24))
-    alone = run_all(Engine(config, InProcessExecutor(runner), tokenizer), plain)
+    alone = run_all(model.engine(), plain)
     guided = [
         Request(f"g{seed}", ids, SamplingParams(temperature=1.0, seed=seed, max_tokens=120, grammar=grammar))
         for seed in range(6)
     ]
-    found = run_all(Engine(config, InProcessExecutor(runner), tokenizer), plain, *guided)
+    found = run_all(model.engine(), plain, *guided)
     assert tokens_of(found["plain"]) == tokens_of(alone["plain"])
     for request in guided:
         if found[request.id][-1].finish_reason is not FinishReason.LENGTH:

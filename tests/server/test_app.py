@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
+from kvloom.rank.fake import ByteTokenizer
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
@@ -39,6 +40,19 @@ def test_a_wrong_path_or_method_has_an_error_of_its_family(server: FakeServer, m
     assert response.status_code == status
     error = response.json()["error"]
     assert path in (error["message"] if path.startswith("/v1/") else error)
+
+
+def test_a_bug_costs_its_request_and_not_the_connection(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_args: object, **_fields: object) -> list[int]:
+        raise TypeError("a bug")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", broken)
+    with fake_server() as server:
+        for _ in range(20):
+            response = server.client.post("/v1/completions", json={"model": MODEL, "prompt": "hi"})
+            assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+            assert response.headers["x-request-id"]
+            assert server.client.post("/generate", json={"inputs": "hi"}).status_code == 500
 
 
 def test_a_request_id_comes_back_or_is_made(server: FakeServer):

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from rich.console import Console
 
-from kvloom.server.chat import Chat, ChatFailed, first_model, run
-from kvloom.server.options import WireOptions
+from kvloom.client.chat import Chat, ChatFailed, first_model, run
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 
@@ -31,7 +31,7 @@ def test_an_answer_comes_in_pieces_and_joins_the_history(chat: Chat):
 def test_an_answer_that_is_stopped_stays_in_the_history_as_far_as_it_came(chat: Chat):
     pieces = chat.ask("hello")
     first = next(pieces)
-    pieces.close()  # type: ignore[attr-defined]
+    pieces.close()
     assert chat.messages[-1] == {"role": "assistant", "content": first}
 
 
@@ -61,7 +61,7 @@ def session(chat: Chat, *lines: str) -> str:
 
     console = Console(file=io.StringIO(), width=200)
     run(chat, console, read)
-    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+    return console.file.getvalue()
 
 
 def test_a_session_with_its_commands(chat: Chat):

@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.engine.request import Delta, FinishReason
-from kvloom.server.chat_events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.chat_output import ChatOutput
-from kvloom.server.reasoning import ReasoningSplitter
-from kvloom.server.tool_calls import make_parser
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.output import ChatOutput
+from kvloom.server.chat.reasoning import ReasoningSplitter
+from kvloom.server.chat.tool_calls import make_parser
 
 
 def split(is_open: bool, *pieces: str) -> tuple[str, str]:

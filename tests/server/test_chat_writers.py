@@ -2,12 +2,20 @@
 
 import itertools
 import json
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
-from kvloom.engine.request import FinishReason
-from kvloom.server.api.messages_shapes import MessageWriter
-from kvloom.server.api.responses_shapes import ResponseWriter
-from kvloom.server.chat_events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+import pytest
+
+from kvloom.contract.request import Delta, FinishReason, TokenLogprob
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.dialects.anthropic import shapes as anthropic
+from kvloom.server.dialects.anthropic.shapes import MessageWriter
+from kvloom.server.dialects.openai.shapes import chat_logprobs
+from kvloom.server.dialects.responses import shapes as responses
+from kvloom.server.dialects.responses.shapes import ResponseWriter
 
 ANSWER: list[ChatEvent] = [
     ReasoningDelta("It "),
@@ -23,31 +31,51 @@ ANSWER: list[ChatEvent] = [
 CUT = ANSWER[:6]
 
 
-def events_of(chunk: bytes) -> list[dict[str, Any]]:
-    return [json.loads(block.split("data: ")[1]) for block in chunk.decode().split("\n\n") if block]
-
-
-def ids() -> Any:
+@pytest.fixture(autouse=True)
+def numbered_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = itertools.count()
-    return lambda: str(next(numbers))
+    for module in (anthropic, responses):
+        monkeypatch.setattr(module, "new_id", lambda: str(next(numbers)))
+
+
+class Said:
+    """As a ChatOutput: gives these events, a list for each delta."""
+
+    num_reasoning_tokens = 2
+
+    def __init__(self, steps: Iterable[list[ChatEvent]]) -> None:
+        self._steps = iter(steps)
+
+    def add(self, delta: Delta) -> list[ChatEvent]:
+        return next(self._steps, [])
+
+
+def events_of(frames: bytes) -> list[dict[str, Any]]:
+    return [json.loads(block.split("data: ")[1]) for block in frames.decode().split("\n\n") if block]
+
+
+def deltas(count: int, reason: FinishReason, stop: str | None = None) -> list[Delta]:
+    tokens = [Delta("", token_ids=(1,), num_cached_tokens=4)] * count
+    return [*tokens, Delta("", finish_reason=reason, stop_reason=stop, num_cached_tokens=4)]
 
 
 def message(answer: list[ChatEvent], reason: FinishReason, stop: str | None = None) -> tuple[Any, list[dict[str, Any]]]:
-    writer = MessageWriter("msg_1", "m", 10, ids())
-    chunk = writer.begin()
-    for event in answer:
-        writer.count(1, 4)
-        chunk += writer.add([event])
-    return writer.message, events_of(chunk + writer.end(reason, stop))
+    output: Any = Said([event] for event in answer)
+    writer = MessageWriter("msg_1", "m", 10, output)
+    frames = [writer.add(0, delta) for delta in deltas(len(answer), reason, stop)]
+    return writer.message, events_of(b"".join(frames) + writer.end())
+
+
+def response_writer(steps: Iterable[list[ChatEvent]]) -> ResponseWriter:
+    service, output = SimpleNamespace(tokenizer=ByteTokenizer()), Said(steps)
+    told = {"id": "resp_1", "status": "in_progress", "output": []}
+    return ResponseWriter(told, service, 10, output)
 
 
 def response(answer: list[ChatEvent], reason: FinishReason) -> tuple[Any, list[dict[str, Any]]]:
-    writer = ResponseWriter({"id": "resp_1", "output": []}, 10, ids())
-    chunk = writer.begin()
-    for event in answer:
-        writer.count(1, 4, 2)
-        chunk += writer.add([event])
-    return writer.response, events_of(chunk + writer.end(reason))
+    writer = response_writer([event] for event in answer)
+    frames = [writer.add(0, delta) for delta in deltas(len(answer), reason)]
+    return writer.response, events_of(b"".join(frames) + writer.end())
 
 
 def test_a_message_has_a_block_for_each_part():
@@ -158,12 +186,17 @@ def test_a_response_whose_call_is_cut_says_so():
 
 
 def test_log_probabilities_are_of_the_text_that_they_came_with_or_before():
-    writer = ResponseWriter({"id": "resp_1", "output": []}, 10, ids())
-    entries = [{"token": str(i)} for i in range(6)]
-    writer.add([ReasoningDelta("hm")], entries[:1])
-    writer.add([], entries[1:2])  # half a character
-    writer.add([TextDelta("é")], entries[2:3])
-    writer.add([TextDelta("a"), TextDelta("b")], entries[3:5])
-    writer.add([], entries[5:])  # the end of sequence
-    writer.end(FinishReason.EOS)
-    assert writer.response["output"][1]["content"][0]["logprobs"] == entries[1:]
+    tokens = [TokenLogprob(i, -0.5) for i in range(65, 71)]
+    steps: list[tuple[list[ChatEvent], list[TokenLogprob]]] = [
+        ([ReasoningDelta("hm")], tokens[:1]),
+        ([], tokens[1:2]),  # half a character
+        ([TextDelta("é")], tokens[2:3]),
+        ([TextDelta("a"), TextDelta("b")], tokens[3:5]),
+        ([], tokens[5:]),  # the end of sequence
+    ]
+    writer = response_writer(events for events, _ in steps)
+    for _, logprobs in steps:
+        writer.add(0, Delta("", logprobs=tuple(logprobs)))
+    writer.add(0, Delta("", finish_reason=FinishReason.EOS))
+    told = writer.response["output"][1]["content"][0]["logprobs"]
+    assert told == chat_logprobs(ByteTokenizer(), tokens[1:])["content"]

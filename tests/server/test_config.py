@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.config import TierConfig
-from kvloom.engine.errors import BadRequest
-from kvloom.server.config import Settings, load_settings
-from kvloom.server.config_cli import starting_point
-from kvloom.server.config_keys import LAYOUT_1, keys_of
-from kvloom.server.options import WireOptions
+from kvloom.contract.config import TierConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.server.config.keys import LAYOUT_1, keys_of
+from kvloom.server.config.settings import Settings, load_settings
+from kvloom.server.run.config_cli import starting_point
+from kvloom.server.serving.options import WireOptions
 
 SEED_LAYOUT: dict[str, Any] = {
     "OtherParam": {
@@ -93,6 +93,15 @@ def test_the_layout_of_the_seed_becomes_one_configuration(tmp_path):
     assert engine.max_queue_delay_s == 0.005
 
 
+@pytest.mark.parametrize(("max_batch", "num_tokens"), [(1, 512), (512, 512), (513, 513), (5000, 5000)])
+def test_a_step_has_a_token_for_every_sequence_of_the_largest_batch(tmp_path, max_batch, num_tokens):
+    document = changed(SEED_LAYOUT, "ScheduleParam.maxBatchSize", max_batch)
+    for name in ("maxPrefillBatchSize", "maxPreemptCount"):
+        document = changed(document, f"ScheduleParam.{name}", 0)
+    [card] = Settings(load_settings(write(tmp_path, document))).build().models
+    assert (card.engine.max_batch, card.engine.max_tokens_per_step) == (max_batch, num_tokens)
+
+
 def test_the_later_layout_is_read_too(tmp_path):
     config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build()
     assert (config.port, config.max_link_num, config.models[0].engine.max_batch) == (1026, 1000, 200)
@@ -101,12 +110,14 @@ def test_the_later_layout_is_read_too(tmp_path):
 
 def test_a_kv_pool_becomes_the_outer_tier_of_the_engine(tmp_path):
     pool = {"backend": "ems", "socketPath": "run/ems.sock", "timeoutMs": 250, "accessId": "a", "accessKeyFile": "/k"}
+    pool["verifyBlocks"] = True
     document = json.loads(json.dumps(LATER_LAYOUT))
     document["BackendConfig"]["kvPoolConfig"] = pool
     assert Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier == TierConfig(
-        "kvloom.server.ems_tier:open_tier",
+        "kvloom.rank.tier.ems:open_tier",
         0.25,
         {"socket": str(tmp_path / "run/ems.sock"), "access_id": "a", "access_key_file": "/k"},
+        is_watched=True,
     )
     document["BackendConfig"]["kvPoolConfig"] = {"backend": ""}
     assert Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier is None
@@ -119,7 +130,7 @@ def test_the_first_layout_has_a_kv_pool_too(tmp_path):
     document = json.loads(json.dumps(SEED_LAYOUT))
     document["ModelDeployParam"]["kvPoolConfig"] = {"backend": "ems", "timeoutMs": 100}
     tier = Settings(load_settings(write(tmp_path, document))).build().models[0].engine.kv_tier
-    assert tier == TierConfig("kvloom.server.ems_tier:open_tier", 0.1, {})
+    assert tier == TierConfig("kvloom.rank.tier.ems:open_tier", 0.1, {})
 
 
 def test_the_cache_may_be_bytes_and_tokens_may_be_guessed_ahead(tmp_path):
@@ -172,7 +183,7 @@ def test_switches_of_the_wire_and_the_management_port(tmp_path):
     assert config.addresses == [("127.0.0.1", 1026), ("127.0.0.2", 1030)]
     assert config.options == WireOptions(False, 10, True, True, True, True, 16)
     assert (config.max_queued_tokens, config.max_body_bytes) == (4096, 2 * 2**20)
-    assert config.cors_origins == ("https://a.example",)
+    assert config.cors_origins == {"https://a.example"}
 
 
 def test_flags_override_the_file(tmp_path):
@@ -188,11 +199,11 @@ def test_flags_override_the_file(tmp_path):
     ("path", "value", "words"),
     [
         ("OtherParam.ServeParam.port", 80, "must be between 1024 and 65535, got 80"),
-        ("OtherParam.ServeParam.port", "1025", 'must be a whole number, got "1025"'),
-        ("OtherParam.ServeParam.port", True, "must be a whole number, got true"),
+        ("OtherParam.ServeParam.port", "1025", 'must be a whole number from 1024 to 65535, got "1025"'),
+        ("OtherParam.ServeParam.port", True, "must be a whole number from 1024 to 65535, got true"),
         ("OtherParam.ServeParam.maxLinkNum", 0, "must be between 1 and 1000, got 0"),
         ("OtherParam.ServeParam.httpsEnabled", 1, "must be true or false, got 1"),
-        ("OtherParam.ServeParam.prot", 1, "is not known; known are ipAddress, port"),
+        ("OtherParam.ServeParam.prot", 1, "is not known; did you mean port?"),
         ("OtherParam.LogParam.logLevel", "Debug", 'must be one of "Verbose", "Info", "Warning", "Error", "None"'),
         ("ModelDeployParam.maxSeqLen", 0, "must be at least 1, got 0"),
         ("ModelDeployParam.ModelParam", [], "must be a list of models, at least one"),
@@ -238,9 +249,9 @@ def test_comments_are_allowed_but_not_inside_texts(tmp_path):
     assert load_settings(path)["max_batch"] == 200
 
 
-def test_a_file_that_everybody_can_read_is_a_warning(tmp_path, caplog):
-    load_settings(write(tmp_path, SEED_LAYOUT, mode=0o644))
-    assert "can be read by everybody; run: chmod 640" in caplog.text
+def test_a_file_that_everybody_can_read_is_a_note_for_the_log(tmp_path):
+    path = write(tmp_path, SEED_LAYOUT, mode=0o644)
+    assert f"{path} can be read by everybody; run: chmod 640 {path}" in load_settings(path)["notes"]
 
 
 def test_what_init_writes_is_right_and_explains_every_key(tmp_path):

@@ -7,14 +7,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from kvloom.engine.config import EngineConfig, TierConfig
-from kvloom.server.api.console import FILES, OPEN_PATHS
-from kvloom.server.auth import new_key
-from kvloom.server.card import ModelCard
-from kvloom.server.config import ServerConfig
-from kvloom.server.config_view import config_view
-from kvloom.server.tls import TlsConfig
-from tests.server.test_daemon import DAEMON, free_port, install
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.net.tlsconfig import TlsConfig
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.config.view import config_view
+from kvloom.server.dialects.operators.console import FILES, OPEN_PATHS
+from kvloom.server.secure.api_keys import new_key
+from kvloom.server.serving.card import ModelCard
+from tests.server.test_daemon import DAEMON, install
+from tests.support.ports import free_port
 from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
@@ -37,7 +38,7 @@ def test_a_browser_is_sent_to_the_page_and_others_are_not(server: FakeServer):
     assert server.client.get("/", headers=browser, follow_redirects=True).text.startswith("<!doctype html>")
     for accept in ("*/*", "application/json"):
         health = server.client.get("/", headers={"Accept": accept})
-        assert (health.status_code, health.content) == (200, b"")
+        assert (health.status_code, health.text) == (200, "Ollama is running")
     answer = server.post("/", {"inputs": "hi"}, headers=browser)
     assert isinstance(answer.json(), list)
 
@@ -138,7 +139,7 @@ def test_the_configuration_is_shown_without_secrets(server: FakeServer):
     assert shown["server"]["max_link_num"] == 300
     assert shown["models"][0]["num_blocks"] == 512  # measured, not configured
     secret = Path("/secret")
-    tls = TlsConfig((Path("/ca.pem"),), Path("/cert.pem"), secret, secret, secret, secret, None)
+    tls = TlsConfig((Path("/ca.pem"),), Path("/cert.pem"), secret, secret, secret, secret, ())
     options = {"socket": "/run/pool.sock", "access_id": "secret-id", "access_key_file": "/secret/key"}
     engine = EngineConfig(backend="fake", kv_tier=TierConfig("a.b:c", 0.5, options))
     view = config_view(ServerConfig((ModelCard("m", engine),), tls=tls, api_key_hashes=("sha256$secret$secret",)))

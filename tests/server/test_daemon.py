@@ -2,8 +2,6 @@
 
 import json
 import signal
-import socket
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,19 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.server.auth import hash_key, new_key
-from kvloom.server.config_cli import starting_point
-from kvloom.server.config_keys import LAYOUT_1
-from tests.support.processes import CLI, serving
+from kvloom.server.config.keys import LAYOUT_1
+from kvloom.server.run.config_cli import starting_point
+from kvloom.server.run.daemon import main as daemon_main
+from kvloom.server.secure.api_keys import hash_key, new_key
+from tests.support.commands import run_cli, run_main
+from tests.support.ports import free_port
+from tests.support.processes import serving
 from tests.support.waiting import until
 
-DAEMON = (sys.executable, "-m", "kvloom.server.daemon")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+DAEMON = (sys.executable, "-m", "kvloom.server.run.daemon")
 
 
 def install(folder: Path, names: tuple[str, ...] = ("llama_65b",), **serve: Any) -> Path:
@@ -59,7 +54,9 @@ def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path)
         httpx.post(daemon.url + "/generate", json={}, headers={"X-Request-Id": "mine-7"})
         log = tmp_path / "logs" / "mindservice.log"
         until(lambda: log.read_text().count("COMPLETED REQ ID: r1-") == 2)
-        assert "[mine-7] kvloom.server.app: POST /generate: `inputs` or `prompt` must be necessary" in log.read_text()
+        assert (
+            "[mine-7] kvloom.server.http.app: POST /generate: `inputs` or `prompt` must be necessary" in log.read_text()
+        )
         assert log.stat().st_mode & 0o777 == 0o640
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(timeout=10) == 0
@@ -86,6 +83,31 @@ def test_status_routes_move_to_the_management_port(tmp_path):
         assert (refused.status_code, refused.json()["error"]) == (404, "there is no route /generate on this port")
 
 
+def test_metrics_move_to_their_own_port(tmp_path):
+    management, metrics = free_port(), free_port()
+    config = install(tmp_path, managementPort=management, metricsPort=metrics)
+    with serving([*DAEMON, "--config", str(config)]) as daemon:
+        bases = [daemon.url, f"http://127.0.0.1:{management}", f"http://127.0.0.1:{metrics}"]
+        found = [[httpx.get(base + path).status_code for base in bases] for path in ("/metrics", "/health", "/console")]
+        assert found == [[404, 404, 200], [404, 200, 404], [200, 200, 404]]
+        assert generate(daemon.url, "llama_65b")["id"] == "r1"
+        assert "request_success_total" in httpx.get(bases[2] + "/metrics").text
+
+
+def test_metrics_alone_have_a_port(tmp_path):
+    metrics = free_port()
+    with serving([*DAEMON, "--config", str(install(tmp_path, metricsPort=metrics))]) as daemon:
+        other = f"http://127.0.0.1:{metrics}"
+        assert [httpx.get(base + "/metrics").status_code for base in (daemon.url, other)] == [404, 200]
+        assert [httpx.get(base + "/health").status_code for base in (daemon.url, other)] == [200, 404]
+
+
+def test_a_model_whose_name_is_a_route_is_refused(tmp_path):
+    done = run_main(daemon_main, "--config", str(install(tmp_path, ("llama_65b", "x/ready"))))
+    assert done.returncode == 1
+    assert "modelName: 'x/ready' cannot be told from a route of /v2/models: it holds '/ready'" in done.stderr
+
+
 def test_stop_service_answers_when_running_requests_have_ended_and_the_daemon_exits(tmp_path):
     with serving([*DAEMON, "--config", str(install(tmp_path))]) as daemon:
         body = {"text_input": "hi", "parameters": {"max_new_tokens": 500}}
@@ -93,7 +115,7 @@ def test_stop_service_answers_when_running_requests_have_ended_and_the_daemon_ex
             lines = response.iter_lines()
             next(lines)
             stopped: list[httpx.Response] = []
-            stop = threading.Thread(target=lambda: stopped.append(httpx.get(daemon.url + "/stopService", timeout=30)))
+            stop = threading.Thread(target=lambda: stopped.append(httpx.post(daemon.url + "/stopService", timeout=30)))
             stop.start()
             last = [line for line in lines if line][-1]
         assert "error" not in json.loads(last.removeprefix("data:"))
@@ -137,35 +159,33 @@ def test_pages_of_other_origins_may_call_only_when_they_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"MIES_PYTHON_LOG_LEVEL": "LOUD"}, "MIES_PYTHON_LOG_LEVEL: must be one of Verbose, Info"),
+        ({"MIES_PYTHON_LOG_LEVEL": "LOUD"}, "MIES_PYTHON_LOG_LEVEL: must be one of FATAL, ERROR"),
         ({"MIES_CONTINUOUS_BATCHING": "yes"}, "MIES_CONTINUOUS_BATCHING: must be 0 or 1, got 'yes'"),
         ({"AIE_LLM_CONTINUOUS_BATCHING": "2"}, "AIE_LLM_CONTINUOUS_BATCHING: must be 0 or 1, got '2'"),
     ],
 )
-def test_a_wrong_variable_is_one_line_and_nothing_starts(tmp_path, environment, words):
-    command = [*DAEMON, "--config", str(install(tmp_path))]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+def test_a_wrong_variable_is_one_line_and_nothing_starts(tmp_path, monkeypatch, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    result = run_main(daemon_main, "--config", str(install(tmp_path)))
     assert result.returncode == 1
     assert result.stderr.startswith(f"mindieservice_daemon: {words}")
     assert not (tmp_path / "logs").exists()
 
 
 def test_config_check_and_init(tmp_path):
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*CLI, "config", *arguments], capture_output=True, text=True, check=False, timeout=60)
-
     path = tmp_path / "mine.json"
-    assert run("init", str(path)).returncode == 0
+    assert run_cli("config", "init", str(path)).returncode == 0
     assert path.stat().st_mode & 0o777 == 0o640
-    again = run("init", str(path))
+    again = run_cli("config", "init", str(path))
     assert (again.returncode, again.stderr) == (
         1,
         f"kvloom: {path}: is there already; give another name, or --force\n",
     )
-    right = run("check", str(path))
+    right = run_cli("config", "check", str(path))
     assert (right.returncode, "smollm2 on http://127.0.0.1:1025" in right.stdout) == (0, True)
     path.write_text(path.read_text().replace('"maxLinkNum": 300', '"maxLinkNum": 0'))
-    wrong = run("check", str(path))
+    wrong = run_cli("config", "check", str(path))
     message = "kvloom: OtherParam.ServeParam.maxLinkNum: must be between 1 and 1000, got 0\n"
     assert (wrong.returncode, wrong.stderr) == (1, message)
 

@@ -87,6 +87,18 @@ def test_calls_and_their_results_go_back_as_input(hermes: FakeServer):
     )
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_the_tools_those_that_are_allowed_may_be_called(hermes: FakeServer, mode: str):
+    other = {**FUNCTION, "name": "clock"}
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]}
+    answer = respond(hermes, tools=[other, FUNCTION], tool_choice=choice, parallel_tool_calls=False)
+    assert (answer["tool_choice"], [tool["name"] for tool in answer["tools"]]) == (choice, ["clock", "weather"])
+    rendered = TemplateTokenizer.rendered[-1]
+    assert ('"weather"' in rendered, '"clock"' in rendered) == (True, False)
+    names = {item["name"] for item in answer["output"] if item["type"] == "function_call"}
+    assert names == {"weather"} or (mode == "auto" and not names)
+
+
 def test_a_response_without_tools_to_call_calls_none(hermes: FakeServer):
     answer = respond(hermes, tools=[FUNCTION], tool_choice="none", max_output_tokens=20)
     assert [item["type"] for item in answer["output"]] == ["message"]
@@ -98,11 +110,26 @@ def test_a_response_without_tools_to_call_calls_none(hermes: FakeServer):
     ("fields", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+            "tool_choice.tools",
+        ),
+        (
+            {
+                "tools": [FUNCTION],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "required",
+                    "tools": [{"type": "function", "name": "clock"}],
+                },
+            },
+            "tool_choice.tools[0].name",
+        ),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"tools": [FUNCTION, FUNCTION]}, "tools[1].name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [FUNCTION], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
-        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"input": [HELLO, {"type": "function_call", "call_id": "c"}]}, "input[1].name"),
         ({"input": [HELLO, {"type": "function_call_output", "output": "x"}]}, "input[1].call_id"),
     ],
@@ -222,3 +249,19 @@ def test_earlier_thoughts_reach_the_template_as_the_assistants():
         message(server, messages=[HELLO, {"role": "assistant", "content": blocks}, HELLO], max_tokens=1)
     assert first == TemplateTokenizer.rendered[-1]
     assert "assistant: (hm) yes\n" in first
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5, 20, 33, 40, 60])
+def test_a_call_that_is_cut_leaks_no_markup_into_other_dialects(hermes: FakeServer, max_tokens: int):
+    asked = {**ONE, "tool_choice": "required", "max_output_tokens": max_tokens}
+    answer, events = respond(hermes, **asked), respond(hermes, **asked, stream=True)
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    for output in (answer["output"], events[-1]["response"]["output"]):
+        texts = [part["text"] for item in output for part in item.get("content", [])]
+        assert "".join(texts) == ""
+        assert {item["status"] for item in output} == {"incomplete"}
+    asked = {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": max_tokens}
+    told = message(hermes, **asked)
+    assert told["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in told["content"]] in ([], ["tool_use"])
+    assert all(event.get("delta", {}).get("type") != "text_delta" for event in message(hermes, **asked, stream=True))

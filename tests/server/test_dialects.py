@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.server.auth import new_key
-from kvloom.server.options import WireOptions
+from kvloom.server.secure.api_keys import new_key
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 
@@ -26,6 +26,8 @@ def limited():
     [
         ({"temperature": 0}, "`temperature` must be strictly positive"),
         ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
+        ({"temperature": 100.5}, "`temperature` must be <= 100"),
+        ({"repetition_penalty": 101}, "`repetition_penalty` must be <= 100"),
         ({"top_p": 1.0}, "`top_p` must be > 0.0 and < 1.0"),
         ({"top_k": 0}, "`top_k` must be strictly positive"),
         ({"typical_p": 1.0}, "`typical_p` must be > 0.0 and < 1.0"),
@@ -47,10 +49,31 @@ def test_tgi_refuses_in_its_own_words(limited: FakeServer, parameters: dict[str,
     )
 
 
+@pytest.mark.parametrize("route", ["generate", "generate_stream"])
+def test_a_batch_size_is_a_hint_that_is_checked(limited: FakeServer, route: str):
+    statuses = {}
+    for size in (0, 1, 100):
+        body = {"text_input": "hi", "parameters": {"max_new_tokens": 2, "batch_size": size}}
+        answer = limited.post(f"/v2/models/{MODEL}/{route}", body)
+        statuses[size] = (answer.status_code, "`batch_size` must be strictly positive" in answer.text)
+    assert statuses == {0: (422, True), 1: (200, False), 100: (200, False)}
+
+
+def test_a_greedy_answer_has_no_seed_and_a_drawn_one_is_told(server: FakeServer):
+    asked = {"max_new_tokens": 2, "details": True}
+    for path in ("/generate", "/infer"):
+        told = [
+            server.post(path, {"inputs": "hi", "parameters": asked | more}).json()["details"]["seed"]
+            for more in ({"seed": 5}, {"seed": 5, "do_sample": True}, {"do_sample": True})
+        ]
+        assert told[:2] == [None, 5]
+        assert isinstance(told[2], int)
+
+
 def test_prompts_are_bounded_by_characters_and_tokens(limited: FakeServer):
     for inputs, text in (
         ("", "`inputs` cannot be empty"),
-        ("x" * 101, "`inputs` must have less than 101 tokens. Given: 101"),
+        ("x" * 101, "`inputs` must have less than 101 tokens. Given: at least 101"),
         ("x" * 16001, "`inputs` must have at most 16000 characters. Given: 16001"),
     ):
         for path in ("/", "/generate", "/generate_stream", "/infer"):
@@ -98,8 +121,8 @@ def test_options_change_what_the_wire_carries():
     ("change", "words"),
     [
         ({"top_k": 0}, "top_k: must be -1 (all) or at least 1, got 0"),
-        ({"use_beam_search": True}, "use_beam_search: is not supported"),
-        ({"length_penalty": 2.0}, "length_penalty: is not supported"),
+        ({"use_beam_search": True}, "temperature: must be 0 when using beam search"),
+        ({"length_penalty": 2.0}, "length_penalty: needs use_beam_search: true"),
         ({"surprise": 1}, "contains unknown field `surprise`"),
         ({"max_tokens": 0}, "max_tokens: must be between 1 and"),
         ({"n": 3, "best_of": 2}, "best_of: must be at least 3"),

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.engine.fake import FakeRunner, fake_embedding
-from kvloom.engine.pooling import unit
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.pooling import unit
+from kvloom.rank.fake import FakeRunner, fake_embedding
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 from tests.wire.gate import Gate
@@ -30,7 +31,12 @@ def embed(server: FakeServer, input: Any, **fields: Any) -> Any:
 
 def pooling_server(monkeypatch: pytest.MonkeyPatch, pooling: str) -> Any:
     make = FakeRunner.__init__
-    monkeypatch.setattr(FakeRunner, "__init__", lambda self, **given: make(self, **given, pooling=pooling))
+
+    def make_pooling(self: FakeRunner, config: EngineConfig) -> None:
+        make(self, config)
+        self.info.pooling = pooling
+
+    monkeypatch.setattr(FakeRunner, "__init__", make_pooling)
     return fake_server()
 
 
@@ -131,7 +137,7 @@ def test_a_client_that_leaves_takes_its_request_along(gate: Gate):
 
             def ask() -> None:
                 with pytest.raises(httpx.ReadTimeout):
-                    leaving.post("/v1/embeddings", json={"input": ["x" * 2000] * 8}, timeout=0.3)
+                    leaving.post("/v1/embeddings", json={"input": ["x" * 900] * 8}, timeout=0.3)
 
             asking = threading.Thread(target=ask)
             asking.start()

@@ -1,13 +1,13 @@
-"""Seed 001, 3.4.1 and 3.5.1: the key store, its two files, and its commands."""
+"""Spec 3.4.1 and 3.5.1: the key store, its two files, and its commands."""
 
 import io
 import os
 
 import pytest
 
-from kvloom.server.cert_cli import make_files
-from kvloom.server.keystore import KeyStore, KeyStoreError
-from kvloom.server.keystore.commands import config_tls, seceasy_encrypt
+from kvloom.net.devcerts import make_files
+from kvloom.net.keystore import KeyStore, KeyStoreError
+from kvloom.server.secure.keystore.commands import config_tls, seceasy_encrypt
 
 
 @pytest.fixture

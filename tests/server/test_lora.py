@@ -1,5 +1,7 @@
 """LoRA adapters over HTTP: loaded and unloaded while others run, chosen by name in every dialect."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import json
 import os
@@ -8,20 +10,22 @@ import signal
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.fake import ByteTokenizer, fake_answer
-from kvloom.engine.lora import read_adapter
-from kvloom.engine.request import SamplingParams
-from kvloom.server.config import load_settings
-from kvloom.server.options import WireOptions
+from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import ByteTokenizer, fake_answer
+from kvloom.server.config.settings import load_settings
+from kvloom.server.serving.options import WireOptions
 from tests.support.adapters import TINY_SHAPES, make_adapter
 from tests.support.configs import mock_document
+from tests.support.lazily import lazily
 from tests.support.processes import serve
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
+
+openai = lazily("openai")
 
 PROMPT = "the quick brown fox"
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -267,11 +271,12 @@ def test_the_configuration_names_adapters_relative_to_its_folder(tmp_path, layou
     settings = load_settings(_written(tmp_path, document))
     assert settings["lora_root"] == tmp_path / "adapters"
     assert settings["models"][0]["lora_modules"] == [("sql", tmp_path / "adapters/sql")]
-    text = '"sql=adapters/sql"'
     path = tmp_path / "config.json"
-    path.write_text(path.read_text().replace(text, "[1]"))
-    with pytest.raises(BadRequest, match="loraModules: must be NAME=FOLDER"):
-        load_settings(path)
+    right = path.read_text()
+    for wrong, words in (('"sql"', "must be NAME=FOLDER"), ("[1]", "must be a list of which each is a text")):
+        path.write_text(right.replace('"sql=adapters/sql"', wrong))
+        with pytest.raises(BadRequest, match=f"loraModules: {words}"):
+            load_settings(path)
 
 
 def _written(folder: Path, document: dict) -> Path:

@@ -6,19 +6,25 @@ import signal
 import socket
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from kvloom.contract.config import EngineConfig
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.run import loading
+from kvloom.server.serving.card import ModelCard
+from tests.support.commands import run_cli
 from tests.support.processes import CLI, serve
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 MOCK = ("--backend", "fake")
 BODY = {"model": "mock", "prompt": "hi", "ignore_eos": True}
 
 
 def mock_config(folder: Path, **model: object) -> Path:
-    """A config.json of the seed's layout that serves the mock model."""
+    """A config.json of the documented layout that serves the mock model."""
     path = folder / "config.json"
     document = {
         "OtherParam": {
@@ -99,16 +105,21 @@ def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
         assert server.process.wait(timeout=10) == 0
 
 
-def test_a_killed_model_process_fails_its_requests_and_comes_back_without_the_server_restarting():
+def test_a_killed_model_process_is_a_pause_of_its_requests_and_the_server_stays():
     with serve(*MOCK) as server:
-        body = {**BODY, "max_tokens": 1500, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=5) as response:
+        body = {**BODY, "max_tokens": 1500, "temperature": 0.9, "seed": 3}
+        whole = httpx.post(server.url + "/v1/completions", json=body, timeout=60).json()["choices"][0]
+        with httpx.stream(
+            "POST", server.url + "/v1/completions", json={**body, "stream": True}, timeout=60
+        ) as response:
             lines = response.iter_lines()
-            next(lines)
+            first = next(lines)
             os.kill(server.rank_pid(), signal.SIGKILL)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        assert "was killed by signal 9" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
+            *rest, done = [first, *(line for line in lines if line and not line.startswith(":"))]
+        assert done == "data: [DONE]"
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in rest]
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        assert choices[-1]["finish_reason"] == whole["finish_reason"]
         until(lambda: httpx.get(server.url + "/health").status_code == 200)
         answer = httpx.post(server.url + "/v1/completions", json={**BODY, "max_tokens": 3})
         assert answer.json()["usage"]["completion_tokens"] == 3
@@ -128,7 +139,7 @@ def test_a_config_file_is_served_and_flags_override_it(tmp_path):
         assert (card["id"], card["max_model_len"]) == ("mine", 2560)
 
 
-def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*CLI, *arguments], capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -151,19 +162,26 @@ def test_a_users_mistake_is_one_line_that_says_what_to_do(arguments, words):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+def test_a_context_that_the_model_lacks_is_lowered_and_told(monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setattr(loading, "open_engine", lambda *arguments: SimpleNamespace(max_seq_len=8192))
+    card = ModelCard("m", EngineConfig(backend="fake", max_seq_len=100_000))
+    loading.Loading(ServerConfig((card,))).models.result(WAIT_S)
+    assert "maxSeqLen: 100000 is lowered to 8192, the longest context of m" in caplog.text
+
+
 def test_a_port_in_use_is_one_line_before_anything_is_loaded():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        result = run_cli("serve", "--backend", "fake", "--port", str(taken.getsockname()[1]))
+        result = run_process("serve", "--backend", "fake", "--port", str(taken.getsockname()[1]))
     assert result.returncode == 1
-    assert "cannot be listened on: Address already in use; choose another --port" in result.stderr
+    assert "is in use by another program; stop that one or choose another port" in result.stderr
 
 
 def test_a_file_that_is_no_model_is_one_line(tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    result = run_cli("serve", "--port", "0", str(path))
+    result = run_process("serve", "--port", "0", str(path))
     assert result.returncode == 1
     assert "damaged or cut short" in result.stderr
 

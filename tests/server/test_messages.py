@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from kvloom.engine.fake import ByteTokenizer, FakeRunner, fake_answer
-from kvloom.engine.request import SamplingParams
-from kvloom.server.options import WireOptions
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 PATH = "/v1/messages"
@@ -162,7 +162,7 @@ def test_tokens_of_a_prompt_are_counted(server: FakeServer):
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format.schema",
         ),
-        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "messages: has "),
+        ({"messages": [{"role": "user", "content": "x" * 3000}]}, "prompt is too long: "),
     ],
 )
 def test_bad_input_is_named_in_anthropics_shape(server: FakeServer, fields: dict[str, Any], words: str):

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.fake import ByteTokenizer, fake_answer
-from kvloom.engine.request import SamplingParams
-from kvloom.server.options import WireOptions
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import ByteTokenizer, fake_answer
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -46,6 +46,7 @@ def test_a_chat_answer_has_every_key_that_openai_documents(server: FakeServer):
             "message": {"role": "assistant", "content": truth(chat_prompt("hello"), 7), "refusal": None},
             "logprobs": None,
             "finish_reason": "length",
+            "stop_reason": None,
         }
     ]
     usage = answer["usage"]
@@ -64,7 +65,9 @@ def test_a_streamed_chat_joins_to_the_whole_answer(server: FakeServer):
     assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == truth(
         chat_prompt("hello"), 9
     )
-    assert events[-1]["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert events[-1]["choices"][0] == last
+    assert all("stop_reason" not in event["choices"][0] for event in events[:-1])
     assert all("usage" not in event for event in events)
 
 
@@ -274,7 +277,7 @@ def test_unknown_keys_are_ignored(server: FakeServer):
 
 
 def test_any_model_name_is_served_by_the_default_model_under_its_own_name(server: FakeServer):
-    """As the seed: its sample asks for gpt-3.5-turbo."""
+    """The sample of spec 3.3.2.3.3 asks for gpt-3.5-turbo."""
     answer = server.post("/v1/chat/completions", {**CHAT, "model": "gpt-3.5-turbo"}).json()
     assert answer["model"] == MODEL
     assert server.post("/v1/chat/completions", {"messages": CHAT["messages"]}).status_code == 200

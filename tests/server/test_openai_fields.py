@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.fake import ByteTokenizer
+from kvloom.rank.fake import ByteTokenizer
 from tests.support.servers import FakeServer, fake_server
 
 
@@ -22,7 +22,6 @@ from tests.support.servers import FakeServer, fake_server
         ("return_tokens_as_token_ids", True, False),
         ("prompt_embeds", "AAAA", None),
         ("kv_transfer_params", {"a": 1}, None),
-        ("continue_final_message", True, False),
         ("chat_template", "{{ x }}", None),
         ("documents", [{"text": "a"}], []),
         ("modalities", ["audio"], ["text"]),
@@ -47,9 +46,11 @@ def test_special_tokens_are_left_out_of_a_text_where_they_are_not_wanted(monkeyp
     asked: list[bool] = []
     encode = ByteTokenizer.encode
 
-    def noting(self: ByteTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def noting(
+        self: ByteTokenizer, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         asked.append(add_special_tokens)
-        return encode(self, text)
+        return encode(self, text, add_special_tokens, max_tokens)
 
     monkeypatch.setattr(ByteTokenizer, "encode", noting)
     with fake_server() as server:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.fake import ByteTokenizer, FakeRunner, fake_answer
-from kvloom.engine.request import SamplingParams
-from kvloom.server.options import WireOptions
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -170,6 +170,49 @@ def test_effort_reaches_the_template(monkeypatch: pytest.MonkeyPatch):
     assert answer["reasoning"] == {"effort": "high", "summary": None}
 
 
+def test_what_asks_for_less_than_this_server_does_is_told_back(server: FakeServer):
+    answer = respond(server, max_tool_calls=3, service_tier="flex", truncation="auto")
+    told = [answer[name] for name in ("max_tool_calls", "service_tier", "truncation")]
+    assert told == [3, "default", "auto"]  # there is one tier
+
+
+def test_verbosity_reaches_the_template(monkeypatch: pytest.MonkeyPatch):
+    def render(tokenizer: ByteTokenizer, messages: Any, **values: Any) -> str:
+        return f"verbosity {values.get('verbosity')}"
+
+    monkeypatch.setattr(ByteTokenizer, "apply_chat_template", render)
+    with fake_server() as server:
+        answer = respond(server, text={"verbosity": "low", "format": {"type": "text"}})
+    assert answer["output"][0]["content"][0]["text"] == truth("verbosity low", 8)
+    assert answer["text"] == {"format": {"type": "text"}, "verbosity": "low"}
+
+
+def test_an_input_that_is_too_long_loses_its_oldest_items_when_it_may(server: FakeServer):
+    old = [{"role": ("user", "assistant")[i % 2], "content": f"message {i} " * 30} for i in range(10)]
+    items = [*old, {"role": "user", "content": "hello"}]
+    assert error_of(server, input=items)["param"] == "input"
+    answer = respond(server, items, truncation="auto", instructions="Be brief.")
+    for first in range(1, 11):
+        said = [(item["role"], item["content"]) for item in items[first:]]
+        prompt = prompt_of(("system", "Be brief."), *said)
+        if len(prompt) <= 2048 - 8:
+            break
+    assert 1 < first < 10
+    assert answer["usage"]["input_tokens"] == len(prompt)
+    assert answer["output"][0]["content"][0]["text"] == truth(prompt, 8)
+    assert error_of(server, input="x" * 3000, truncation="auto")["param"] == "input"
+    roomy = respond(server, items, truncation="auto", max_output_tokens=1500)
+    assert roomy["usage"]["output_tokens"] > 900
+
+
+def test_a_call_goes_with_its_result_or_not_at_all(server: FakeServer):
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "r" * 1900}
+    items = [{"role": "user", "content": "hi"}, call, result, {"role": "user", "content": "hello" * 50}]
+    answer = respond(server, items, truncation="auto")
+    assert answer["usage"]["input_tokens"] == len(prompt_of(("user", "hello" * 50)))
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -177,12 +220,12 @@ def test_effort_reaches_the_template(monkeypatch: pytest.MonkeyPatch):
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"background": True}, "background"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"service_tier": "flex"}, "service_tier"),
-        ({"max_tool_calls": 3}, "max_tool_calls"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"service_tier": "gold"}, "service_tier"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
         ({"include": ["file_search_call.results"]}, "include[0]"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "none"}}, "text.verbosity"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "strange"}}}}, "text.format.schema"),
         ({"input": []}, "input"),

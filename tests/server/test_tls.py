@@ -10,10 +10,11 @@ import subprocess
 
 import pytest
 
-from kvloom.server.cert_cli import make_files
-from kvloom.server.devcerts import issue, make_authority, make_crl
-from kvloom.server.keystore import KeyStore, write_private
-from kvloom.server.tls import TlsConfig, TlsError, reload_on_sighup, tls_context
+from kvloom.net.devcerts import issue, make_authority, make_crl, make_files
+from kvloom.net.keystore import KeyStore, write_private
+from kvloom.net.tls import TlsError
+from kvloom.net.tlsconfig import TlsConfig
+from kvloom.server.secure.tls import reload_on_sighup, tls_context
 from mindieclient.python.httpclient import MindIEClientException, MindIEHTTPClient
 from tests.support.triton import FakeTriton, serving
 
@@ -32,7 +33,7 @@ class Site:
         self.good = issue(self.authority, "good")
         self.serve_as(issue(self.authority, "server", ("127.0.0.1",)))
         write_private(self.config.ca_files[0], self.authority.certificate_pem())
-        write_private(self.config.crl, make_crl(self.authority, (self.revoked,)))
+        write_private(self.config.crls[0], make_crl(self.authority, (self.revoked,)))
         write_private(folder / "client/ca.pem", self.authority.certificate_pem())
 
     def serve_as(self, pair):
@@ -92,7 +93,7 @@ def clients(site):
 
 @pytest.mark.parametrize("who", ["good", "foreign", "expired", "revoked", "not yet valid", "a server's"])
 def test_only_a_good_client_is_admitted(site, port, who, caplog):
-    with caplog.at_level(logging.WARNING, "kvloom.server.tls"):
+    with caplog.at_level(logging.WARNING, "kvloom.server.secure.tls"):
         assert is_admitted(site, port, clients(site)[who]) is (who == "good")
         done = curl(site, port, "--cert", "client.pem", "--key", "client.key.pem")
     assert (done.returncode == 0 and b"MindIE Server" in done.stdout) is (who == "good")
@@ -129,7 +130,7 @@ def test_reload_changes_new_handshakes_and_keeps_open_connections(site, context,
         stream = client.generate_stream("llama_65b", "hi")
         pieces = [next(stream)]
         KeyStore(site.config.keystore_master, site.config.keystore_standby).rotate(1)
-        write_private(site.config.crl, make_crl(site.authority, (site.good,)))
+        write_private(site.config.crls[0], make_crl(site.authority, (site.good,)))
         context.reload()
         assert len(pieces + list(stream)) == 12
     assert not is_admitted(site, port, site.good)
@@ -159,8 +160,8 @@ BAD_FILES = {
     ),
     "tlsCaFile: .* no certificate": lambda s: write_private(s.config.ca_files[0], b"x"),
     "tlsCaFile: .* must hold": lambda s: write_private(s.config.ca_files[0], b""),
-    "tlsCrl: .* no revocation list of": lambda s: write_private(s.config.crl, make_crl(make_authority("test CA"))),
-    "tlsCrl: .* mode 0666": lambda s: _mode(s.config.crl, 0o666),
+    "tlsCrl: .* no revocation list of": lambda s: write_private(s.config.crls[0], make_crl(make_authority("test CA"))),
+    "tlsCrl: .* mode 0666": lambda s: _mode(s.config.crls[0], 0o666),
     "tlsPkPwd: .* is not encrypted": lambda s: write_private(s.config.key_password, PASSWORD),
     "tlsPkPwd: .* no key store": lambda s: KeyStore(s.config.keystore_master, s.config.keystore_standby).erase(),
 }
@@ -178,7 +179,7 @@ def test_a_small_rsa_key_is_refused(site):
     command = "openssl req -x509 -newkey rsa:1024 -nodes -keyout k -out c -subj /CN=x -days 9"
     subprocess.run(command.split(), cwd=site.folder, check=True, capture_output=True)
     config = site.config
-    small = TlsConfig(config.ca_files, site.folder / "c", site.folder / "k", None, *(config.keystore_master,) * 2, None)
+    small = TlsConfig(config.ca_files, site.folder / "c", site.folder / "k", None, *(config.keystore_master,) * 2, ())
     with pytest.raises(TlsError, match="1024 bits"):
         tls_context(small)
 
@@ -195,12 +196,20 @@ def test_clients_verify_the_server(site, port):
 def test_sighup_reloads_and_says_when_it_cannot(site, context, caplog):
     async def hang_up():
         reload_on_sighup(context, asyncio.get_running_loop())
+        num_told = len(caplog.records)
         os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0.01)
+        while len(caplog.records) == num_told:
+            await asyncio.sleep(0.005)
 
-    with caplog.at_level(logging.INFO, "kvloom.server.tls"):
+    with caplog.at_level(logging.INFO, "kvloom.server.secure.tls"):
         asyncio.run(hang_up())
         site.config.cert.unlink()
         asyncio.run(hang_up())
     assert [record.levelname for record in caplog.records] == ["INFO", "ERROR"]
+
+
+def test_a_final_newline_of_the_password_is_no_part_of_it(site):
+    """As `seceasy_encrypt --encryptFile` leaves a file that an editor wrote."""
+    store = KeyStore(site.config.keystore_master, site.config.keystore_standby)
+    write_private(site.config.key_password, store.encrypt(PASSWORD + b"\n", 1).encode())
+    tls_context(site.config)

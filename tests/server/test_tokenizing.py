@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvloom.engine.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
-from kvloom.server.options import WireOptions
+from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -12,8 +12,8 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 class MarkingTokenizer(ByteTokenizer):
     """Begins every text with a special token when asked to, as many models' do."""
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [EOS_ID] * add_special_tokens + super().encode(text)
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        return [EOS_ID] * add_special_tokens + super().encode(text, max_tokens=max_tokens)
 
 
 @pytest.fixture
@@ -73,10 +73,14 @@ def test_there_and_back(server: FakeServer):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message"),
+        (
+            "/tokenize",
+            {"messages": MESSAGES, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": [{"content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, VOCAB_SIZE]}, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.server.chat_events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
-from kvloom.server.tool_calls import FORMS, ToolForm, make_parser
+from kvloom.server.chat.events import ChatEvent, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.tool_calls import FORMS, ToolForm, make_parser
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -137,3 +137,32 @@ def test_arguments_stream_as_they_come():
     ]
     assert parser.add("ce") == [ToolCallArguments(0, "ce")]
     assert parser.add('"}}</tool_call>') == [ToolCallArguments(0, '"}')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "found"),
+    [
+        ("hermes", "Let me. <tool_call>", ("Let me. ", [])),
+        ("hermes", 'Let me. <tool_call>\n{"name": "get_', ("Let me. ", [])),
+        ("hermes", '<tool_call>\n{"name": "f"', ("", [("f", "")])),
+        ("hermes", '<tool_call>\n{"name": "f", "argu', ("", [("f", "")])),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": "x', ("", [("f", '{"a": "x')])),
+        ("hermes", f"{hermes('f', '{}')[:-3]}", ("", [("f", "{}")])),
+        ("hermes", f"{hermes('f', '{}')}\n<tool_call>\n{{", ("", [("f", "{}")])),
+        ("hermes", "a <tool_", ("a <tool_", [])),
+        ("hermes", "a <tool_call> is a mark", ("a <tool_call> is a mark", [])),
+        ("qwen3_coder", "<tool_call>\n<function=get_", ("", [])),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nx", ("", [("f", "")])),
+        ("llama3", '<|python_tag|>{"name": "get_', ("", [])),
+        ("llama3", "<|python_tag|>", ("", [])),
+        ("llama3", '{"name": "f", "par', ("", [("f", "")])),
+        ("llama3", '{"name": "get_', ('{"name": "get_', [])),
+        ("llama3", '{"name": "Bob", "age": 3', ('{"name": "Bob", "age": 3', [])),
+        ("llama3", f'{bare("f")}; {{"na', ("", [("f", "{}")])),
+        ("llama3", f"{bare('f')}; ", ("", [("f", "{}")])),
+    ],
+)
+def test_a_call_that_the_end_cuts_is_no_text(form: ToolForm, text: str, found: tuple[str, list[tuple[str, str]]]):
+    parser = make_parser(form, SCHEMAS)
+    events = [event for char in text for event in parser.add(char)]
+    assert joined(events + parser.finish(is_cut=True)) == found

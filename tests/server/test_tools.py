@@ -16,7 +16,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
-STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+STRICT = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 OTHER = {"type": "function", "function": {"name": "now"}}
 NO_SCHEMA = {"function": {"name": "f", "parameters": {"properties": {"a": {"$ref": "#/nowhere"}}}}}
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -208,3 +208,31 @@ def test_a_template_without_tools_gets_them_as_text():
     assert json.dumps(TOOL["function"]) in begin
     assert 'assistant: <tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call>' in rest
     assert "user: <tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>" in rest
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_an_answer_of_calls_that_is_cut_has_no_text(styled: FakeServer, tool_choice: Any):
+    """Wherever it is cut; what is known of the call then is told, streamed as whole."""
+    asked = {"tools": [TOOL, OTHER], "tool_choice": tool_choice, "seed": 3}
+    whole = choice_of(styled, **asked, max_tokens=600)["message"]["tool_calls"][0]["function"]
+    seen = set()
+    for max_tokens in range(1, 90, 8):
+        choice = choice_of(styled, **asked, max_tokens=max_tokens)
+        assert not choice["message"]["content"], max_tokens
+        calls = choice["message"].get("tool_calls", [])
+        deltas, finish = deltas_of(styled, **asked, max_tokens=max_tokens)
+        assert "".join(delta.get("content") or "" for delta in deltas) == ""
+        functions = [part["function"] for delta in deltas for part in delta.get("tool_calls", [])]
+        assert "".join(one["arguments"] for one in functions) == "".join(c["function"]["arguments"] for c in calls)
+        assert finish == choice["finish_reason"]
+        if finish == "length" and calls:
+            assert calls[0]["function"]["name"] == whole["name"]
+            known = calls[0]["function"]["arguments"].rstrip("\ufffd")  # of a character cut in two
+            assert whole["arguments"].startswith(known)
+        seen.add((finish, len(calls)))
+    assert {("length", 0), ("length", 1)} <= seen
+
+
+def test_an_answer_of_calls_that_a_stop_string_cuts_has_no_text(styled: FakeServer):
+    choice = choice_of(styled, tools=[TOOL], tool_choice="required", stop=["weath"], max_tokens=600)
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")

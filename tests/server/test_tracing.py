@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from kvloom.engine.errors import BadRequest
-from kvloom.server import tracers
-from kvloom.server.otel import OtelTracer, open_otlp
-from kvloom.server.tracers import open_tracer
+from kvloom.contract.errors import BadRequest
+from kvloom.server.observe import tracers
+from kvloom.server.observe.otel import OtelTracer, open_otlp
+from kvloom.server.observe.tracers import open_tracer
 from tests.support.processes import CLI, serving
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
@@ -74,6 +74,11 @@ def test_a_request_is_a_span_with_queue_prefill_and_decode(traced: FakeServer, m
     assert phases[2].end_time <= request.end_time
     assert phases[1].end_time > phases[1].start_time
     assert phases[2].end_time > phases[2].start_time
+
+
+def test_a_route_without_v1_is_the_same_operation(traced: FakeServer, memory: InMemorySpanExporter):
+    traced.post("/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1})
+    assert dict(spans_of(memory)["chat"].attributes or {})["url.path"] == "/chat/completions"
 
 
 def test_it_belongs_to_the_callers_trace(traced: FakeServer, memory: InMemorySpanExporter):
@@ -243,6 +248,6 @@ def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pyt
 
 
 def test_a_server_without_it_loads_nothing_of_it():
-    script = "import kvloom.server.main, sys; print([name for name in sys.modules if 'opentelemetry' in name])"
+    script = "import kvloom.server.run.main, sys; print([name for name in sys.modules if 'opentelemetry' in name])"
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"

@@ -1,5 +1,7 @@
 """Tiny random models made with transformers, the oracle; and a paged harness around a backend."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,8 @@ from typing import Any
 import torch
 import transformers
 
-from kvloom.engine.kernels.backend import Backend
-from tests.engine.kernels.models import ragged
+from kvloom.rank.kernels.backend import Backend
+from tests.engine.kernels.models import all_logits, ragged
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -75,7 +77,7 @@ def run_step(
     """Logits of every token of a ragged step: seqs[i] from position starts[i] on, in the blocks of tables[i]."""
     starts = starts or [0] * len(seqs)
     parts = [(list(seq), start, list(table)) for seq, start, table in zip(seqs, starts, tables, strict=True)]
-    return backend.step(*ragged(parts))
+    return all_logits(backend, *ragged(parts))
 
 
 def generate(backend: Backend, prompt: Sequence[int], num_tokens: int, table: Sequence[int]) -> list[int]:

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from kvloom.server.config_cli import starting_point
+from kvloom.server.run.config_cli import starting_point
 
 
 def mock_document(**schedule: Any) -> dict[str, Any]:

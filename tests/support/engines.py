@@ -1,18 +1,23 @@
 """Engines over the fake model, in this process."""
 
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.request import Delta, Request
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner
-from kvloom.engine.request import Delta, Request
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer, FakeRunner
+
+
+def fake_runner(num_blocks: int, block_size: int, max_seq_len: int = 2048, num_host_blocks: int = 0) -> FakeRunner:
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_host_blocks": num_host_blocks}
+    return FakeRunner(EngineConfig(backend="fake", max_seq_len=max_seq_len, **sizes))
 
 
 def fake_engine(
     num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, num_host_blocks: int = 0, **config: object
 ) -> Engine:
     """An engine whose answers `fake_answer` knows."""
-    runner = FakeRunner(num_blocks, block_size, max_seq_len, num_host_blocks=num_host_blocks)
-    return Engine(EngineConfig(backend="fake", **config), InProcessExecutor(runner), ByteTokenizer())  # type: ignore[arg-type]
+    runner = fake_runner(num_blocks, block_size, max_seq_len, num_host_blocks)
+    return Engine(EngineConfig(backend="fake", **config), InProcessExecutor(runner), ByteTokenizer())
 
 
 def run_all(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, list[Delta]]:

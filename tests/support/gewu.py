@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvloom.gewu.build import INCLUDE, PACKAGE, library
-from kvloom.gewu.cli import ask_status
+from kvloom.gewu.status import ask_status
+from tests.support.compiling import compiled, objects
 from tests.support.waiting import WAIT_S, until
 
 ABI = Path(__file__).parent.parent / "abi"
@@ -25,6 +26,12 @@ def make_model(folder: Path, num_bytes: int = 1000, **config: Any) -> Path:
     with (folder / "model.safetensors").open("wb") as file:
         file.truncate(num_bytes)
     return folder
+
+
+class Environment(Protocol):
+    """What an app is started with, to find a service."""
+
+    environ: dict[str, str]
 
 
 class DaemonProcess:
@@ -58,8 +65,16 @@ class DaemonProcess:
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
+    def freeze(self) -> None:
+        """Stop the process, so that it answers nothing, until it may go on."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
     def stop(self) -> None:
         if self.process.poll() is None:
+            self.thaw()
             self.process.terminate()
         self.process.wait(WAIT_S)
 
@@ -72,31 +87,27 @@ class DaemonProcess:
         return True
 
 
-def compile_c(folder: Path, source: Path, *flags: str, compiler: str = "cc") -> Path:
+def compile_c(source: Path, *flags: str, compiler: str = "cc") -> Path:
     """A program linked with libqos.so."""
-    program = folder / source.stem
     lib = library()
-    command = [compiler, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags, str(source)]
-    command += ["-o", str(program), f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", "-lqos", "-pthread", "-ldl"]
-    subprocess.run(command, check=True)
-    return program
+    command = [compiler, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags, source]
+    link = [f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", f"-l:{lib.name}", "-pthread", "-ldl"]
+    return compiled([*command, *link], source.stem)
 
 
-def compile_demo(folder: Path, *flags: str) -> Path:
+def compile_demo(*flags: str) -> Path:
     """The specification's demo, unchanged, and a main that runs it as often as its argument says."""
-    return compile_c(folder, ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")
+    return compile_c(ABI / "demo_main.cpp", str(ABI / "demo.cpp"), "-O0", *flags, compiler="c++")
 
 
-def compile_with_library(folder: Path, source: Path, *flags: str) -> Path:
+def compile_with_library(source: Path, *flags: str) -> Path:
     """A program with the library's own files compiled in, so that a sanitizer sees them."""
-    program = folder / source.stem
-    files = [str(file) for file in sorted((PACKAGE / "c").glob("*.c"))]
-    command = ["cc", "-g", "-O1", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}"]
-    subprocess.run([*command, *flags, str(source), *files, "-o", str(program), "-pthread", "-ldl"], check=True)
-    return program
+    command = ["cc", "-g", "-O1", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags]
+    files = objects(command, sorted((PACKAGE / "c").glob("*.c")))
+    return compiled([*command, source, *files, "-pthread", "-ldl"], source.stem)
 
 
-def run_program(program: Path, daemon: DaemonProcess, *arguments: str, timeout_s: float = 60) -> str:
+def run_program(program: Path, daemon: Environment, *arguments: str, timeout_s: float = 60) -> str:
     """Run it against the daemon; it must succeed. Returns what it printed."""
     done = subprocess.run(
         [str(program), *arguments], env=daemon.environ, capture_output=True, text=True, timeout=timeout_s, check=False
@@ -105,8 +116,22 @@ def run_program(program: Path, daemon: DaemonProcess, *arguments: str, timeout_s
     return done.stdout
 
 
+def drive_program(program: Path, daemon: Environment, argument: str, steps: Mapping[str, Callable[[], object]]) -> None:
+    """Run it as `run_program` does; at each line that it prints the step of that name is taken, and it goes on."""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([program, argument], env=daemon.environ, text=True, **pipes) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for line in process.stdout:
+            steps[line.strip()]()
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        _, errors = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 0, errors
+
+
 def has_nlohmann() -> bool:
-    """Whether the JSON library that the seed's demo includes is there (Debian: nlohmann-json3-dev)."""
+    """Whether the JSON library that the specification's demo includes is there (Debian: nlohmann-json3-dev)."""
     return shutil.which("c++") is not None and any(
         (Path(folder) / "nlohmann" / "json.hpp").exists() for folder in ("/usr/include", "/usr/local/include")
     )
@@ -115,17 +140,24 @@ def has_nlohmann() -> bool:
 class Client:
     """An app in a process of its own (tests/gewu/client.py): every call goes through the C ABI."""
 
-    def __init__(self, daemon: DaemonProcess) -> None:
+    def __init__(self, service: Environment) -> None:
         command = [sys.executable, "-m", "tests.gewu.client"]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=daemon.environ, **pipes)
+        self.process = subprocess.Popen(command, env=service.environ, **pipes)
         self._last_context = 0
 
     def call(self, name: str, *arguments: Any) -> Any:
+        self.send(name, *arguments)
+        return self.answer()
+
+    def send(self, name: str, *arguments: Any) -> None:
+        """Begin a call whose `answer` comes later."""
         assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([name, *arguments]) + "\n")
         self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
         return json.loads(self.process.stdout.readline())
 
     def create(self, model: object, **attributes: Any) -> int:

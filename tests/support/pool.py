@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
+from typer.main import get_command
 
 from ems import CcConfig_v1
 from ems.config import EmsConfig
@@ -16,6 +18,7 @@ from ems.profiling import Profiler
 from ems.transport import LinkPool
 from kvloom.pool.agent import Agent
 from kvloom.pool.config import AgentConfig
+from kvloom.pool.options import parse
 
 BLOCK_SIZE = 4
 SMALL = AgentConfig(pool_bytes=8 << 20, segment_bytes=1 << 20, slab_bytes=1 << 18, is_prefaulted=False)
@@ -32,6 +35,14 @@ def running_agent(**changes: Any) -> Iterator[Agent]:
             yield agent
         finally:
             agent.close()
+
+
+def config_of(*arguments: str) -> AgentConfig:
+    """What `kvloom pool agent` makes of a command line. Raises as it does."""
+    app = typer.Typer()
+    app.command()(parse)
+    made: AgentConfig = get_command(app).main(list(arguments), standalone_mode=False)
+    return made
 
 
 def new_kv(
@@ -79,3 +90,8 @@ def session(
         caching.close()
         links.close()
         profiler.close()
+
+
+def shared_files() -> set[str]:
+    """The pool's own names in /dev/shm, where other programs of the machine come and go."""
+    return {path.name for path in Path("/dev/shm").glob("ems-*")}

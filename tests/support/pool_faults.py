@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
@@ -49,10 +50,11 @@ class Oracle:
 
 
 class AgentProcess:
-    """`python -m kvloom.pool.agent` on a socket; starts again after a kill."""
+    """`kvloom pool agent` on a socket; starts again after a kill."""
 
-    def __init__(self, socket: Path, *arguments: str) -> None:
+    def __init__(self, socket: Path, *arguments: str, stderr: IO[bytes] | None = None) -> None:
         self.socket = socket
+        self._stderr = stderr
         self._arguments = [
             f"--socket={socket}",
             "--pool=8M",
@@ -65,8 +67,8 @@ class AgentProcess:
 
     def start(self) -> None:
         """Returns once it serves."""
-        command = [sys.executable, "-m", "kvloom.pool.agent", *self._arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        command = [sys.executable, "-m", "kvloom", "pool", "agent", *self._arguments]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._stderr)
         assert b"serving" in self.process.stdout.readline()
 
     def kill(self) -> None:
@@ -93,18 +95,18 @@ class AgentProcess:
         self.kill()
 
 
-def fork(task: Callable[[], None]) -> int:
-    """Runs `task` in a forked child for ever; returns its process id."""
+def run_until_killed(task: Callable[[Callable[[], object]], None], count: int) -> None:
+    """Runs `task` in a forked child, again and again, and kills it when it has called its argument so many times."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException):
             while True:
-                task()
+                task(lambda: os.write(writer, b"."))
         os._exit(1)
-    return pid
-
-
-def kill_after(pid: int, delay_s: float) -> None:
-    time.sleep(delay_s)
+    os.close(writer)
+    for _ in range(count):
+        os.read(reader, 1)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
+    os.close(reader)

@@ -3,38 +3,65 @@
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Batch
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner
+from kvloom.engine.link.executor import InProcessExecutor, RankDied
 from kvloom.engine.thread import EngineThread
-from kvloom.server.admission import Admission
-from kvloom.server.api.console import OPEN_PATHS as CONSOLE_PATHS
-from kvloom.server.app import make_app
-from kvloom.server.auth import ApiKeyMiddleware, KeyRing, hash_key
-from kvloom.server.browser import BrowserMiddleware
-from kvloom.server.card import ModelCard
-from kvloom.server.config import ServerConfig
-from kvloom.server.dialects import make_dialects
-from kvloom.server.generation import GenerationService
-from kvloom.server.health import Health
-from kvloom.server.models import Models
-from kvloom.server.options import WireOptions
-from kvloom.server.tls import ServerContext
-from kvloom.server.tracing import CallerMiddleware, Tracer
+from kvloom.net.listening import listen
+from kvloom.net.sites import Policy
+from kvloom.rank.fake import ByteTokenizer, FakeRunner
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.dialects.operators.status import Control
+from kvloom.server.http.app import AppSettings, make_app
+from kvloom.server.http.parsing import Parsing
+from kvloom.server.keeping.store import ResponseStore
+from kvloom.server.observe.tracing import CallerMiddleware, Tracer
+from kvloom.server.run.guards import guard, policy_of
+from kvloom.server.run.mount import make_dialects
+from kvloom.server.secure.api_keys import KeyRing, hash_key
+from kvloom.server.secure.tls import ServerContext
+from kvloom.server.serving.admission import Admission
+from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.health import Health
+from kvloom.server.serving.options import WireOptions
+from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
 from tests.support.waiting import until
 
 MODEL = "mock"
 LIMIT_S = 10.0
+
+
+class FakeExecutor(InProcessExecutor):
+    """As ranks are restarted: a new runner that knows nothing. `failing`: what a restart raises, once; `dies`: the next
+    step is not survived."""
+
+    def __init__(self, make: Callable[[], FakeRunner]) -> None:
+        super().__init__(make())
+        self._make = make
+        self.failing: list[Exception] = []
+        self.dies = threading.Event()
+
+    def submit(self, batch: Batch) -> None:
+        if self.dies.is_set():
+            self.dies.clear()
+            raise RankDied("killed by a test")
+        super().submit(batch)
+
+    def restart(self) -> None:
+        if self.failing:
+            raise self.failing.pop()
+        super().__init__(self._make())
 
 
 @dataclass(slots=True)
@@ -43,13 +70,15 @@ class FakeServer:
     engine: EngineThread
     health: Health
     client: httpx.Client
+    executor: FakeExecutor
+    parsing: Parsing
 
     @property
     def admission(self) -> Admission:
         return self.health.models.admission
 
     def post(self, path: str, body: object = None, **kwargs: object) -> httpx.Response:
-        return self.client.post(path, json=body, **kwargs)  # type: ignore[arg-type]
+        return self.client.post(path, json=body, **kwargs)
 
     def chat(self, text: str = "hi", **fields: object) -> httpx.Response:
         return self.post(
@@ -74,60 +103,71 @@ def fake_server(
     tracer: Tracer | None = None,
     tokenizer: ByteTokenizer | None = None,
     max_seq_len: int = 2048,
+    policy: Policy | None = None,
+    card: Mapping[str, object] | None = None,
+    store: ResponseStore | None = None,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
 
-    `keys`: API keys, one of which is asked for. `config` goes into EngineConfig.
+    `keys`: API keys, one of which is asked for; `policy`: which pages may ask. `config` goes into EngineConfig, `card`
+    into ModelCard.
     """
-    executor = InProcessExecutor(FakeRunner(num_blocks=512, max_seq_len=max_seq_len, step_s=step_s))
+    shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
+    executor = FakeExecutor(partial(FakeRunner, shape))
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
-    engine_config = EngineConfig(backend="fake", **config)  # type: ignore[arg-type]
+    engine_config = EngineConfig(backend="fake", **config)
     engine = EngineThread(Engine(engine_config, executor, tokenizer), executor)
-    app_started = threading.Event()
-    made: list[Health] = []
+    made: list[FakeServer] = []
 
     def on_start() -> None:
         engine.start(asyncio.get_running_loop())
-        app_started.set()
 
     def build() -> uvicorn.Server:
         admission = Admission(max_link_num, max_queued_tokens)
-        cards = [ModelCard(name, engine_config) for name in names]
-        models = Models([GenerationService(card, engine, tokenizer, admission, tracer) for card in cards], options)
+        cards = [ModelCard(name, engine_config, **card or {}) for name in names]
+        services = [GenerationService(card, engine, tokenizer, admission, tracer) for card in cards]
+        models = Models(services, replace(options or WireOptions(), keeps_responses=store is not None))
         health = Health(models)
-        made.append(health)
-        dialects = make_dialects(models, health, partial(_drain, health), ServerConfig(tuple(cards)), "test")
-        app = _guarded(make_app(health, dialects, max_body_bytes, on_start), keys)
-        app = app if tracer is None else CallerMiddleware(app)
-        factory = None if tls is None else lambda settings, default: tls
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
-        return uvicorn.Server(settings)
+        client = httpx.Client(base_url=url, timeout=LIMIT_S)
+        made.append(FakeServer(url, engine, health, client, executor, Parsing(models)))
+        shown = ServerConfig(tuple(cards), api_key_hashes=tuple(hash_key(key) for key in keys))
+        dialects = make_dialects(models, health, Control(partial(_drain, health), "test"), shown, store)
+        ring = KeyRing(shown.api_key_hashes) if keys else None
+        app = make_app(health, dialects, AppSettings(max_body_bytes, on_start), made[0].parsing)
+        app = guard(app, policy or policy_of(shown), ring)
+        return _server(app if tracer is None else CallerMiddleware(app), tls)
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        server = build()
-        thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-        thread.start()
-        assert app_started.wait(LIMIT_S)
+    with listen("127.0.0.1", 0) as listener:
         url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            with httpx.Client(base_url=url, timeout=LIMIT_S) as client:
-                until(lambda: server.started)
-                yield FakeServer(url, engine, made[0], client)
+            with _running(build(), listener), made[0].client:
+                yield made[0]
         finally:
-            server.should_exit = server.force_exit = True
-            thread.join(LIMIT_S)
+            for each in made:
+                each.parsing.close()
             engine.close()
 
 
-def _guarded(app: ASGIApp, keys: Sequence[str]) -> ASGIApp:
-    """As main.py does it: keys before the routes, browsers before the keys."""
-    if keys:
-        app = ApiKeyMiddleware(app, KeyRing([hash_key(key) for key in keys]), open_paths=CONSOLE_PATHS)
-    return BrowserMiddleware(app)
+def _server(app: ASGIApp, tls: ServerContext | None) -> uvicorn.Server:
+    factory = None if tls is None else lambda settings, default: tls
+    settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
+    return uvicorn.Server(settings)
+
+
+@contextmanager
+def _running(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
+    """In a thread, until the end."""
+    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
+    thread.start()
+    try:
+        until(lambda: server.started)
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(LIMIT_S)
 
 
 async def _drain(health: Health, grace_s: float | None) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any, ClassVar
 
-from kvloom.engine.chat_template import ChatTemplates
-from kvloom.engine.fake import ByteTokenizer
+from kvloom.engine.text.chat_template import ChatTemplates
+from kvloom.rank.fake import ByteTokenizer
 
 HERMES = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}
 {% endfor %}Answer with <tool_call>{"name": <name>, "arguments": <object>}</tool_call>

@@ -1,15 +1,18 @@
 """Outer KV tiers in this process, for FakeRunner: one that works, slowly or badly, as planned."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloom.engine.batch import Moved, Transfer
-from kvloom.engine.config import EngineConfig, TierConfig
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.messages import Moved, Transfer
 from kvloom.engine.engine import Engine
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner
-from kvloom.engine.kvtier import KvMemory, TieredRunner
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tier.tier import TieredRunner
+from kvloom.rank.tier.watch import Watch
+from tests.support.engines import fake_runner
 
 GARBAGE = -77
 
@@ -62,13 +65,16 @@ class FakeTier:
         return Moved(transfer.id, count)
 
     def _read(self, block: int) -> list[int]:
-        view = self.memory.layers[0][0]
-        return [view[block, slot, 0] for slot in range(view.shape[1])]
+        return [int(view[block, slot, i]) for view, slot, i in self._numbers()]
 
     def _write(self, block: int, values: list[int] | None) -> None:
-        view = self.memory.layers[0][0]
-        for slot in range(view.shape[1]):
-            view[block, slot, 0] = GARBAGE if values is None else values[slot]
+        for index, (view, slot, i) in enumerate(self._numbers()):
+            view[block, slot, i] = GARBAGE if values is None else values[index]
+
+    def _numbers(self) -> Iterator[tuple[Any, int, int]]:
+        """Where a block's numbers are: the tensor, the token, the index."""
+        for view in (view for layer in self.memory.layers for view in layer):
+            yield from ((view, slot, i) for slot in range(view.shape[1]) for i in range(view.shape[2]))
 
 
 @dataclass(eq=False)
@@ -82,10 +88,11 @@ class Clock:
 def tiered_engine(
     stored: dict[bytes, list[int]] | None = None, num_blocks: int = 64, block_size: int = 4, **fields: Any
 ) -> tuple[Engine, FakeTier, Clock]:
-    """An engine over the fake model with a FakeTier on `stored`; `fields` are the engine's."""
-    runner = FakeRunner(num_blocks, block_size, fields.pop("max_seq_len", 64))
-    tier = FakeTier(runner.kv_memory(""), {} if stored is None else stored)
+    """An engine over the fake model with a FakeTier on `stored`, its bytes watched; `fields` are the engine's."""
+    runner = fake_runner(num_blocks, block_size, fields.pop("max_seq_len", 64))
+    watch = Watch(runner.kv_memory(""))
+    tier = FakeTier(watch.memory, {} if stored is None else stored)
     clock = Clock()
     config = EngineConfig(backend="fake", kv_tier=TierConfig("tests.support.tiers:FakeTier", timeout_s=1.0), **fields)
-    executor = InProcessExecutor(TieredRunner(runner, tier))
+    executor = InProcessExecutor(TieredRunner(runner, tier, watch))
     return Engine(config, executor, ByteTokenizer(), clock=clock), tier, clock

@@ -1,4 +1,4 @@
-"""A server of the Triton routes as wire.md and seed 001, 3.3.2.4 have them, without a model, on a port of its own."""
+"""A server of the Triton routes as spec 3.3.2.4 has them, without a model, on a port of its own."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvloom.server.slow import GuardedProtocol
+from kvloom.server.http.slow import GuardedProtocol
 
 MODEL = "llama_65b"
 MAX_PIECES = 200

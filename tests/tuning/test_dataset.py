@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvloom.cli import app
-from kvloom.engine.errors import BadRequest
+from kvloom.contract.errors import BadRequest
 from kvloom.tuning import dataset
-from kvloom.tuning.dataset import convert, read_rows, read_texts, write_rows
+from kvloom.tuning.dataset import RowRules, convert, read_rows, read_texts, write_rows
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31), min_size=1, max_size=20), min_size=1, max_size=20)
 
@@ -108,10 +108,10 @@ def test_parquet_without_its_library_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_rows_are_cut_begun_and_counted():
     counts: list[int] = []
-    rows = convert(iter(["abc", "", "\x01b", "d", "e"]), lambda t: list(t.encode()), 3, 1, 3, counts.append)
+    rows = convert(iter(["abc", "", "\x01b", "d", "e"]), lambda t: list(t.encode()), RowRules(3, 1, 3), counts.append)
     assert rows == [[1, 97, 98], [1, 98], [1, 100]]
     assert counts == [1, 2, 3]
-    assert convert(iter(["ab"]), lambda t: list(t.encode())) == [[97, 98]]
+    assert convert(iter(["ab"]), lambda t: list(t.encode()), RowRules()) == [[97, 98]]
 
 
 @pytest.mark.real
@@ -122,3 +122,11 @@ def test_the_command_writes_what_the_tokenizer_says(tmp_path, smollm2_path):
     assert result.exit_code == 0, result.output
     assert "2 rows" in result.output
     assert all(row[0] == 1 for row in read_rows(out))
+
+
+def test_a_damaged_parquet_file_is_one_sentence(tmp_path):
+    pytest.importorskip("pyarrow")
+    for data in (b"", b"PAR1 and no more", b"PAR1" + bytes(100) + b"PAR1"):
+        (tmp_path / "x.parquet").write_bytes(data)
+        with pytest.raises(BadRequest, match=r"x\.parquet: is damaged, or no parquet file"):
+            list(read_texts(tmp_path / "x.parquet"))

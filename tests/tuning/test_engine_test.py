@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
-from kvloom.engine.fake import fake_answer
-from kvloom.engine.request import SamplingParams
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import fake_answer
 from kvloom.tuning.drive import drive
 from tests.support.configs import mock_document
 

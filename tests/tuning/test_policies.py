@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.policies import Turns
+from kvloom.contract.config import EngineConfig
+from kvloom.engine.schedule.policies import Turns
 from kvloom.tuning.simulate import Arrival, simulate
 from tests.tuning.test_simulate import make_times
 
@@ -26,7 +26,7 @@ SLOW = make_times(num_blocks=40, base_s=2.0)  # a step of seconds, so that queue
 
 def first_tokens(trace: list[Arrival], **fields: object) -> list[float]:
     """When each request's first token came, on the trace's clock."""
-    config = EngineConfig(backend="fake", max_batch=2, max_tokens_per_step=16, **fields)  # type: ignore[arg-type]
+    config = EngineConfig(backend="fake", max_batch=2, max_tokens_per_step=16, **fields)
     found = simulate(trace, config, SLOW)
     return [a.arrival_s + (run.first_token_s or 0.0) for a, run in zip(trace, found.times, strict=True)]
 

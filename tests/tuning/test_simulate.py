@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvloom.cli import app
-from kvloom.engine.config import EngineConfig
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.executor import InProcessExecutor
-from kvloom.engine.fake import ByteTokenizer, FakeRunner
-from kvloom.engine.request import Request, SamplingParams
+from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.rank.fake import ByteTokenizer, FakeRunner
 from kvloom.tuning.simulate import Arrival, read_trace, simulate
 from kvloom.tuning.steptime import Load, StepTimes, fit, load_times, measure, save_times
 
@@ -33,7 +34,9 @@ class EngineAtItsOwnTime:
 
     def __init__(self, trace: list[Arrival], num_blocks: int, config: EngineConfig) -> None:
         self.now_s = 0.0
-        runner = FakeRunner(num_blocks, BLOCK, 64, STEP_S, TOKEN_S, sleep=self.pass_time)
+        sizes = {"num_blocks": num_blocks, "block_size": BLOCK, "max_seq_len": 64}
+        times = {"fake_step_s": STEP_S, "fake_token_s": TOKEN_S}
+        runner = FakeRunner(EngineConfig(backend="fake", **sizes, **times), self.pass_time)
         self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), clock=lambda: self.now_s)
         self.trace, self.ended_s = trace, {}
 
@@ -89,6 +92,17 @@ def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, policy
     stats = real.engine.stats()
     assert (found.num_steps, found.num_preempted) == (stats.total_steps, stats.total_preemptions)
     assert [run.num_output for run in found.times] == [a.output_tokens for a in trace]
+
+
+def test_prompts_beside_streams_are_held_back_as_in_the_engine():
+    trace = [Arrival(0.0, 2, 40), *(Arrival(0.05, 50, 3) for _ in range(6))]
+    config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=400, pace_s=0.01)
+    real = EngineAtItsOwnTime(trace, 200, config)
+    ended_s = real.run()
+    found = simulate(trace, config, make_times())
+    assert [run.ended_s for run in found.times] == pytest.approx([ended_s[str(i)] for i in range(len(trace))])
+    free = simulate(trace, replace(config, pace_s=0.0), make_times())
+    assert max(found.times[0].gaps_s) < max(free.times[0].gaps_s)
 
 
 def test_swapping_costs_its_copies():

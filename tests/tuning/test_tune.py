@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from kvloom.cli import app
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import BadRequest
-from kvloom.server.config_cli import starting_point
-from kvloom.server.engine_settings import read_engine_config
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.server.run.config_cli import starting_point
+from kvloom.server.run.engine_settings import read_engine_config
 from kvloom.tuning import sweep
 from kvloom.tuning.report import config_text, plot_html, table_text
 from kvloom.tuning.steptime import StepTimes
@@ -117,7 +117,7 @@ def test_the_table_and_the_plot_mark_the_choice():
     assert table.count("chosen") == 1
     assert "| maxBatchSize | 87 | why |" in table
     page = plot_html(points, chosen, 80, "a <b>")
-    assert page.count("<circle") == len(points)
+    assert page.count("<circle") == len(points) + 1  # the chosen one is marked
     assert "87 (chosen)" in page
     assert "limit 80 ms" in page
     assert "a &lt;b&gt;" in page

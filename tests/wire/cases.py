@@ -7,7 +7,7 @@ MODEL = "llama_65b"
 PROMPT = "My name is Olivier and I"
 _V2 = f"/v2/models/{MODEL}"
 _TGI = {"inputs": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "temperature": 0.5, "details": True}}
-_PREFILL = {**_TGI, "parameters": {**_TGI["parameters"], "decoder_input_details": True}}  # type: ignore[dict-item]
+_PREFILL = {**_TGI, "parameters": {**_TGI["parameters"], "decoder_input_details": True}}
 _VLLM = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0.5, "seed": 7, "stop": ["zz"], "top_k": 10}
 _CHAT = {
     "model": MODEL,
@@ -18,7 +18,10 @@ _CHAT = {
 }
 _TEXT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "seed": 7, "temperature": 0.5}
 _RESPONSE = {"model": MODEL, "instructions": "Be brief.", "input": "hi", "max_output_tokens": 3, "seed": 7}
+_ITEMS = [{"role": "user", "content": "hi"}]
 _MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 7}
+_OLLAMA: dict[str, Any] = {"model": f"{MODEL}:latest", "options": {"num_predict": 3, "seed": 7, "stop": ["zz"]}}
+_OLLAMA_CHAT = {**_OLLAMA, "messages": [{"role": "user", "content": "hi"}]}
 _EMBEDDING = {"model": MODEL, "input": [[104, 105], [106]]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
@@ -59,6 +62,8 @@ CASES = [
     _get("tgi-health", "/health"),
     _get("tgi-root", "/"),
     _get("tgi-ping", "/ping"),
+    *(_get(f"health-{path[1:]}", path) for path in ("/healthz", "/livez", "/readyz")),
+    _post("health-ping", "/ping", None),
     _get("tgi-info", "/info"),
     _post("tgi-compat", "/", _PREFILL),
     _post("tgi-compat-stream", "/", {**_TGI, "stream": True}),
@@ -89,13 +94,44 @@ CASES = [
     _post("openai-completion-echo", "/v1/completions", {**_TEXT, "prompt": [104, 105], "echo": True, "logprobs": 1}),
     _post("openai-completion-stream", "/v1/completions", {**_TEXT, **_USAGE}),
     _post("openai-completion-error", "/v1/completions", {"model": MODEL}),
+    _post("openai-images-error", "/v1/images/generations", {"prompt": PROMPT, "response_format": "url"}),
+    _post("openai-images-error-model", "/v1/images/generations", {"model": MODEL, "prompt": PROMPT}),
     _post("responses", "/v1/responses", _RESPONSE),
     _post("responses-stream", "/v1/responses", {**_RESPONSE, "stream": True}),
     _post("responses-error", "/v1/responses", {**_RESPONSE, "previous_response_id": "resp_1"}),
+    _get("responses-retrieve-error", "/v1/responses/resp_1"),
+    Case("responses-delete-error", "DELETE", "/v1/responses/resp_1"),
+    _post("responses-cancel-error", "/v1/responses/resp_1/cancel", None),
+    _get("responses-input-error", "/v1/responses/resp_1/input_items"),
+    _post("conversations-error", "/v1/conversations", {"metadata": {"a": "b"}, "items": _ITEMS}),
+    _get("conversation-error", "/v1/conversations/conv_1"),
+    _post("conversation-update-error", "/v1/conversations/conv_1", {"metadata": {"a": "b"}}),
+    Case("conversation-delete-error", "DELETE", "/v1/conversations/conv_1"),
+    _get("conversation-items-error", "/v1/conversations/conv_1/items?limit=3"),
+    _post("conversation-add-error", "/v1/conversations/conv_1/items", {"items": _ITEMS}),
+    _get("conversation-item-error", "/v1/conversations/conv_1/items/msg_1"),
+    Case("conversation-remove-error", "DELETE", "/v1/conversations/conv_1/items/msg_1"),
     _post("messages", "/v1/messages", _MESSAGE),
     _post("messages-stream", "/v1/messages", {**_MESSAGE, "stream": True}),
     _post("messages-count", "/v1/messages/count_tokens", {"model": MODEL, "messages": _MESSAGE["messages"]}),
     _post("messages-error", "/v1/messages", {**_MESSAGE, "max_tokens": 0}),
+    _post("ollama-chat", "/api/chat", {**_OLLAMA_CHAT, "stream": False, "logprobs": True}),
+    _post("ollama-chat-stream", "/api/chat", _OLLAMA_CHAT),
+    _post("ollama-chat-load", "/api/chat", {"model": MODEL}),
+    _post("ollama-chat-error", "/api/chat", {**_OLLAMA_CHAT, "options": {"mirostat": 2}}),
+    _post("ollama-chat-error-model", "/api/chat", {**_OLLAMA_CHAT, "model": "other"}),
+    _post("ollama-generate", "/api/generate", {**_OLLAMA, "prompt": "hi", "stream": False}),
+    _post("ollama-generate-stream", "/api/generate", {**_OLLAMA, "prompt": "hi", "raw": True, "keep_alive": "5m"}),
+    _post("ollama-embed", "/api/embed", {"model": MODEL, "input": ["hi", "there"], "dimensions": 2}),
+    _post("ollama-embeddings", "/api/embeddings", {"model": MODEL, "prompt": "hi"}),
+    _get("ollama-version", "/api/version"),
+    _get("ollama-tags", "/api/tags"),
+    _get("ollama-ps", "/api/ps"),
+    _post("ollama-show", "/api/show", {"model": MODEL}),
+    _post("ollama-show-error", "/api/show", {"model": "other"}),
+    *(_post(f"ollama-{name}", f"/api/{name}", {"model": MODEL}) for name in ("pull", "push", "create", "copy")),
+    Case("ollama-delete", "DELETE", "/api/delete", {"model": MODEL}),
+    _post("ollama-blobs", "/api/blobs/sha256:00", {}),
     _post("embeddings", "/v1/embeddings", {"model": MODEL, "input": ["hi", "there"]}),
     _post("embeddings-base64", "/v1/embeddings", {**_EMBEDDING, "encoding_format": "base64", "dimensions": 3}),
     _post("embeddings-error", "/v1/embeddings", {**_EMBEDDING, "dimensions": 9}),
@@ -105,6 +141,21 @@ CASES = [
     _post("detokenize", "/detokenize", {"model": MODEL, "tokens": [104, 105, 257]}),
     _post("detokenize-error", "/detokenize", {"model": MODEL, "tokens": [104, 258]}),
     _get("openai-error-route", "/v1/nothing"),
+    _get("openai-short-models", "/models"),
+    _post("openai-short-completion", "/completions", _TEXT),
+    _post("openai-short-error", "/chat/completions", {**_CHAT, "temperature": 3}),
+    _get("tokenizer-info", "/tokenizer_info"),
+    _get("tokenizer-info-error", "/tokenizer_info?model=other"),
+    _get("vllm-version", "/version"),
+    _get("vllm-load", "/load"),
+    _get("vllm-server-info-error", "/server_info?config_format=xml"),
+    _post("vllm-reset", "/reset_prefix_cache?reset_running_requests=true", None),
+    _post("vllm-reset-error", "/reset_prefix_cache?reset_external=maybe", None),
+    _post("vllm-sleep-error", "/sleep?level=0", None),
+    _post("vllm-sleep-error-mode", "/sleep?mode=keep", None),
+    _get("vllm-is-sleeping", "/is_sleeping"),
+    _post("vllm-wake-up", "/wake_up", None),
+    _post("vllm-wake-up-error", "/wake_up?tags=heads", None),
     _get("triton-server", "/v2"),
     _get("triton-server-oip", "/v2?format=oip"),
     _get("triton-live", "/v2/health/live"),
@@ -117,6 +168,12 @@ CASES = [
     _get("triton-model-error", "/v2/models/other"),
     _get("triton-config", f"{_V2}/config"),
     _get("triton-slots", f"{_V2}/getSlotCount"),
+    _get("triton-stats-error", "/v2/models/other/stats"),
+    _get("triton-stats-error-version", f"{_V2}/versions/2/stats"),
+    _post("triton-index", "/v2/repository/index", {"ready": True}),
+    _post("triton-index-error", "/v2/repository/index", {"ready": 3}),
+    _post("triton-load-error", f"/v2/repository/models/{MODEL}/load", {"parameters": {"config": "{}"}}),
+    _post("triton-unload-error", "/v2/repository/models/other/unload", {}),
     _post("triton-infer", f"{_V2}/infer", _TENSOR),
     _post("triton-infer-error", f"{_V2}/infer", {**_TENSOR, "inputs": []}),
     _post("triton-generate", f"{_V2}/generate", _TRITON),

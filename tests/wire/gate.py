@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvloom.engine.fake import FakeRunner
+from kvloom.rank.fake import FakeRunner
 
 LIMIT_S = 10.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import msgspec
 
-from kvloom.server.options import WireOptions
+from kvloom.server.serving.options import WireOptions
 from tests.support.servers import FakeServer, fake_server
 from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL, Case
@@ -22,6 +22,8 @@ _UNSTABLE = (
     (r'"(chatcmpl-|cmpl-|resp_|msg_)[0-9a-f]{32}"', r'"\1ID"'),
     (r'"id":"[0-9a-f]{32}"', '"id":"ID"'),
     (r'"(created|created_at)":\d+', r'"\1":TIME'),
+    (r'"(created_at|modified_at)":"[^"]+"', r'"\1":"TIME"'),
+    (r'"(total_duration|prompt_eval_duration|eval_duration)":\d+', r'"\1":NS'),
     (r'"(first_token_cost|decode_cost|queue_wait_time)":[\d.e-]+', r'"\1":MS'),
     (r'("__name__":"(?:TTFT|TBT)"[^]]*\],"value":)"[\d.e+-]+"', r'\1"MS"'),
     (r'"version":"\d+\.\d+[^"]*"', '"version":"VERSION"'),
@@ -33,7 +35,7 @@ def golden_server() -> Iterator[FakeServer]:
     """maxSeqLen 2048 and the other limits that the files show."""
     options = WireOptions(validates_model=True)
     limits = {"max_iter_times": 512, "enable_prefix_cache": False}
-    with fake_server(names=(MODEL,), options=options, max_link_num=300, **limits) as server:  # type: ignore[arg-type]
+    with fake_server(names=(MODEL,), options=options, max_link_num=300, **limits) as server:
         yield server
 
 

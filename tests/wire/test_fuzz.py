@@ -7,8 +7,13 @@ import json
 import os
 import random
 import threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+from kvloom.server.keeping.limits import Limits
+from kvloom.server.keeping.store import ResponseStore
 from tests.support.servers import FakeServer, fake_server
 from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL, Case
@@ -186,14 +191,26 @@ def run(server: FakeServer, requests: list[tuple[str, str, bytes, dict[str, str]
     return wrong
 
 
-def test_mutated_requests_never_fail_hang_or_leak():
+def test_mutated_requests_never_fail_hang_or_leak(tmp_path: Path):
+    """In a process of its own, whose memory no other test's threads and caches come and go in."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as process:
+        process.submit(send_mutated, tmp_path).result()
+
+
+def send_mutated(folder: Path) -> None:
     draw = random.Random(20260101)
     requests = [mutated(CASES[i % len(CASES)], draw) for i in range(NUM_REQUESTS)]
-    with fake_server(names=(MODEL,), max_iter_times=16) as server:
+    store = ResponseStore(folder / "store.db", Limits(max_count=200))
+    with fake_server(names=(MODEL,), store=store, max_iter_times=16) as server:
         total = server.engine.stats().num_blocks
         wrong = run(server, requests[:NUM_WARM])
-        before = rss_bytes()
-        wrong += run(server, requests[NUM_WARM:])
-        assert not wrong, "\n".join([f"{len(wrong)} of {NUM_REQUESTS}", *wrong[:20]])
-        until(lambda: server.admission.num_active == 0 and server.engine.stats().num_free_blocks == total)
-        assert rss_bytes() - before < MAX_GROWTH_BYTES
+        for _ in range(3):  # what is lost is lost every time; what a process keeps of its first time is kept once
+            before = rss_bytes()
+            wrong += run(server, requests[NUM_WARM:])
+            assert not wrong, "\n".join([f"{len(wrong)} of {NUM_REQUESTS}", *wrong[:20]])
+            until(lambda: server.admission.num_active == 0 and server.engine.stats().num_free_blocks == total)
+            grown = rss_bytes() - before
+            if grown < MAX_GROWTH_BYTES:
+                break
+        assert grown < MAX_GROWTH_BYTES, f"{grown} bytes more after each of three rounds"
+    store.close()

@@ -1,4 +1,4 @@
-"""The requests that seed 001, 3.3.2, prints, verbatim, and what their answers must mean."""
+"""The requests that spec 2.4 and 3.3.2 have, verbatim, and what their answers must mean."""
 
 import json
 from collections.abc import Iterator
@@ -35,10 +35,10 @@ NATIVE = """{"inputs": "My name is Olivier and I", "stream": true, "parameters":
 
 
 @pytest.fixture(scope="module")
-def seed() -> Iterator[FakeServer]:
-    """The limits of the seed's own example; any model name is served by the default one."""
-    with fake_server(names=(MODEL,), max_iter_times=512, has_eos=False) as server:
-        yield server
+def server() -> Iterator[FakeServer]:
+    """The limits of the specification's own example; any model name is served by the default one."""
+    with fake_server(names=(MODEL,), max_iter_times=512, has_eos=False) as opened:
+        yield opened
 
 
 def post(server: FakeServer, path: str, body: str) -> str:
@@ -52,17 +52,17 @@ def events(text: str) -> list[Any]:
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-def test_what_is_asked_without_a_body(seed: FakeServer):
+def test_what_is_asked_without_a_body(server: FakeServer):
     for path in ("/health", "/v2/health/live", "/v2/health/ready", f"/v2/models/{MODEL}/ready"):
-        answer = seed.client.get(path)
+        answer = server.client.get(path)
         assert (answer.status_code, answer.content) == (200, b"")
 
     def get(path: str) -> Any:
-        return seed.client.get(path).json()
+        return server.client.get(path).json()
 
     info = get("/info")
     assert info["models"][0]["model_id"] == MODEL
-    assert info["models"][0]["max_total_tokens"] == info["max_input_length"] + 512 == seed.engine.max_seq_len
+    assert info["models"][0]["max_total_tokens"] == info["max_input_length"] + 512 == server.engine.max_seq_len
     [card] = get("/v1/models")["data"]
     assert get(f"/v1/models/{MODEL}") == card
     assert (card["id"], card["object"]) == (MODEL, "model")
@@ -74,9 +74,9 @@ def test_what_is_asked_without_a_body(seed: FakeServer):
     assert slots["free_slots"] == slots["total_slots"] > 0
 
 
-def test_tgi(seed: FakeServer):
+def test_tgi(server: FakeServer):
     for path, body in (("/", TGI_COMPAT), ("/generate", TGI)):
-        answer = json.loads(post(seed, path, body))
+        answer = json.loads(post(server, path, body))
         [answer] = answer if path == "/" else [answer]
         details = answer["details"]
         assert (details["finish_reason"], details["generated_tokens"]) == ("length", 20)
@@ -85,67 +85,67 @@ def test_tgi(seed: FakeServer):
         assert "".join(token["text"] for token in details["tokens"]) == answer["generated_text"]
 
 
-def test_tgi_stream(seed: FakeServer):
+def test_tgi_stream(server: FakeServer):
     for path, body in (("/", TGI_STREAM[:-1] + ', "stream": true}'), ("/generate_stream", TGI_STREAM)):
-        *tokens, last = events(post(seed, path, body))
+        *tokens, last = events(post(server, path, body))
         assert len(tokens) == 19
         assert all(event["generated_text"] is event["details"] is None for event in tokens)
         assert last["generated_text"] == "".join(event["token"]["text"] for event in [*tokens, last])
         assert last["details"]["finish_reason"] == "length"
 
 
-def test_vllm(seed: FakeServer):
-    frames = post(seed, "/generate", VLLM).split("\0")
+def test_vllm(server: FakeServer):
+    frames = post(server, "/generate", VLLM).split("\0")
     assert frames.pop() == ""
     assert 8 < len(frames) <= 16  # a token that adds no text is no frame
     assert all(len(json.loads(frame)["text"][0]) <= 1 for frame in frames)
-    whole = post(seed, "/generate", VLLM.replace("true", "false"))
+    whole = post(server, "/generate", VLLM.replace("true", "false"))
     assert json.loads(whole)["text"][0].startswith("My name is Olivier and I")
 
 
-def test_openai(seed: FakeServer):
-    answer = json.loads(post(seed, "/v1/chat/completions", CHAT))
+def test_openai(server: FakeServer):
+    answer = json.loads(post(server, "/v1/chat/completions", CHAT))
     assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
     assert answer["choices"][0]["message"]["role"] == "assistant"
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 20
-    stream = post(seed, "/v1/chat/completions", CHAT.replace("false", "true"))
+    stream = post(server, "/v1/chat/completions", CHAT.replace("false", "true"))
     assert stream.endswith("data: [DONE]\n\n")
     first, *_, last = events(stream)
     assert first["choices"][0]["delta"]["role"] == "assistant"
     assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "length")
 
 
-def test_triton(seed: FakeServer):
+def test_triton(server: FakeServer):
     base = f"/v2/models/{MODEL}"
-    answer = json.loads(post(seed, base + "/generate", TRITON))
+    answer = json.loads(post(server, base + "/generate", TRITON))
     assert (answer["id"], answer["model_name"], answer["model_version"]) == ("a123", MODEL, None)
     assert (answer["details"]["finish_reason"], answer["details"]["generated_tokens"]) == ("length", 200)
-    stream = post(seed, base + "/generate_stream", TRITON)
+    stream = post(server, base + "/generate_stream", TRITON)
     assert all(line.startswith("data:{") for line in stream.split("\n") if line)
     pieces = events(stream)
     assert "".join(event["text_output"] for event in pieces) == answer["text_output"]
     assert [event["details"]["generated_tokens"] for event in pieces] == list(range(1, 201))
 
 
-def test_native(seed: FakeServer):
-    *tokens, last = events(post(seed, "/infer", NATIVE))
+def test_native(server: FakeServer):
+    *tokens, last = events(post(server, "/infer", NATIVE))
     assert all(event["tokens"] == event["token"] for event in [*tokens, last])
     assert last["tokens"]["text"] is None
     assert last["generated_text"].startswith("".join(event["tokens"]["text"] for event in tokens))
     assert last["details"]["generated_tokens"] == 20
-    whole = json.loads(post(seed, "/infer", NATIVE.replace('"stream": true', '"stream": false')))
+    whole = json.loads(post(server, "/infer", NATIVE.replace('"stream": true', '"stream": false')))
     assert whole["details"].keys() == {"finish_reason", "generated_tokens", "seed"}
 
 
-def test_infer(seed: FakeServer):
+def test_infer(server: FakeServer):
     """The sample's ids are of a vocabulary of 32000; the fake model's has 258, so they are brought into it."""
-    refused = seed.client.post(f"/v2/models/{MODEL}/infer", content=INFER)
+    refused = server.client.post(f"/v2/models/{MODEL}/infer", content=INFER)
     assert refused.status_code == 422
     assert "vocabulary" in refused.json()["error"]
     body = json.loads(INFER)
     body["inputs"][0]["data"] = [id % 256 for id in body["inputs"][0]["data"]]
-    answer = seed.post(f"/v2/models/{MODEL}/infer", body).json()
+    answer = server.post(f"/v2/models/{MODEL}/infer", body).json()
     [output] = answer["outputs"]
     assert (answer["id"], output["name"], output["shape"], output["datatype"]) == ("42", "output0", [1, 512], "UINT32")
     assert len(output["data"]) == 512

@@ -1,4 +1,4 @@
-"""CcConfig_v1: who this process is within its model instance (seed 000, table 6-2)."""
+"""CcConfig_v1: who this process is within its model instance (spec ems table 6-2)."""
 
 import re
 from dataclasses import dataclass
@@ -6,10 +6,13 @@ from enum import Enum
 
 from ems.common.exception import invalid_argument
 
+LEGACY_ID = "cc_kvstore@_@ds_default_ns_001"
+"""What deployed adapters ship with, as access_id (then it is the default tenant) and as model_id."""
+
 _MODEL_ID = re.compile(r"[0-9a-z._-]{1,512}")
 
 
-class KVCacheType(str, Enum):  # noqa: UP042 (str(KVCacheType.MLA) stays the enum's name for callers who print it)
+class KVCacheType(str, Enum):
     """How attention lays out its cache. With MLA every tensor-parallel rank holds the same bytes."""
 
     GQA = "GQA"
@@ -22,7 +25,8 @@ class KVCacheType(str, Enum):  # noqa: UP042 (str(KVCacheType.MLA) stays the enu
 class CcConfig_v1:
     """Identity of a rank. Attributes may be set after construction; `Ems.init` checks them by `validate`.
 
-    rank_id, device_id >= 0; model_id 1..512 of [0-9a-z._-]; world sizes >= 1; 0 <= rank_in_X_group < X_world_size.
+    rank_id, device_id >= 0; model_id 1..512 of [0-9a-z._-], or the one that adapters ship with; world sizes >= 1;
+    0 <= rank_in_X_group < the instance's ranks, which are tp_world_size * pp_world_size.
     """
 
     rank_id: int
@@ -41,10 +45,13 @@ class CcConfig_v1:
             _check_int(name, getattr(self, name), 0)
         for name in ("tp_world_size", "pp_world_size"):
             _check_int(name, getattr(self, name), 1)
-        for rank, size in (("rank_in_tp_group", "tp_world_size"), ("rank_in_pp_group", "pp_world_size")):
-            if getattr(self, rank) >= getattr(self, size):
-                raise invalid_argument(rank, f"must be below {size} ({getattr(self, size)}), got {getattr(self, rank)}")
-        if not isinstance(self.model_id, str) or not _MODEL_ID.fullmatch(self.model_id):
+        num_ranks = self.tp_world_size * self.pp_world_size
+        for rank in ("rank_in_tp_group", "rank_in_pp_group"):
+            if getattr(self, rank) >= num_ranks:
+                text = f"must be below tp_world_size * pp_world_size ({num_ranks}), got {getattr(self, rank)}"
+                raise invalid_argument(rank, text)
+        is_named = isinstance(self.model_id, str) and (self.model_id == LEGACY_ID or _MODEL_ID.fullmatch(self.model_id))
+        if not is_named:
             raise invalid_argument("model_id", "must be 1 to 512 characters of 0-9 a-z . - _")
         if not isinstance(self.llm_engine, str) or not 1 <= len(self.llm_engine) <= 512:
             raise invalid_argument("llm_engine", "must be a string of 1 to 512 characters")

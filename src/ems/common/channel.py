@@ -1,6 +1,7 @@
 """Channel: a connected stream socket that carries frames, descriptors and raw block bytes, each with a deadline."""
 
 import array
+import contextlib
 import select
 import socket
 import time
@@ -137,6 +138,11 @@ class Channel:
             if count == 0:
                 raise ConnectionResetError("the other side closed the connection")
             position += count
+
+    def abort(self) -> None:
+        """Ends the connection under a call of another thread, which then fails; that thread closes it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # SSLSocket's own would let that thread go on in plain
 
     def close(self) -> None:
         self.sock.close()

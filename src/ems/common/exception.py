@@ -1,4 +1,4 @@
-"""The one exception a caller of the SDK sees, and its codes (seed 000, chapter 9).
+"""The one exception a caller of the SDK sees, and its codes (spec ems 9).
 
 EMS_INVALID_ARGUMENT   the call is wrong; its message begins with the name of the argument
 EMS_IO_ERROR           the agent is gone, refuses the credentials, or the connection broke
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class EmsErrorCode(IntEnum):
-    """Codes returned by `EmsException.status_code()`. The numbers are ours: the seed gives names only."""
+    """Codes returned by `EmsException.status_code()`. The numbers are ours: the specification gives names only."""
 
     EMS_OK = 0
     EMS_INVALID_ARGUMENT = 1
@@ -30,11 +30,11 @@ class EmsException(Exception):
         self._message = message
 
     def status_code(self) -> EmsErrorCode:
-        """Which kind of error this is (seed 000, 9.1)."""
+        """Which kind of error this is (spec ems 9.1)."""
         return self._code
 
     def message(self) -> str:
-        """What went wrong, in words (seed 000, 9.2)."""
+        """What went wrong, in words (spec ems 9.2)."""
         return self._message
 
     def __str__(self) -> str:

@@ -22,11 +22,12 @@ class TokenSource(Protocol):
 class Chain:
     """The hashes of one request's blocks, made as its tokens become known; 256-bit integers."""
 
-    def __init__(self, block_size: int, extra_keys: ExtraKeys) -> None:
+    def __init__(self, block_size: int, extra_keys: ExtraKeys, root: bytes = b"") -> None:
+        """root: what all names hang on; chains of different roots share nothing."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         self._mm_index = 0
-        self._previous = b""
+        self._previous = root
         self._hashes: list[int] = []
 
     def upto(self, request: TokenSource, num_blocks: int) -> list[int]:

@@ -5,10 +5,8 @@ for, before a preemption); a block of a load is not used until it is reported. W
 """
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ems.circuit import Circuit
 from ems.common.exception import EmsException
@@ -23,62 +21,19 @@ _HEALTH_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class BlockParts:
-    """The cache as uint8 [num_blocks, 1, bytes]: one part for each piece of memory in which a block is contiguous."""
-
-    parts: list[torch.Tensor]
-    arrangement: str
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        return tuple(part.shape[2] for part in self.parts)
-
-
-def split_blocks(caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockParts:
-    """Views of an engine's KV tensors by block, whatever the order of dimensions inside one.
-
-    caches: by layer; a tensor has one dimension of `num_blocks` (or a multiple: smaller blocks for the kernels), and in
-    front of it at most K and V. Tensors that several layers share count once. Raises ValueError for any other memory.
-    """
-    parts, about, seen = [], [], set()
-    for name, tensor in caches.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: a KV cache of {type(tensor).__name__} is not supported")
-        if (tensor.data_ptr(), tensor.shape) in seen:
-            continue
-        seen.add((tensor.data_ptr(), tensor.shape))
-        dim = next((i for i, n in enumerate(tensor.shape[:2]) if n % num_blocks == 0 and n >= num_blocks), None)
-        if dim is None or (dim == 1 and tensor.shape[0] > 2):
-            raise ValueError(f"{name}: shape {list(tensor.shape)} has no dimension of {num_blocks} blocks")
-        halves = [tensor] if dim == 0 else list(tensor)
-        parts += [_rows(name, half, num_blocks) for half in halves]
-        about.append(f"{tensor.dtype}{list(tensor.shape[dim + 1 :])}{list(tensor.stride()[dim + 1 :])}")
-    return BlockParts(parts, "|".join(about))
-
-
-def _rows(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """uint8 [num_blocks, 1, bytes] over the same memory."""
-    ratio, row = tensor.shape[0] // num_blocks, tensor[0].numel()
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True))
-    if extent != row or (ratio > 1 and tensor.stride(0) != row):
-        raise ValueError(f"{name}: the bytes of a block do not lie together")
-    size = (num_blocks, 1, ratio * row)
-    stride = (ratio * tensor.stride(0), ratio * row, 1)
-    return tensor.as_strided(size, stride).view(torch.uint8)
-
-
-@dataclass(frozen=True, slots=True)
 class _UnderWay:
     transfer: Transfer
     future: CcFuture
+    is_void: bool = False  # what a load brings is not wanted any more
 
 
 class Moving:
     """Owned by the worker's thread."""
 
-    def __init__(self, settings: Settings, layout: RankLayout, parts: BlockParts) -> None:
+    def __init__(self, settings: Settings, layout: RankLayout, parts: Sequence[object]) -> None:
+        """parts: the rank's cache as tensors of uint8 [num_blocks, 1, bytes]; a block has all of them."""
         self._session: Session = settings.open(layout.identity())
-        self._session.caching.register_kvcache([parts.parts])
+        self._session.caching.register_kvcache([list(parts)])
         self._option = CcKvOption(timeout=settings.timeout_ms)
         self._circuit = Circuit(lambda: self._session.is_healthy(_HEALTH_S))
         self._circuit.wait_up(settings.timeout_ms / 1000)
@@ -88,6 +43,10 @@ class Moving:
         self._finished: set[str] = set()  # of those, the ones whose blocks wait for the report
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
+
+    def forget_loads(self) -> None:
+        """Loads under way end as if nothing had been found."""
+        self._loads = [replace(work, is_void=True) for work in self._loads]
 
     def load(self, transfers: Iterable[Transfer]) -> None:
         """Begins loads; each is reported by `reports`."""
@@ -153,7 +112,7 @@ class Moving:
             count = self._result(work)
             if count is not None:
                 self._circuit.succeeded()
-            self._end_load(work.transfer, count or 0)
+            self._end_load(work.transfer, 0 if work.is_void else count or 0)
         for work in [work for work in self._saves if work.future.done()]:
             self._saves.remove(work)
             self._result(work)

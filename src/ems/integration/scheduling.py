@@ -6,11 +6,12 @@ saved in the step that fills them, once the scheduler knows their tokens.
 """
 
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ems.circuit import Circuit
@@ -36,11 +37,15 @@ class Transfer:
 
 @dataclass(slots=True)
 class Plan:
-    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten."""
+    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten.
+
+    is_reset: loads that are under way bring what is not wanted any more.
+    """
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    is_reset: bool = False
 
 
 class Lookup:
@@ -100,7 +105,19 @@ class Scheduling:
         self._tracked: dict[str, _Tracked] = {}
         self._saving: set[str] = set()  # requests with a save that the workers were told of
         self._loads: list[Transfer] = []
+        self._root = b""
+        self._is_reset = False
         self.lookup: Lookup | None = None  # set when the workers have told their layouts
+
+    def reset(self) -> None:
+        """The weights changed: names are others from here on, and what has an old one is neither loaded nor saved.
+
+        Only this engine knows the new names: nobody can tell whose weights are the same.
+        """
+        self._root = secrets.token_bytes(32)
+        self._tracked = {}
+        self._loads = [replace(load, hashes=[secrets.randbits(256) for _ in load.hashes]) for load in self._loads]
+        self._is_reset = True
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind `num_computed_tokens` that the pool has, in whole blocks; None = ask again. And if to load."""
@@ -140,8 +157,8 @@ class Scheduling:
 
     def plan(self, output: Any) -> Plan:
         """The step's transfers, from vLLM's SchedulerOutput."""
-        plan = Plan(loads=self._loads, preempted=list(output.preempted_req_ids or ()))
-        self._loads = []
+        plan = Plan(loads=self._loads, preempted=list(output.preempted_req_ids or ()), is_reset=self._is_reset)
+        self._loads, self._is_reset = [], False
         self._saving -= set(plan.preempted)  # the workers end these saves first
         num_computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
@@ -202,7 +219,7 @@ class Scheduling:
     def _track(self, request: Any) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys))
+            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys, self._root))
             self._tracked[request.request_id] = tracked
         return tracked
 

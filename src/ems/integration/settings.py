@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
 from ems.common.exception import EmsException
@@ -18,12 +20,13 @@ from ems.session import Session, locate_socket
 log = logging.getLogger(__name__)
 KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms")
 _MAX_TIMEOUT_MS = 60_000
+_PIECE_BYTES = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """socket: path of the agent's, empty = the usual places; model_id: empty = made from the model's files.
+    """socket: path of the agent's, empty = where agents serve; model_id: empty = made from the model's files.
 
     timeout_ms: what a request waits for its prefix at most, and a save for the pool.
     """
@@ -99,25 +102,32 @@ class RankLayout:
             kvcache_type=KVCacheType.MLA if self.is_mla else KVCacheType.GQA,
         )
 
-    def empty_cache(self) -> list[list[torch.Tensor]]:
+    def empty_cache(self) -> list[list[npt.NDArray[np.uint8]]]:
         """A cache of one block that is never filled: enough to make the names of blocks."""
-        return [[torch.empty((1, 1, width), dtype=torch.uint8) for width in self.widths]]
+        return [[np.empty((1, 1, width), np.uint8) for width in self.widths]]
 
 
 def model_fingerprint(folder: str, facts: tuple[object, ...]) -> str:
-    """A model_id from what the engine was told (`facts`) and, for a local folder, its files' names, sizes and times.
+    """A model_id from what the engine was told (`facts`) and, for a local folder, every byte of its weights.
 
-    The times keep two folders of equal shape apart, and equal copies too: where copies shall share, give model_id.
+    So copies on several nodes share, and no other model does. Reads as fast as the disk gives; model_id spares that.
     """
     digest = hashlib.sha256(repr(facts).encode())
     if os.path.isdir(folder):
         for path in sorted(Path(folder).iterdir()):
             if path.suffix in _WEIGHTS:
-                about = path.stat()
-                digest.update(f"{path.name}|{about.st_size}|{about.st_mtime_ns}".encode())
+                digest.update(f"{path.name}|{path.stat().st_size}|{_hash_of(path)}|".encode())
     else:
         digest.update(folder.encode())
     return f"m-{digest.hexdigest()}"
+
+
+def _hash_of(path: Path) -> str:
+    hashed = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(_PIECE_BYTES):
+            hashed.update(piece)
+    return hashed.hexdigest()
 
 
 def _first_line(path: str) -> str:

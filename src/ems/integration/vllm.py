@@ -23,26 +23,27 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from ems.integration.moving import Moving, split_blocks
+from ems.integration.moving import Moving
+from ems.integration.parts import split_blocks
 from ems.integration.scheduling import Lookup, Plan, Scheduling
 from ems.integration.settings import RankLayout, Settings, model_fingerprint
 
 
 @dataclass
-class EMSConnectorMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class EMSConnectorMetadata(KVConnectorMetadata):
     """From the scheduler to the workers, once a step."""
 
     plan: Plan = field(default_factory=Plan)
 
 
 @dataclass
-class EMSHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class EMSHandshake(KVConnectorHandshakeMetadata):
     """From a worker to the scheduler, once."""
 
     layout: RankLayout
 
 
-class EMSConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class EMSConnector(KVConnectorBase_V1):
     """Methods are vLLM's; see its KVConnectorBase_V1 for who calls them when."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -94,6 +95,13 @@ class EMSConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert self._scheduling is not None
         return self._scheduling.finished(request.request_id), None
 
+    def reset_cache(self) -> bool | None:
+        """vLLM's reset_prefix_cache(reset_connector=True): what was saved so far is not loaded any more."""
+        if self._scheduling is None:
+            return None
+        self._scheduling.reset()
+        return True
+
     # In a worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -110,7 +118,7 @@ class EMSConnector(KVConnectorBase_V1):  # type: ignore[misc]
             rank_in_pp=pp.rank_in_group,
             widths=parts.widths,
         )
-        self._moving = Moving(self._settings, self._layout, parts)
+        self._moving = Moving(self._settings, self._layout, parts.parts)
 
     def get_handshake_metadata(self) -> EMSHandshake | None:
         return EMSHandshake(self._layout) if self._layout is not None else None
@@ -121,7 +129,10 @@ class EMSConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._moving is not None:
-            self._moving.load(self._get_connector_metadata().plan.loads)
+            plan = self._get_connector_metadata().plan
+            if plan.is_reset:
+                self._moving.forget_loads()
+            self._moving.load(plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """A request runs only when all its blocks are there."""

@@ -11,12 +11,12 @@ import hashlib
 import hmac
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import Final
-
-import msgspec
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Final, NamedTuple
 
 from ems.wire.messages import Message
+from ems.wire.packing import READERS, Reader, pack, unpack
 
 VERSION = 1
 MAX_BODY_BYTES = 1 << 20
@@ -30,8 +30,20 @@ class WireError(Exception):
     """The other side broke the protocol; the connection is of no use any more."""
 
 
-_DECODERS: Final = {cls.OP: msgspec.msgpack.Decoder(cls) for cls in Message.__subclasses__()}
-_ENCODER: Final = msgspec.msgpack.Encoder()
+class _Kind(NamedTuple):
+    """A kind of message: its class, what reads its fields, and how many of them must be there."""
+
+    message: Any
+    readers: Sequence[Reader]
+    num_required: int
+
+
+def _kind(cls: Any) -> _Kind:
+    known = fields(cls)
+    return _Kind(cls, [READERS[each.type] for each in known], sum(each.default is MISSING for each in known))
+
+
+_KINDS: Final = {cls.OP: _kind(cls) for cls in Message.__subclasses__()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,7 @@ def _tag(key: bytes, sequence: int, data: bytes) -> bytes:
 
 
 class FrameWriter:
-    """Encodes the frames of one direction of a connection; with a key, each gets a tag and its place in the order."""
+    """Encodes the frames of one direction of a connection; with a key, each gets a tag over its number."""
 
     def __init__(self) -> None:
         self._key = b""
@@ -60,7 +72,7 @@ class FrameWriter:
         self._sequence = 0
 
     def encode(self, message: Message, request_id: int = 0, deadline_ms: int = 0) -> bytes:
-        body = _ENCODER.encode(message)
+        body = pack(vars(message).values())
         if len(body) > MAX_BODY_BYTES:
             raise WireError(f"body of {len(body)} bytes, the limit is {MAX_BODY_BYTES}")
         head = _HEADER.pack(_MAGIC, VERSION, message.OP, 0, request_id, deadline_ms, len(body), 0)[:-4]
@@ -99,7 +111,7 @@ class FrameReader:
 
     def _total(self) -> int:
         magic, version, op, _flags, _id, _deadline, size, _crc = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC or version != VERSION or op not in _DECODERS:
+        if magic != _MAGIC or version != VERSION or op not in _KINDS:
             raise WireError("not a frame of this protocol and version")
         if size > MAX_BODY_BYTES:
             raise WireError(f"body of {size} bytes, the limit is {MAX_BODY_BYTES}")
@@ -119,8 +131,15 @@ class FrameReader:
         _magic, _version, op, _flags, request_id, deadline_ms, _size, crc = _HEADER.unpack_from(data)
         if crc != zlib.crc32(data[HEADER_BYTES:], zlib.crc32(data[: HEADER_BYTES - 4])):
             raise WireError("wrong checksum")
-        try:
-            message = _DECODERS[op].decode(data[HEADER_BYTES:])
-        except msgspec.MsgspecError as error:
-            raise WireError(f"malformed message {op}: {error}") from None
-        return Frame(message, request_id, deadline_ms)
+        return Frame(_read(_KINDS[op], data[HEADER_BYTES:]), request_id, deadline_ms)
+
+
+def _read(kind: _Kind, body: bytes) -> Message:
+    try:
+        values = unpack(body, kind.readers)
+        if len(values) < kind.num_required:
+            raise ValueError(f"{len(values)} values, it has {kind.num_required} at least")
+        message: Message = kind.message(*values)
+    except ValueError as error:
+        raise WireError(f"malformed message {kind.message.OP}: {error}") from None
+    return message

@@ -1,9 +1,8 @@
 """What SDK, agents and peers say to each other: one struct a message, packed arrays inside, checked when decoded."""
 
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import ClassVar
-
-import msgspec
 
 from ems.keys import KEY_BYTES, NONCE_BYTES
 
@@ -21,10 +20,11 @@ class Status(IntEnum):
     NO_ROOM = 3
     TOO_LARGE = 4
     LIMITED = 5  # the tenant saves faster than it may
+    LOCAL = 6  # stored, on this node only: its home was not reached in time
 
     @property
     def is_success(self) -> bool:
-        return self <= Status.CONFLICT
+        return self <= Status.CONFLICT or self is Status.LOCAL
 
 
 class Cause(IntEnum):
@@ -40,8 +40,11 @@ class Cause(IntEnum):
     QUOTA = 7  # it was saved, and found no room within the tenant's quota
 
 
-class Message(msgspec.Struct, array_like=True):
-    """Base of all messages. A `__post_init__` that raises ValueError makes the frame malformed."""
+class Message:
+    """Base of all messages: dataclasses of fields that `packing` knows, new ones last and with a default.
+
+    A `__post_init__` that raises ValueError makes the frame malformed.
+    """
 
     OP: ClassVar[int] = 0
 
@@ -65,6 +68,7 @@ def _check_lengths(lengths: list[int]) -> None:
         raise ValueError(f"a block is 1 to {MAX_BLOCK_BYTES} bytes")
 
 
+@dataclass
 class Hello(Message):
     """First frame of a client; a peer sends is_peer=True and its node id as access_id."""
 
@@ -78,17 +82,20 @@ class Hello(Message):
             raise ValueError("nonce or access_id has a wrong length")
 
 
+@dataclass
 class Challenge(Message):
     OP = 2
     nonce: bytes
     salt: bytes  # of the verifier
 
 
+@dataclass
 class Proof(Message):
     OP = 3
     proof: bytes
 
 
+@dataclass
 class Welcome(Message):
     """The session stands. incarnation: this life of the agent; key_salt: the tenant's; proof: the agent's own."""
 
@@ -101,6 +108,7 @@ class Welcome(Message):
     is_direct: bool
 
 
+@dataclass
 class Failure(Message):
     """Answer to a request that the agent cannot serve; `code` is an EmsErrorCode."""
 
@@ -109,13 +117,19 @@ class Failure(Message):
     message: str
 
 
+@dataclass
 class Arena(Message):
-    """Asks for a staging area of `size` bytes; the answer is Done with its descriptor."""
+    """Asks for a staging area; the answer is Done with its descriptor.
+
+    It has `size` bytes, or fewer, but `least`, where staging memory is short; least = 0: no fewer.
+    """
 
     OP = 6
     size: int
+    least: int = 0
 
 
+@dataclass
 class Segment(Message):
     """Asks for a segment's descriptor; the answer is Done with it, read-only unless the session is direct."""
 
@@ -123,10 +137,12 @@ class Segment(Message):
     segment: int
 
 
+@dataclass
 class Done(Message):
     OP = 8
 
 
+@dataclass
 class Save(Message):
     """Blocks in the staging area, in chain order. parent: the key before the first, or empty.
 
@@ -148,6 +164,7 @@ class Save(Message):
             raise ValueError("parent: neither empty nor a key")
 
 
+@dataclass
 class Saved(Message):
     """One `Status` a key."""
 
@@ -155,8 +172,9 @@ class Saved(Message):
     statuses: bytes
 
 
+@dataclass
 class Reserve(Message):
-    """Direct sessions: asks for places to write to. The answer is Reserved."""
+    """Direct sessions: asks for memory to write to. The answer is Reserved."""
 
     OP = 11
     keys: bytes
@@ -168,6 +186,7 @@ class Reserve(Message):
         _check_lengths(self.lengths)
 
 
+@dataclass
 class Reserved(Message):
     """statuses: STORED = write here then COMMIT; others are final. Positions are 0 where nothing is to be written."""
 
@@ -177,13 +196,15 @@ class Reserved(Message):
     offsets: list[int]
 
 
+@dataclass
 class Commit(Message):
-    """The reserved places of the last Reserve are written; 16 bytes of checksum each, in order. Answer: Saved."""
+    """What the last Reserve reserved is written; 16 bytes of checksum each, in order. Answer: Saved."""
 
     OP = 13
     sums: bytes
 
 
+@dataclass
 class Load(Message):
     OP = 14
     keys: bytes
@@ -193,8 +214,13 @@ class Load(Message):
         _check_keys(self.keys)
 
 
+@dataclass
 class Found(Message):
-    """The contiguous prefix that is here, pinned under `lease` until Release or the end of the connection."""
+    """The contiguous prefix that is here, pinned under `lease` until Release or the end of the connection.
+
+    num_given_back: segments of the tenant that left the pool so far. When it grows, mappings of segments that this
+    answer does not name may be stale, and should go.
+    """
 
     OP = 15
     lease: int
@@ -203,6 +229,7 @@ class Found(Message):
     lengths: list[int]
     sums: bytes
     cause: int
+    num_given_back: int = 0
 
     def __post_init__(self) -> None:
         _check_counts(len(self.segments), self.offsets, self.lengths)
@@ -210,6 +237,7 @@ class Found(Message):
             raise ValueError("sums: not one a block")
 
 
+@dataclass
 class Release(Message):
     """Ends a lease; no answer. corrupt: index of the block whose bytes did not match, or -1."""
 
@@ -218,6 +246,7 @@ class Release(Message):
     corrupt: int = -1
 
 
+@dataclass
 class Exists(Message):
     OP = 17
     keys: bytes
@@ -227,15 +256,18 @@ class Exists(Message):
         _check_keys(self.keys)
 
 
+@dataclass
 class Count(Message):
     OP = 18
     count: int
 
 
+@dataclass
 class Ping(Message):
     OP = 19
 
 
+@dataclass
 class PeerGet(Message):
     """Blocks of a tenant; the answer is PeerBlocks and their bytes. has_only: no bytes are wanted."""
 
@@ -248,6 +280,7 @@ class PeerGet(Message):
         _check_keys(self.keys)
 
 
+@dataclass
 class PeerBlocks(Message):
     """lengths: 0 = not here. The bytes of the others follow the frame in order."""
 
@@ -256,13 +289,17 @@ class PeerBlocks(Message):
     sums: bytes
 
     def __post_init__(self) -> None:
-        _check_counts(len(self.lengths))
+        _check_counts(len(self.lengths), self.lengths)
         if max(self.lengths, default=0) > MAX_BLOCK_BYTES or len(self.sums) != SUM_BYTES * len(self.lengths):
             raise ValueError("lengths or sums out of range")
 
 
+@dataclass
 class PeerPut(Message):
-    """Blocks for their home node; the bytes follow the frame. Answer: Saved."""
+    """Blocks for their home node; the bytes follow the frame. Answer: Saved.
+
+    parents: of each block, the key before it in its chain, or zeros; absent: a chain that follows `parent`.
+    """
 
     OP = 22
     tenant: str
@@ -270,9 +307,12 @@ class PeerPut(Message):
     lengths: list[int]
     sums: bytes
     parent: bytes = b""
+    parents: bytes = b""
 
     def __post_init__(self) -> None:
         count = _check_keys(self.keys)
+        if self.parents and len(self.parents) != len(self.keys):
+            raise ValueError("parents: not one a key")
         _check_counts(count, self.lengths)
         _check_lengths(self.lengths)
         if len(self.sums) != SUM_BYTES * count:

@@ -5,13 +5,14 @@ import json
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from kvloom.bench import load as loads
 from kvloom.bench import process, report
@@ -20,6 +21,17 @@ from kvloom.bench.client import BenchError, Target
 LEVELS = ("all", "server", "kernels")
 _START_LIMIT_S = 300.0
 _KERNEL_ROUNDS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is measured: the server at `url`, or one that is started with `model` and `weight_format`."""
+
+    url: str | None
+    model: str | None
+    weight_format: str | None
+    api_key: str
+    seed: str
 
 
 def bench(
@@ -56,8 +68,9 @@ def bench(
         if path and not path.absolute().parent.is_dir():
             raise BenchError(f"{path}: there is no folder {path.absolute().parent}")
     common: report.Row = {}
+    subject = _Subject(url, model, weight_format, api_key, seed or loads.new_seed())
     kernels = _kernels(model, weight_format) if level != "server" else []
-    points = _server(url, model, weight_format, api_key, wanted, seed, common) if level != "kernels" else []
+    points = _server(subject, wanted, common) if level != "kernels" else []
     console = Console()
     if kernels:
         console.print(report.kernel_table(kernels))
@@ -72,22 +85,16 @@ def bench(
         plot.write_text(report.plot(f"kvloom bench {url or model or ''}".strip(), points, kernels), encoding="utf-8")
 
 
-def _server(
-    url: str | None,
-    model: str | None,
-    weight_format: str | None,
-    api_key: str,
-    wanted: list[loads.Load],
-    seed: str | None,
-    common: report.Row,
-) -> list[loads.Point]:
-    """Measures the server at `url`, or one of its own, of which `common` then tells the start and the memory."""
+def _server(subject: _Subject, wanted: list[loads.Load], common: report.Row) -> list[loads.Point]:
+    """Measures the server at a URL, or one of its own, of which `common` then tells the start and the memory."""
+    url, model, seed = subject.url, subject.model, subject.seed
     with ExitStack() as stack:
         if url:
-            target = Target(url, model or _first_model(url, api_key), api_key)
+            target = Target(url, model or _first_model(url, subject.api_key), subject.api_key)
             return _points(target, wanted, seed)
         port = process.free_port()
-        options = ["--served-model-name", "bench", *(["--weight-format", weight_format] if weight_format else [])]
+        format_option = ["--weight-format", subject.weight_format] if subject.weight_format else []
+        options = ["--served-model-name", "bench", *format_option]
         server = stack.enter_context(process.ServerProcess(process.serve_command(model or "", port, options)))
         target = Target(f"http://127.0.0.1:{port}", "bench")
         first = [wanted[0].token_ids[0]] * min(16, wanted[0].input_len)
@@ -97,16 +104,15 @@ def _server(
         return points
 
 
-def _points(target: Target, wanted: list[loads.Load], seed: str | None) -> list[loads.Point]:
-    seed = seed or loads.new_seed()
+def _points(target: Target, wanted: list[loads.Load], seed: str) -> list[loads.Point]:
     points = []
     with _progress() as bar:
         for load in wanted:
             warm = loads.warm_up(load)
             task = bar.add_task(f"concurrency {load.concurrency}", total=warm.num_prompts + load.num_prompts)
 
-            def advance(task: object = task) -> None:
-                bar.advance(task)  # type: ignore[arg-type]
+            def advance(task: TaskID = task) -> None:
+                bar.advance(task)
 
             asyncio.run(loads.run(target, warm, f"{seed}-warm-{load.concurrency}", advance))
             answers, wall_s = asyncio.run(loads.run(target, load, f"{seed}-{load.concurrency}", advance))
@@ -115,7 +121,7 @@ def _points(target: Target, wanted: list[loads.Load], seed: str | None) -> list[
 
 
 def _kernels(model: str | None, weight_format: str | None) -> list[report.Row]:
-    """In a process of their own: they load torch and the weights, and give both back."""
+    """In a process of their own: they load the weights, and give them back."""
     command = [sys.executable, "-m", "kvloom.bench.kernels", "--progress", "--rounds", str(_KERNEL_ROUNDS)]
     command += [model] if model else []
     command += ["--weight-format", weight_format] if weight_format else []

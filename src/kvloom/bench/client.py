@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from kvloom.engine.errors import UserError
+from kvloom.contract.errors import UserError
 
 
 class BenchError(UserError):
@@ -51,6 +51,7 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
+        """Time to the first piece."""
         return self.times_s[0] - self.started_s
 
     @property
@@ -60,6 +61,7 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
+        """Between one piece and the next."""
         return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
 
 

@@ -14,42 +14,44 @@ import sys
 import time
 from collections.abc import Callable
 
-import torch
+import numpy as np
 
-from kvloom.engine.errors import ServingError
-from kvloom.engine.hub import find_model, pull
-from kvloom.engine.kernels.backend import Ragged
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.demo_models import find_model, pull
+from kvloom.contract.errors import ServingError
+from kvloom.rank.kernels.backend import Ints, Ragged
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
 BATCHES = (1, 8, 32)
 CONTEXT = 200
 PREFILL, CHUNK = 1024, 256
 
 
-def decode_args(backend: CpuBackend, batch: int) -> tuple[Ragged, torch.Tensor]:
+def decode_args(backend: CpuBackend, batch: int) -> tuple[Ragged, Ints]:
     """Arguments of a step of one token for each of `batch` sequences with CONTEXT tokens cached."""
     width = CONTEXT // 16 + 1
-    table = torch.randperm(batch * width, dtype=torch.int32).view(batch, width)
-    ids = torch.randint(0, backend.spec.vocab_size, (batch,), dtype=torch.int32)
-    pos, every = torch.full((batch,), CONTEXT, dtype=torch.int32), torch.arange(batch + 1, dtype=torch.int32)
+    random = np.random.default_rng(0)
+    table = random.permutation(np.arange(batch * width, dtype=np.int32)).reshape(batch, width)
+    ids = random.integers(0, backend.spec.vocab_size, batch, np.int32)
+    pos, every = np.full(batch, CONTEXT, np.int32), np.arange(batch + 1, dtype=np.int32)
     return Ragged(ids, pos, every, table), every[:-1]
 
 
 def decode_step(backend: CpuBackend, batch: int) -> Callable[[], object]:
     args = decode_args(backend, batch)
-    return lambda: backend.step(*args)
+    return lambda: backend.step(*args, [0] * batch)
 
 
 def prefill(backend: CpuBackend) -> Callable[[], object]:
-    table = torch.randperm(PREFILL // 16, dtype=torch.int32)[None]
-    ids = torch.randint(0, backend.spec.vocab_size, (PREFILL,), dtype=torch.int32)
-    qstart, last = torch.tensor([0, CHUNK], dtype=torch.int32), torch.tensor([CHUNK - 1], dtype=torch.int32)
+    random = np.random.default_rng(0)
+    table = random.permutation(np.arange(PREFILL // 16, dtype=np.int32))[None]
+    ids = random.integers(0, backend.spec.vocab_size, PREFILL, np.int32)
+    qstart, last = np.array([0, CHUNK], np.int32), np.array([CHUNK - 1], np.int32)
 
     def run() -> None:
         for at in range(0, PREFILL, CHUNK):
-            pos = torch.arange(at, at + CHUNK, dtype=torch.int32)
-            backend.step(Ragged(ids[at : at + CHUNK], pos, qstart, table), last)
+            pos = np.arange(at, at + CHUNK, dtype=np.int32)
+            backend.step(Ragged(ids[at : at + CHUNK], pos, qstart, table), last, [0])
 
     return run
 
@@ -96,11 +98,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds: {args.rounds} is below 1")
-    torch.manual_seed(0)
     try:
         checkpoint = open_checkpoint(find_model(args.model) if args.model else pull("smollm2"))
         start = time.perf_counter()
-        backend = CpuBackend(checkpoint.spec, checkpoint.weights, 512, args.weight_format, args.kv_dtype, isa=args.isa)
+        backend = CpuBackend(
+            checkpoint.spec, checkpoint.weights, 512, CpuOptions(args.weight_format, args.kv_dtype, isa=args.isa)
+        )
     except ServingError as error:
         print(error, file=sys.stderr)
         sys.exit(1)

@@ -98,6 +98,7 @@ def new_seed() -> str:
 
 
 def summarise(load: Load, answers: Sequence[Answer], wall_s: float) -> Point:
+    """Rates and percentiles of one load's answers, which took `wall_s` together."""
     return Point(
         concurrency=load.concurrency,
         num_prompts=load.num_prompts,

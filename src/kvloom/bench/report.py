@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from kvloom.bench.load import Point, as_row
-from kvloom.bench.plot import Line, page
+from kvloom.bench.plot import Chart, Line, page
 
 Row = dict[str, object]
 
@@ -57,7 +57,11 @@ def plot(title: str, points: Sequence[Point], kernels: Sequence[Row]) -> str:
         for p in points
     ]  # fmt: skip
     drawn = [line for line in rates if line.points]
-    return page(title, table, [("tokens per second", drawn), ("time to first token, ms", ttft)])
+    charts = [
+        Chart("tokens per second", "concurrency", drawn, is_log2=True),
+        Chart("time to first token, ms", "concurrency", ttft, is_log2=True),
+    ]
+    return page(title, charts, table)
 
 
 def _xy(row: Row, name: str) -> tuple[float, float]:

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from kvloom.engine.batch import AdapterInfo
-from kvloom.engine.errors import BadRequest, NotFound
-from kvloom.engine.executor import Executor
-from kvloom.engine.lora import FIELD
+from kvloom.checkpoints.lora import FIELD
+from kvloom.contract.errors import BadRequest, NotFound
+from kvloom.contract.messages import AdapterInfo
+from kvloom.engine.link.executor import Executor
 
 MAX_ADAPTERS = 64  # loaded at once
+_LOST = "the adapter was lost when the model restarted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,22 @@ class Adapters:
         return adapter
 
     def unload(self, id: int) -> None:
-        """No new request gets it from now on. Unknown ids are ignored. Raises RankDied."""
+        """Drop it, when nobody uses it any more. Unknown ids are ignored. Raises RankDied."""
+        self.leave(id)
+        self.sweep()
+
+    def leave(self, id: int) -> None:
+        """No new request gets it from now on; ranks are not told before the next sweep. Unknown ids are ignored."""
         self._lost.pop(id, None)
         if id in self._loaded:
             self._leaving.add(id)
-        self.sweep()
 
     def digest(self, id: int) -> str:
-        """What tells its results from others'; "" for the base model. Raises NotFound when it is gone."""
+        """The digest of its files, which keeps blocks apart; "" for the base model. Raises NotFound when it is gone."""
         if id == 0:
             return ""
         if id in self._lost:
-            raise NotFound(f"the adapter was lost when the model restarted: {self._lost[id]}")
+            raise NotFound(self._lost[id])
         if id not in self._loaded or id in self._leaving:
             raise NotFound("the adapter was unloaded")
         return self._loaded[id].info.digest
@@ -63,15 +68,24 @@ class Adapters:
             self._leaving.discard(id)
             del self._loaded[id]
 
-    def reload(self) -> None:
-        """All of them into ranks that know none. Raises RankDied."""
-        for id in self._leaving:
+    def reload(self) -> dict[int, str]:
+        """All that are in use into ranks that know none. Returns what is wrong with those that are not what they were.
+
+        Raises RankDied.
+        """
+        lost: dict[int, str] = {}
+        for id in self._leaving.difference(self._used()):
             del self._loaded[id]
-        self._leaving.clear()
+        self._leaving.intersection_update(self._loaded)
         for id, adapter in list(self._loaded.items()):
             try:
                 info = self._executor.load_adapter(id, adapter.path)
-                self._loaded[id] = Adapter(id, adapter.path, info)
             except BadRequest as error:
-                self._lost[id] = error.problem
+                lost[id] = self._lost[id] = f"{_LOST}: {error.problem}"
                 del self._loaded[id]
+                self._leaving.discard(id)
+                continue
+            self._loaded[id] = Adapter(id, adapter.path, info)
+            if info.digest != adapter.info.digest:
+                lost[id] = f"{_LOST}: its files have changed"
+        return lost

@@ -1,12 +1,20 @@
-"""The `COMPLETED REQ ID` line of the log, from which operators tune batch sizes (seed 001, 2.3.2, table 2-7)."""
+"""The `COMPLETED REQ ID` line of the log, from which operators tune batch sizes (spec table 2-7)."""
 
 import logging
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from kvloom.engine.request import Delta, Request
-from kvloom.engine.stats import Stats
+from kvloom.contract.request import Delta, Request
 
 log = logging.getLogger(__name__)
+
+
+class StepSize(NamedTuple):
+    """Requests of a step, and the blocks that all running ones held at its end."""
+
+    num_seqs: int = 0
+    num_blocks: int = 0
 
 
 class CompletedLog:
@@ -14,44 +22,44 @@ class CompletedLog:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tokens: dict[str, list[int]] = {}  # request id -> [prompt, output]
+        self._tokens: dict[str, deque[list[int]]] = {}  # request id -> [prompt, output], the oldest of the name first
 
     def added(self, request: Request) -> None:
         if log.isEnabledFor(logging.INFO):
-            self._tokens[request.id] = [len(request.prompt_ids), 0]
+            self._tokens.setdefault(request.id, deque()).append([len(request.prompt_ids), 0])
 
-    def delivered(self, deltas: Sequence[Delta], stats: Stats) -> None:
-        """`stats`: as of the step that the deltas come from."""
+    def delivered(self, deltas: Sequence[Delta], step: StepSize) -> None:
+        """`step`: the one that the deltas come from."""
         if not self._tokens:
             return
         ended: list[tuple[str, int, int]] = []
         for delta in deltas:
-            counts = self._tokens.get(delta.request_id)
-            if counts is not None:
-                counts[1] += len(delta.token_ids)
+            line = self._tokens.get(delta.request_id)
+            if line is not None:
+                line[0][1] += len(delta.token_ids)
                 if delta.finish_reason is not None:
-                    del self._tokens[delta.request_id]
-                    ended.append((delta.request_id, counts[0], counts[1]))
+                    num_prompt, num_output = line.popleft()
+                    ended.append((delta.request_id, num_prompt, num_output))
+                    if not line:
+                        del self._tokens[delta.request_id]
         if ended:
-            log.info("%s", completed_line(ended, stats, self._block_size))
+            log.info("%s", completed_line(ended, step, self._block_size))
 
 
-def completed_line(ended: Sequence[tuple[str, int, int]], stats: Stats, block_size: int) -> str:
+def completed_line(ended: Sequence[tuple[str, int, int]], step: StepSize, block_size: int) -> str:
     """Of the first request that ended: id, blocks, tokens, prompt tokens, output tokens; of the step: requests in the
-    batch, blocks in use, requests that ended.
-
-    `stats` are from after the step, without those that ended; the line counts them.
+    batch, blocks in use, requests that ended. Its last token is in no block: nobody asked what follows.
     """
     id, num_prompt, num_output = ended[0]
-    blocks = [-(-(prompt + output) // block_size) for _, prompt, output in ended]
+    num_held = num_prompt + max(0, num_output - 1)
     columns = (
         id,
-        blocks[0],
+        -(-num_held // block_size),
         num_prompt + num_output,
         num_prompt,
         num_output,
-        stats.num_running + len(ended),
-        stats.num_blocks - stats.num_free_blocks + sum(blocks),
+        step.num_seqs,
+        step.num_blocks,
         len(ended),
     )
     return "COMPLETED REQ ID: " + " , ".join(map(str, columns))

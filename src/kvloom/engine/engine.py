@@ -8,53 +8,36 @@ A step has two halves, so that work for people overlaps work for the model:
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Batch, NewSeq, Sample
+from kvloom.contract.request import Delta, FinishReason, Request, capped, check_request
+from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapters
-from kvloom.engine.batch import Batch, Logprob, NewSeq, PromptLogprobs, Sample
-from kvloom.engine.blocks import BlockPool, adapter_salt, extend_chain
-from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.detok import Detokenizer, Vocabulary, text_bytes
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.executor import Executor
-from kvloom.engine.lookup import PromptLookup
-from kvloom.engine.policies import Turns, policy_of
-from kvloom.engine.request import Delta, FinishReason, Request, TokenLogprob, capped, check_request
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, check, commit_step, plan_step, release_seq, swap_out
+from kvloom.engine.completed import StepSize
+from kvloom.engine.counts import Counts
+from kvloom.engine.link.executor import Executor
+from kvloom.engine.live import Fresh, Live
+from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.lookup import lookup_of
+from kvloom.engine.schedule.pace import Pace
+from kvloom.engine.schedule.policies import Turns, policy_of
+from kvloom.engine.schedule.scheduler import Circumstances, plan_step
+from kvloom.engine.schedule.seq import Plan, Seq, Status
+from kvloom.engine.schedule.suspicion import accuse, next_alone
+from kvloom.engine.schedule.swap import ComputeTimer, SwapCosts
+from kvloom.engine.schedule.transfers import Transfers
 from kvloom.engine.stats import Stats
-from kvloom.engine.stop import StopStrings, finish_of
-from kvloom.engine.swap import ComputeTimer, SwapCosts
-from kvloom.engine.transfers import Transfers
+from kvloom.engine.text.detok import Detokenizer, text_bytes
+from kvloom.engine.text.stop import Ends, StopStrings, finish_of
+from kvloom.engine.verbose import tell_plan
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A request in the engine: its sequence and the text side of its answer."""
-
-    request: Request
-    seq: Seq
-    seed: int
-    detok: Detokenizer
-    stops: StopStrings
-    arrival_s: float
-    lookup: PromptLookup | None  # what guesses its next tokens; None = nobody does
-    is_known: bool = False  # the rank has its tokens
-    finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
-    embedding: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Fresh:
-    """A token sampled by the last step, not yet detokenised. token None: the request ended without one."""
-
-    live: _Live
-    token_id: int | None
-    logprob: Logprob | None
-    finish: FinishReason | None
+GUILTY = "the model's process died twice while it computed this request, the second time of this request alone"
 
 
 class Engine:
@@ -67,7 +50,7 @@ class Engine:
         self,
         config: EngineConfig,
         executor: Executor,
-        vocabulary: Vocabulary,
+        vocabulary: Tokenizer,
         planner: Planner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -80,32 +63,39 @@ class Engine:
         self._executor = executor
         self._vocabulary = vocabulary
         self.adapters = Adapters(executor, lambda: (live.request.adapter for live in self._seqs.values()))
-        self._seqs: dict[int, _Live] = {}  # arrival order
-        self._by_request: dict[str, _Live] = {}
+        self._seqs: dict[int, Live] = {}  # arrival order
+        self._by_request: dict[str, Live] = {}
         self._next_id = 0
-        self._fresh: list[_Fresh] = []
+        self._fresh: list[Fresh] = []
         self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
         self._dropped: list[int] = []
         self._plan = Plan()
-        self._counts = dict.fromkeys(_COUNTERS, 0)
-        self._compute_s = 0.0
+        self._computing: list[Seq] = []  # in the step that is under way
+        self._counts = Counts()
         self._timer = ComputeTimer()
+        self._pace = Pace(config.pace_s)
         self.reset()
 
     def reset(self) -> None:
-        """Start over with the executor as it is now (a new rank knows nothing). Live requests must have been failed."""
+        """Start over with the executor as it is now: a new rank knows nothing. Requests wait, to be computed again."""
         info = self._executor.info
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
+        self._ends = Ends(self._vocabulary.eos_ids, self.max_seq_len)
         self._limits = self.config.limits(info.block_size)
         self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
         tier = self.config.kv_tier
         self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
         self._plan = Plan()
+        self.last_step = StepSize()
         self._dropped = []
+        self._computing = []
+        for live in self._seqs.values():
+            live.lose_rank()
 
     @property
     def has_work(self) -> bool:
+        """Whether there is something to compute, to tell, or to move; without, `start_step` does nothing."""
         return bool(self._seqs or self._fresh or self._outbox or self._transfers.is_pending)
 
     @property
@@ -122,7 +112,7 @@ class Engine:
         params = request.params
         seed = params.seed if params.seed is not None else self._draw_seed()
         salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
-        seq = Seq(self._next_id, list(request.prompt_ids), len(request.prompt_ids), salt)
+        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), salt)
         seq.priority = request.priority
         seq.max_len = self._max_len(request)
         now_s = self._clock()
@@ -130,14 +120,16 @@ class Engine:
         seq.may_reuse = request.may_reuse
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
-        live = _Live(request, seq, seed, self._detokenizer(request), stops, now_s, self._lookup())
+        detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
+        live = Live(request, seq, seed, detok, stops, now_s, lookup_of(self.config))
+        live.go_on()
         self._next_id += 1
-        self._counts["total_requests"] += 1
-        self._counts["total_prompt_tokens"] += seq.num_prompt
+        self._counts.add("total_requests")
+        self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
         if request.computes_nothing:
             self._retire(live)
-            self._outbox.append(self._delta(live, finish=FinishReason.LENGTH))
+            self._outbox.append(live.delta(FinishReason.LENGTH))
         else:
             self._seqs[seq.id] = live
 
@@ -147,7 +139,7 @@ class Engine:
         if live is not None:
             self._retire(live)
             self._fresh = [fresh for fresh in self._fresh if fresh.live is not live]
-            self._outbox.append(self._delta(live, finish=FinishReason.ABORT))
+            self._outbox.append(live.delta(FinishReason.ABORT))
 
     def fail_all(self, error: str) -> list[Delta]:
         """End every request with an error: the model, or this engine's own state, cannot be relied on any more.
@@ -155,11 +147,56 @@ class Engine:
         Touches neither sequences nor blocks; `reset` comes before the next request. Returns the last deltas.
         """
         deltas, self._outbox, self._fresh = self._outbox, [], []
-        deltas += [self._delta(live, finish=FinishReason.ERROR, error=error) for live in self._by_request.values()]
-        self._counts["total_finished"] += len(self._by_request)
+        deltas += [replace(live.delta(FinishReason.ERROR), error=error) for live in self._by_request.values()]
+        self._counts.add("total_finished", len(self._by_request))
         self._seqs.clear()
         self._by_request.clear()
         return deltas
+
+    def suspend(self) -> list[Delta]:
+        """The rank is gone. Whoever runs waits for the next; of the suspects of a crash before, the guilty ends.
+
+        Returns what was known until now. `resume` comes before the next step.
+        """
+        deltas = self._drain()
+        computing = [seq for seq in self._computing if seq.status is Status.RUNNING]
+        for seq in accuse(computing):
+            self._fail(self._seqs[seq.id], GUILTY)
+            self._counts.add("total_guilty")
+        self._counts.add("total_crashes")
+        self.reset()
+        return deltas + self._drain()
+
+    def resume(self, lost: Mapping[int, str]) -> list[Delta]:
+        """There is a new rank: go on. Returns the ends of requests that cannot: `lost` says why, by their adapter."""
+        self.reset()
+        for live in list(self._seqs.values()):
+            error = lost.get(live.request.adapter)
+            if error is None and live.seq.max_len > self.max_seq_len:
+                error = f"the model came back with room for {self.max_seq_len} tokens, too few for this request"
+            if error is not None:
+                self._fail(live, error)
+        return self._drain()
+
+    def reset_prefix_cache(self, preempts: bool = False) -> None:
+        """Between two steps: no later request finds a block that is cached now. What the outer tier holds stays there.
+
+        Running requests go on with the blocks they have; with `preempts` they are computed again.
+        """
+        if preempts:
+            running = [live.seq for live in self._seqs.values() if live.seq.status is Status.RUNNING]
+            apply_step(Plan(preempted=tuple(running)), self._pool)
+            self._counts.add("total_preemptions", len(running))
+        self._pool.forget_all()
+
+    def release_free(self) -> None:
+        """Without work: the memory of blocks that nobody holds goes back to the system, cached prefixes with it.
+
+        What the outer tier holds stays there. Raises RankDied.
+        """
+        self._plan, dropped, self._dropped = Plan(), self._dropped, []
+        self._executor.submit(Batch([], [], dropped, release=self._pool.drop_cached()))
+        self.finish_step()
 
     def step(self) -> list[Delta]:
         """Both halves: the deltas are those of the step before."""
@@ -173,15 +210,19 @@ class Engine:
         self._transfers.expire(now_s)
         self.adapters.sweep()
         self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
-        if self._plan.steps or self._plan.loads or self._dropped or self._transfers.is_pending:
+        tell_plan(self._plan, self._seqs, self._pool, self._limits)
+        plan = self._plan
+        if plan.steps or plan.loads or plan.preempted or self._dropped or self._transfers.is_pending:
             copies = swap_out(self._plan, self._pool)
             work = apply_step(self._plan, self._pool)
             self._transfers.load(self._plan.loads, now_s)
-            self._executor.submit(Batch(self._introduce(), work, self._dropped, copies, *self._transfers.take_new()))
+            batch = Batch(self._introduce(), work, self._dropped, copies, *self._transfers.take_new())
+            self._computing = [step.seq for step in plan.steps]
+            self._executor.submit(batch)
             self._dropped = []
-            self._counts["total_steps"] += bool(work)
-            self._counts["total_preemptions"] += len(self._plan.preempted)
-            self._counts["total_swapped"] += len(self._plan.swapped)
+            self._counts.add("total_steps", bool(work))
+            self._counts.add("total_preemptions", len(self._plan.preempted))
+            self._counts.add("total_swapped", len(self._plan.swapped))
         return self._drain()
 
     def take_deltas(self) -> list[Delta]:
@@ -193,10 +234,18 @@ class Engine:
         if not self._executor.is_busy:
             return
         output = self._executor.collect()
-        self._compute_s += output.compute_s
-        self._timer.learn(sum(step.num_tokens for step in self._plan.steps), output.compute_s)
+        self._computing = []
+        self.last_step = StepSize(len(self._plan.steps), self._pool.num_blocks - self._pool.num_free)
+        num_tokens = sum(step.num_tokens for step in self._plan.steps)
+        self._counts.step(len(self._plan.steps), num_tokens, output.compute_s)
+        self._timer.learn(num_tokens, output.compute_s)
+        self._pace.learn([step.seq for step in self._plan.steps], num_tokens, output.compute_s)
         for chunk in output.prompt_logprobs:
-            self._take_prompt_logprobs(chunk)
+            if chunk.id in self._seqs:
+                self._seqs[chunk.id].take_prompt_logprobs(chunk)
+        for given_up in output.given_up:
+            if given_up.id in self._seqs:
+                self._fail(self._seqs[given_up.id], given_up.error)
         self._transfers.finish(output.moved, output.is_tier_up)
         samples: dict[int, list[Sample]] = {}
         for sample in output.samples:
@@ -209,24 +258,25 @@ class Engine:
         taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
         for step in steps:
-            self._go_on(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
+            self._end_or_draft(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
     def stats(self) -> Stats:
-        num_running = sum(live.seq.status is Status.RUNNING for live in self._seqs.values())
-        return Stats(
-            num_running=num_running,
-            num_waiting=len(self._seqs) - num_running,
-            num_blocks=self._pool.num_blocks,
-            num_free_blocks=self._pool.num_free,
-            num_cached_blocks=self._pool.num_cached,
-            num_swapped=sum(bool(live.seq.host_blocks) for live in self._seqs.values()),
-            num_host_blocks=self._pool.host.num_blocks,
-            num_free_host_blocks=self._pool.host.num_free,
-            max_batch=self._limits.max_batch,
-            total_compute_s=self._compute_s,
-            **self._counts,
-            **self._transfers.counts(),
-        )
+        """Gauges of this moment and totals since the engine was made."""
+        statuses = [live.seq.status for live in self._seqs.values()]
+        pool, num_running = self._pool, statuses.count(Status.RUNNING)
+        gauges = {
+            "num_running": num_running,
+            "num_waiting": len(statuses) - num_running,
+            "num_loading": statuses.count(Status.LOADING),
+            "num_blocks": pool.num_blocks,
+            "num_free_blocks": pool.num_free,
+            "num_cached_blocks": pool.num_cached,
+            "num_swapped": sum(bool(live.seq.host_blocks) for live in self._seqs.values()),
+            "num_host_blocks": pool.host.num_blocks,
+            "num_free_host_blocks": pool.host.num_free,
+            "max_batch": self._limits.max_batch,
+        }
+        return self._counts.stats(gauges, self._transfers.counts())
 
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
@@ -242,8 +292,11 @@ class Engine:
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
         costs = SwapCosts(self._executor.info.swap_block_s, self._timer.token_s)
+        alone = next_alone(seqs)
+        limits = self._pace.limited(limits, seqs if alone is None else [alone])
         asks_tier = self._transfers.may_ask(not any(seq.status is Status.RUNNING for seq in seqs))
-        return plan_step(seqs, pool, limits, self._policy, self._oldest_wait_s(), costs, asks_tier)
+        now = Circumstances(self._policy, self._oldest_wait_s(), costs, asks_tier, alone)
+        return plan_step(seqs, pool, limits, now)
 
     def _oldest_wait_s(self) -> float:
         """How long the oldest waiting request has waited; no matter when batches are not held back."""
@@ -255,15 +308,6 @@ class Engine:
     def _draw_seed(self) -> int:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
 
-    def _detokenizer(self, request: Request) -> Detokenizer:
-        return Detokenizer(text_bytes(self._vocabulary, request.params.skip_special_tokens))
-
-    def _lookup(self) -> PromptLookup | None:
-        config = self.config
-        if not config.num_speculative_tokens:
-            return None
-        return PromptLookup(config.prompt_lookup_min, config.prompt_lookup_max, config.num_speculative_tokens)
-
     def _introduce(self) -> list[NewSeq]:
         """Sequences of the plan that the rank has not seen."""
         new = []
@@ -271,47 +315,61 @@ class Engine:
             live = self._seqs[step.seq.id]
             if not live.is_known:
                 live.is_known = True
-                self._counts["total_cached_tokens"] += step.seq.num_cached
-                request = live.request
-                prompt_ids = list(request.prompt_ids)
-                new.append(NewSeq(live.seq.id, prompt_ids, request.params, live.seed, request.pooling, request.adapter))
+                self._count_start(live, step.start)
+                request, seq = live.request, live.seq
+                known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
+                about = request.params, live.seed, request.pooling, request.adapter
+                new.append(NewSeq(seq.id, known[0], *about, known[1]))
         return new
 
-    def _retire(self, live: _Live) -> None:
+    def _count_start(self, live: Live, num_cached: int) -> None:
+        """It begins, or goes on after a crash; so many of its tokens need not be computed."""
+        if live.seq.num_preemptions == 0:
+            self._counts.add("total_cached_tokens", live.seq.num_cached)
+        if live.num_lost is not None:
+            self._counts.add("total_resumed")
+            self._counts.add("total_recomputed_tokens", max(0, live.num_lost - num_cached))
+            live.num_lost = None
+
+    def _fail(self, live: Live, error: str) -> None:
+        """End a request with an error."""
+        self._retire(live)
+        self._outbox.append(replace(live.delta(FinishReason.ERROR), error=error))
+
+    def _retire(self, live: Live) -> None:
         """Take a request out: blocks freed, the rank told at the next step."""
         del self._by_request[live.request.id]
         if self._seqs.pop(live.seq.id, None) is not None:
             release_seq(live.seq, self._pool, Status.FINISHED)
             if live.is_known:
                 self._dropped.append(live.seq.id)
-        self._counts["total_finished"] += 1
+        self._counts.add("total_finished")
 
     # -- what a step brought
 
-    def _take_samples(self, live: _Live, samples: Sequence[Sample]) -> list[int]:
+    def _take_samples(self, live: Live, samples: Sequence[Sample]) -> list[int]:
         """The sampled tokens that the answer has; those beyond its end are dropped."""
         seq, params = live.seq, live.request.params
         if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
             live.finish = FinishReason.LENGTH
-            self._fresh.append(_Fresh(live, None, None, live.finish))
+            self._fresh.append(Fresh(live, None, live.finish))
             return []
         taken: list[int] = []
         for sample in samples:
             taken.append(sample.token_id)
-            num_total, eos_ids = len(seq.token_ids) + len(taken), self._vocabulary.eos_ids
-            num_output = num_total - seq.num_prompt
-            live.finish = finish_of(sample.token_id, num_output, num_total, params, eos_ids, self.max_seq_len)
-            self._fresh.append(_Fresh(live, sample.token_id, sample.logprob, live.finish))
+            num_output = len(seq.token_ids) + len(taken) - seq.num_prompt
+            live.finish = finish_of(sample.token_id, seq.num_prompt, num_output, params, self._ends)
+            self._fresh.append(Fresh(live, sample, live.finish))
             if live.finish is not None:
                 break
-        self._counts["total_output_tokens"] += len(taken)
+        self._counts.add("total_output_tokens", len(taken))
         return taken
 
-    def _go_on(self, live: _Live, num_drafted: int, num_accepted: int) -> None:
+    def _end_or_draft(self, live: Live, num_drafted: int, num_accepted: int) -> None:
         """After its samples were taken: end the sequence, or guess what follows."""
         seq = live.seq
-        self._counts["total_draft_tokens"] += num_drafted
-        self._counts["total_accepted_tokens"] += num_accepted
+        self._counts.add("total_draft_tokens", num_drafted)
+        self._counts.add("total_accepted_tokens", num_accepted)
         if live.finish is not None:
             del self._seqs[seq.id]
             release_seq(seq, self._pool, Status.FINISHED)
@@ -320,14 +378,6 @@ class Engine:
             live.lookup.learn(num_drafted, num_accepted)
             seq.draft = live.lookup.propose(seq.token_ids, seq.max_len - len(seq.token_ids) - 1)
 
-    def _take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
-        live = self._seqs.get(chunk.id)
-        if live is None:
-            return
-        known = live.prompt_logprobs or [None]
-        del known[chunk.start + 1 :]  # a preempted prompt is computed again
-        live.prompt_logprobs = known + [_logprob(value) for value in chunk.values]
-
     def _drain(self) -> list[Delta]:
         """Deltas of the tokens sampled last, and of requests that ended without a step."""
         deltas, self._outbox = self._outbox, []
@@ -335,64 +385,16 @@ class Engine:
         deltas += (delta for item in fresh for delta in self._emit(item))
         return deltas
 
-    def _emit(self, fresh: _Fresh) -> Iterator[Delta]:
+    def _emit(self, fresh: Fresh) -> Iterator[Delta]:
         live, finish = fresh.live, fresh.finish
         stop_reason: str | int | None = None
         if live.request.id not in self._by_request:  # aborted meanwhile
             return
-        text = self._text_of(live, fresh)
+        text = live.text_of(fresh)
         if live.stops.matched is not None:
             finish, stop_reason = FinishReason.STOP, live.stops.matched
-        elif finish is FinishReason.STOP:
-            stop_reason = fresh.token_id
+        elif finish is FinishReason.STOP and fresh.token is not None:
+            stop_reason = fresh.token.token_id
         if finish is not None:
             self._retire(live)
-        yield self._delta(live, text, fresh, finish, stop_reason)
-
-    def _text_of(self, live: _Live, fresh: _Fresh) -> str:
-        """Text that the token releases, stop strings applied; at the end also what was held back."""
-        params = live.request.params
-        text = ""
-        is_stop_token = fresh.finish is FinishReason.STOP and not params.include_stop
-        if fresh.token_id is not None and not is_stop_token:
-            text = live.stops.add(live.detok.add(fresh.token_id))
-        if fresh.finish is not None and live.stops.matched is None:
-            text += live.stops.add(live.detok.finish())
-            if live.stops.matched is None:
-                text += live.stops.finish()
-        return text
-
-    def _delta(
-        self,
-        live: _Live,
-        text: str = "",
-        fresh: _Fresh | None = None,
-        finish: FinishReason | None = None,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-    ) -> Delta:
-        token_id = fresh.token_id if fresh else None
-        logprob = fresh.logprob if fresh else None
-        prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, []
-        params = live.request.params
-        return Delta(
-            request_id=live.request.id,
-            text=text,
-            token_ids=() if token_id is None else (token_id,),
-            logprobs=() if logprob is None else (_logprob(logprob),),
-            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs else None,
-            finish_reason=finish,
-            stop_reason=stop_reason,
-            num_cached_tokens=live.seq.num_cached,
-            seed=None if params.is_greedy else live.seed,
-            error=error,
-            embedding=live.embedding,
-        )
-
-
-_COUNTED_ELSEWHERE = ("total_compute_s", "total_restarts", "total_tier_loaded_blocks", "total_tier_saved_blocks")
-_COUNTERS = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _COUNTED_ELSEWHERE]
-
-
-def _logprob(value: Logprob) -> TokenLogprob:
-    return TokenLogprob(value.token_id, value.logprob, tuple((token, logprob) for token, logprob in value.top))
+        yield live.delta(finish, fresh.token, text, stop_reason)

@@ -1,6 +1,17 @@
 """Stats: a snapshot of what the engine does, for routes, metrics and people."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from kvloom.engine.histogram import Histogram
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTimes:
+    """What the steps of one batch size took."""
+
+    num_seqs: int
+    num_steps: int = 0
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -8,7 +19,8 @@ class Stats:
     """Gauges are of this moment, `total_` counters since the engine was made."""
 
     num_running: int = 0
-    num_waiting: int = 0
+    num_waiting: int = 0  # those that wait for the outer KV tier too
+    num_loading: int = 0  # these alone
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
@@ -30,3 +42,9 @@ class Stats:
     total_tier_loaded_blocks: int = 0  # KV blocks from and to the outer tier, since the rank started
     total_tier_saved_blocks: int = 0
     total_restarts: int = 0
+    total_crashes: int = 0  # times the model's process died, hung or failed a step
+    total_resumed: int = 0  # times a request went on that it had died under
+    total_recomputed_tokens: int = 0  # that were computed when it died, and again
+    total_guilty: int = 0  # requests that ended because a rank died of them twice
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(()))  # computed in a step
+    batches: tuple[BatchTimes, ...] = ()

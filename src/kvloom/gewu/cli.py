@@ -4,38 +4,36 @@ import asyncio
 import json
 import logging
 import os
-import socket
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvloom.engine.errors import BadRequest, ModelError
-from kvloom.engine.hub import MODELS, find_model
-from kvloom.gewu.build import BuildError, compiler_flags, linker_flags
+from kvloom.checkpoints.demo_models import MODELS, find_model
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.gewu.build import LIBRARY
 from kvloom.gewu.codes import Refused
-from kvloom.gewu.daemon import run as run_daemon
-from kvloom.gewu.frames import Frame, FrameDecoder, encode
+from kvloom.gewu.service.daemon import run as run_daemon
+from kvloom.gewu.service.settings import find_service, find_socket, read_settings
 from kvloom.gewu.session import Session
-from kvloom.gewu.settings import find_service, find_socket, read_settings
+from kvloom.gewu.status import ask_status
+from kvloom.native.build import BuildError
+from kvloom.native.commands import DEFAULT_PREFIX, Cflags, Destdir, Libs, Prefix, print_flags, print_installed
+from kvloom.native.install import Development
 
 app = typer.Typer(help="On-device inference sessions behind a C ABI.", no_args_is_help=True, add_completion=False)
-
-_STATUS_TIMEOUT_S = 5.0
+_FILES = Development(LIBRARY, "qos", "Thread QoS levels and Gewu on-device inference sessions")
 
 
 @app.callback(invoke_without_command=True)
-def flags(
-    cflags: Annotated[bool, typer.Option("--cflags", help="Print what the compiler needs.")] = False,
-    libs: Annotated[bool, typer.Option("--libs", help="Print what the linker needs; builds libqos.so once.")] = False,
-) -> None:
+def flags(cflags: Cflags = False, libs: Libs = False) -> None:
     """On-device inference sessions behind a C ABI: $(kvloom gewu --cflags --libs)."""
-    try:
-        words = [compiler_flags()] * cflags + [linker_flags()] * libs
-    except BuildError as error:
-        raise SystemExit(str(error)) from None
-    if words:
-        print(" ".join(words))
+    print_flags(_FILES, cflags, libs)
+
+
+@app.command()
+def install(prefix: Prefix = DEFAULT_PREFIX, destdir: Destdir = None) -> None:
+    """Install libqos.so, its headers and qos.pc for C and C++ programs."""
+    print_installed(_FILES, prefix, destdir)
 
 
 @app.command()
@@ -86,22 +84,6 @@ def run(
         code = f" ({error.code.name})" if isinstance(error, Refused) else ""
         raise SystemExit(f"gewu: {error}{code}") from None
     print()
-
-
-def ask_status(path: Path) -> dict[str, Any]:
-    """The status of the daemon that listens on `path`. Raises OSError when there is none."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(_STATUS_TIMEOUT_S)
-        sock.connect(str(path))
-        sock.sendall(encode(Frame("Q", 1)))
-        decoder = FrameDecoder()
-        while (frame := decoder.next_frame()) is None:
-            data = sock.recv(1 << 16)
-            if not data:
-                raise ConnectionError("the daemon closed the connection")
-            decoder.feed(data)
-    found: dict[str, Any] = json.loads(frame.payload)
-    return found
 
 
 def _split_alias(text: str) -> tuple[str, str]:

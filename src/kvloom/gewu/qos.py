@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import Limits
-from kvloom.engine.scheduler import Plan, Seq, Status, plan_step, release_seq
+from kvloom.contract.config import Limits
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.commit import release_seq
+from kvloom.engine.schedule.scheduler import plan_step
+from kvloom.engine.schedule.seq import Plan, Seq, Status
 
 STARVED_AFTER_S = 10.0  # without a step: one is granted
 STARVED_EARLY_S = 9.5  # the same while nobody of the highest class prefills, so that it costs no first token

@@ -1,12 +1,13 @@
 """Why a Create was refused, for people: the C call answers with a code alone."""
 
 import os
-import socket
 from collections.abc import Mapping
 
 from kvloom.gewu.codes import Code, Refused
-from kvloom.gewu.probe import probe
-from kvloom.gewu.settings import find_service
+from kvloom.gewu.modelfiles import open_files
+from kvloom.gewu.prober.probe import probe
+from kvloom.gewu.service.settings import find_service
+from kvloom.gewu.status import ask_status
 
 
 def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
@@ -19,11 +20,10 @@ def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ)
 
 
 def _silence(environ: Mapping[str, str]) -> str | None:
-    with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.connect(str(find_service(environ)))
-        except OSError as error:
-            return error.strerror or str(error)
+    try:
+        ask_status(find_service(environ))
+    except OSError as error:
+        return error.strerror or str(error)
     return None
 
 
@@ -33,9 +33,15 @@ def _wrong_with(model: str) -> str | None:
     except (OSError, ValueError) as error:
         return f"{model}: {getattr(error, 'strerror', None) or error}"
     try:
-        probe(fd)
+        files = open_files(fd)
     except Refused as refused:
         return str(refused)
     finally:
         os.close(fd)
+    try:
+        probe(files)
+    except Refused as refused:
+        return str(refused)
+    finally:
+        files.close()
     return None

@@ -1,13 +1,20 @@
 """Keyring: which access keys open which tenant's pool. Holds verifiers, never keys."""
 
 import json
+import logging
+import os
 import secrets
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
+
+log = logging.getLogger(__name__)
+
+_QUIET_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,21 @@ def read_credentials(path: Path) -> list[Credential]:
     if not isinstance(body, list):
         raise ValueError(f"{path}: expected a list of credentials")
     return [Credential.from_json(each) for each in body]
+
+
+def write_credentials(path: Path, credentials: Iterable[Credential]) -> None:
+    """What `read_credentials` reads. Raises OSError."""
+    write_private(path, json.dumps([each.to_json() for each in credentials], indent=1).encode() + b"\n")
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """A file that only its owner reads, the old one or the new one. Raises OSError."""
+    fresh = path.with_name(path.name + ".new")
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
 
 
 class Keyring:
@@ -97,6 +119,28 @@ class Keyring:
         with self._lock:
             found = self._credentials.get(access_id)
         return found is not None and used in found.verifiers
+
+
+class RefusedLogins:
+    """Counts and logs who showed no valid key: at most a line a second, which says how many were left out."""
+
+    def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0
+        self._what = what
+        self._now = now
+        self._told = 0
+        self._next_s = 0.0
+        self._lock = threading.Lock()
+
+    def note(self, who: str) -> None:
+        """who: for people, in the log."""
+        with self._lock:
+            self.count += 1
+            now_s = self._now()
+            if now_s < self._next_s:
+                return
+            others, self._told, self._next_s = self.count - self._told - 1, self.count, now_s + _QUIET_S
+        log.warning("%s was refused: %s%s", self._what, who, f" ({others} more were)" if others else "")
 
 
 def node_token(secret: bytes) -> str:

@@ -1,31 +1,36 @@
-"""`kvloom pool agent | control | status | bench | doctor`."""
+"""`kvloom pool agent | control | status | bench | doctor | credentials`."""
 
 import json
-import os
 import secrets
 import socket
 import sqlite3
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
+from contextlib import closing
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
 
+import httpx
 import typer
 import uvicorn
 from rich.console import Console
 from rich.table import Table
 
-from ems.common.channel import CHANNEL_ERRORS, Channel
-from ems.keys import NONCE_BYTES
-from ems.wire import messages as m
-from kvloom.pool import agent as agent_module
-from kvloom.pool.config import DEFAULT_SOCKET, default_socket, parse_address, read_secret
-from kvloom.pool.control import build_app
-from kvloom.pool.control_state import ControlState
-from kvloom.pool.segments import SharedMemory
+from ems.common.sockets import find_socket
+from kvloom.net import listening
+from kvloom.net.listening import bracketed
+from kvloom.net.sites import checked_hosts
+from kvloom.net.tls import TlsError
+from kvloom.pool.agent import serve
+from kvloom.pool.auth import new_credential, read_credentials, write_credentials, write_private
+from kvloom.pool.bench.cli import bench
+from kvloom.pool.config import parse_address, read_secret
+from kvloom.pool.control.link import one_line
+from kvloom.pool.control.service import build_app
+from kvloom.pool.control.state import ACCESS_ID, ControlState
+from kvloom.pool.doctor import check_machine, is_answered
+from kvloom.pool.options import parse
+from kvloom.pool.stores.engine import EngineError
 
 app = typer.Typer(
     help="The elastic KV-cache pool: node agent, control plane, checks.", no_args_is_help=True, add_completion=False
@@ -34,15 +39,19 @@ _console = Console()
 _PROBE_S = 2.0
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def agent(context: typer.Context) -> None:
-    """Serve this node's share of the pool; `kvloom pool agent --help` lists its options."""
-    raise typer.Exit(agent_module.main(context.args))
+@app.command("agent")
+@wraps(parse)
+def agent(**given: Any) -> None:
+    try:
+        serve(parse(**given))
+    except (OSError, ValueError, EngineError, TlsError) as error:
+        typer.echo(f"kvloom pool agent: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 @app.command()
 def control(
-    secret_file: Annotated[str, typer.Option(help="File with the cluster's secret, at least 32 bytes.")],
+    secret_file: Annotated[Path, typer.Option(help="File with the cluster's secret, at least 32 bytes.")],
     listen: Annotated[
         str, typer.Option(help="host:port; keep it on loopback or a private network.")
     ] = "127.0.0.1:8081",
@@ -50,20 +59,37 @@ def control(
         "ems-control.db"
     ),
     admin_token_file: Annotated[str, typer.Option(help="File with the administrators' bearer token.")] = "",
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Name it is asked under; may be repeated.")] = None,
 ) -> None:
     """Run the control plane. Without a token file a token is made and printed once."""
     try:
         secret = read_secret(secret_file)
         token = Path(admin_token_file).read_text().strip() if admin_token_file else secrets.token_hex(32)
+        if not token:
+            raise ValueError(f"admin_token_file: {admin_token_file} is empty")
         host, port = parse_address(listen)
-        opened = ControlState(state, time.time)
+        hosts = checked_hosts(allowed_host or ()) | listening.own_names([host])
+        with listening.listen(host, port) as listener, closing(ControlState(state, time.time)) as opened:
+            if not admin_token_file:
+                typer.echo(f"admin token: {token}")
+            settings = uvicorn.Config(build_app(opened, token, secret, hosts), log_level="warning")
+            _ControlServer(settings, listener).run(sockets=[listener])
     except (OSError, ValueError, sqlite3.Error) as error:
         typer.echo(f"kvloom pool control: {error}", err=True)
         raise typer.Exit(1) from None
-    if not admin_token_file:
-        typer.echo(f"admin token: {token}")
-    uvicorn.run(build_app(opened, token, secret), host=host, port=port, log_level="warning")
-    opened.close()
+
+
+class _ControlServer(uvicorn.Server):
+    """Says where it serves as soon as it does."""
+
+    def __init__(self, settings: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(settings)
+        host, port = listener.getsockname()[:2]
+        self._line = f"kvloom pool control: serving http://{bracketed(host)}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        typer.echo(self._line)
 
 
 @app.command()
@@ -73,14 +99,14 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """Say whether the agent serves, and with --http what is in its pools. Exit status 1 when it does not answer."""
-    is_serving = _answers(path or _find_socket())
+    found = path or find_socket()
+    is_serving = found is not None and is_answered(found)
     body: dict[str, Any] = {"serving": is_serving}
     if http:
         try:
-            with urllib.request.urlopen(f"http://{http}/stats", timeout=_PROBE_S) as answer:
-                body["stats"] = json.load(answer)
-        except (OSError, ValueError) as error:
-            body["stats_error"] = str(error)
+            body["stats"] = httpx.get(f"http://{http}/stats", timeout=_PROBE_S).raise_for_status().json()
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            body["stats_error"] = f"{http} gives none: {one_line(error)}"
     if as_json:
         typer.echo(json.dumps(body))
     else:
@@ -105,58 +131,47 @@ def _print_status(body: dict[str, Any]) -> None:
     _console.print(table)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context) -> None:
-    """Measure save and load against memcpy and other stores; `kvloom pool bench --help` lists its options."""
-    done = subprocess.run([sys.executable, "-m", "kvloom.pool.bench", *context.args], check=False)  # it loads torch
-    raise typer.Exit(done.returncode)
+app.command()(bench)
 
 
 @app.command()
-def doctor(path: Annotated[Path | None, typer.Option("--socket", help="The agent's socket.")] = None) -> None:
-    """Check what the pool needs of this machine. Exit status 1 when something is missing."""
-    place = path or _find_socket()
-    checks = [
-        ("sealed shared memory", _can_seal(), "needs Linux 5.1 or later with memfd_create and F_SEAL_FUTURE_WRITE"),
-        ("socket directory", _is_writable(place), f"{place.parent} cannot be written; use --socket or XDG_RUNTIME_DIR"),
-        ("agent", _answers(place), f"nothing serves {place}; start `kvloom pool agent` or set EMS_EMBEDDED=1"),
-    ]
-    for name, is_fine, advice in checks:
-        _console.print(f"{'ok  ' if is_fine else 'MISS'} {name}{'' if is_fine else ': ' + advice}", highlight=False)
-    raise typer.Exit(0 if all(is_fine for _name, is_fine, _advice in checks) else 1)
-
-
-def _find_socket() -> Path:
-    named = os.environ.get("EMS_SOCKET")
-    if named:
-        return Path(named)
-    return Path(DEFAULT_SOCKET) if Path(DEFAULT_SOCKET).exists() else default_socket()
-
-
-def _can_seal() -> bool:
+def doctor(
+    path: Annotated[Path | None, typer.Option("--socket", help="The agent's socket.")] = None,
+    access_id: Annotated[str, typer.Option(help="For an agent with keys: who asks.")] = "",
+    access_key_file: Annotated[Path | None, typer.Option(help="File whose first line is the access key.")] = None,
+) -> None:
+    """Check what the pool needs of this machine, and connect as the SDK would. Exit status 1 when it cannot."""
     try:
-        SharedMemory("ems-doctor", 4096, is_sealed=True).close()
-    except OSError:
-        return False
-    return True
+        key = access_key_file.read_text().partition("\n")[0].strip() if access_key_file else ""
+    except OSError as error:
+        typer.echo(f"kvloom pool doctor: {error}", err=True)
+        raise typer.Exit(1) from None
+    checks = check_machine(path, access_id, key)
+    for check in checks:
+        line = f"MISS {check.name}: {check.problem}" if check.problem else f"ok   {check.name}"
+        _console.print(line, highlight=False, soft_wrap=True)
+    raise typer.Exit(1 if any(check.problem for check in checks) else 0)
 
 
-def _is_writable(place: Path) -> bool:
-    folder = place.parent
-    while not folder.exists():
-        folder = folder.parent
-    return os.access(folder, os.W_OK)
-
-
-def _answers(place: Path) -> bool:
-    """Whether an agent greets on this socket; needs no key."""
-    deadline_s = time.monotonic() + _PROBE_S
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(_PROBE_S)
-        try:
-            sock.connect(str(place))
-            channel = Channel(sock)
-            channel.send(m.Hello("", bytes(NONCE_BYTES)), deadline_s)
-            return isinstance(channel.receive(deadline_s).message, m.Challenge)
-        except CHANNEL_ERRORS:
-            return False
+@app.command()
+def credentials(
+    file: Annotated[Path, typer.Argument(help="JSON file for `kvloom pool agent --credentials`; made when missing.")],
+    access_id: Annotated[str, typer.Option(help="1 to 512 characters of 0-9 a-z . - _")],
+    tenant: Annotated[str, typer.Option(help="Whose pool it opens; without it one of the same name.")] = "",
+    key_file: Annotated[Path | None, typer.Option(help="Where the access key goes; without it, it is printed.")] = None,
+) -> None:
+    """Add an access id to a file of credentials, or give it a new key. The file holds no keys."""
+    try:
+        if not ACCESS_ID.fullmatch(access_id):
+            raise ValueError("access_id: must be 1 to 512 characters of 0-9 a-z . - _")
+        known = read_credentials(file) if file.exists() else []
+        access_key = secrets.token_hex(32)
+        fresh = new_credential(access_id, tenant or access_id, access_key)
+        write_credentials(file, [*(each for each in known if each.access_id != access_id), fresh])
+        if key_file is not None:
+            write_private(key_file, f"{access_key}\n".encode())
+        else:
+            typer.echo(access_key)
+    except (OSError, ValueError) as error:
+        typer.echo(f"kvloom pool credentials: {error}", err=True)
+        raise typer.Exit(1) from None

@@ -1,32 +1,19 @@
 """AgentConfig: everything a node agent is told at start, checked once."""
 
-import argparse
-import os
+import grp
+import re
 import secrets
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
-from kvloom.pool.entries import Geometry
-from kvloom.pool.evict import ORDERS
+from ems.common.sockets import DOCUMENTED_SOCKET
+from kvloom.net.listening import is_loopback
+from kvloom.net.tlsconfig import TlsConfig
+from kvloom.pool.storage.entries import Geometry
+from kvloom.pool.storage.evict import ORDERS
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-DEFAULT_SOCKET = "/dev/shm/ems/ems.sock"
-T = TypeVar("T")
-
-
-def option(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the type of a command-line option; the user reads what its ValueError says."""
-
-    def convert(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
+_MIN_STAGING_BYTES = 64 << 20
 
 
 def parse_size(text: str) -> int:
@@ -36,6 +23,28 @@ def parse_size(text: str) -> int:
     if not digits.isdecimal() or int(digits) == 0:
         raise ValueError(f"a size is a positive number, as 512, 64K, 16M or 2G, got {text!r}")
     return int(digits) * unit
+
+
+def parse_count(text: str) -> int:
+    """A positive number. Raises ValueError."""
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"must be a positive number, got {text!r}")
+    return int(text)
+
+
+def parse_mode(text: str) -> int:
+    """Permissions of a socket in octal digits, as 660. Raises ValueError."""
+    if not re.fullmatch("0?[0-7]{3}", text) or not int(text, 8) & 0o600:
+        raise ValueError(f"permissions are three octal digits that let the owner read and write, as 660, got {text!r}")
+    return int(text, 8)
+
+
+def parse_group(text: str) -> int:
+    """The number of a group by name or number. Raises ValueError."""
+    try:
+        return int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+    except KeyError:
+        raise ValueError(f"this machine has no group {text!r}") from None
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -60,12 +69,15 @@ class TenantLimits:
         if text.count(":") != 2:
             raise ValueError(f"a tenant's limits are id:guarantee:quota, got {text!r}")
         tenant, guarantee, quota = text.split(":")
-        return cls(tenant, 0 if guarantee == "0" else parse_size(guarantee), parse_size(quota))
+        limits = cls(tenant, 0 if guarantee == "0" else parse_size(guarantee), parse_size(quota))
+        if not tenant or limits.guarantee > limits.quota:
+            raise ValueError(f"a tenant has a name, and a guarantee of at most its quota, got {text!r}")
+        return limits
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a peer listens. id: unique in the cluster, decides placement."""
+    """Where a peer listens. id: unique in the cluster, decides which blocks have their home there."""
 
     id: str
     host: str
@@ -74,10 +86,10 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> "Address":
         """From "id=host:port". Raises ValueError."""
-        name, _, place = text.partition("=")
-        if not name or not place:
+        name, _, address = text.partition("=")
+        if not name or not address:
             raise ValueError(f"a peer is id=host:port, got {text!r}")
-        return cls(name, *parse_address(place))
+        return cls(name, *parse_address(address))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +102,25 @@ class AgentConfig:
     engine: URL of a distributed store behind this node.
     has_huge_pages: take the pool's memory from huge pages where there are some.
     snapshot_dir: folder that keeps the blocks between an orderly end and the next start.
+    socket_mode, socket_group: who may connect: its permissions, and its group's number; -1 = the agent's own.
+    max_sessions: connections of engines at once, and of nodes; more wait. staging_bytes: for what sessions are saving,
+    all together; 0 = a quarter of pool_bytes, 64 MiB at least.
+    allowed_hosts: names, beside addresses and the machine's own, that `http` is asked under.
+    tls: files for speaking with other nodes; without them nodes speak in plain text, beyond loopback only with
+    has_plaintext_peers.
     secret: of the cluster, at least 32 bytes when peers or credentials are used; is_open: one tenant, no keys.
     """
 
-    socket: Path = Path(DEFAULT_SOCKET)
+    socket: Path = DOCUMENTED_SOCKET
+    socket_mode: int = 0o660
+    socket_group: int = -1
     pool_bytes: int = 1 << 30
     segment_bytes: int = 64 << 20
     slab_bytes: int = 16 << 20
     rcache_share: float = 0.25
     eviction: str = "s3fifo"
     put_rate: int = 0
-    max_arena_bytes: int = 256 << 20
+    staging_bytes: int = 0
     max_sessions: int = 256
     is_open: bool = True
     is_direct: bool = False
@@ -116,14 +136,19 @@ class AgentConfig:
     peers: tuple[Address, ...] = ()
     control_url: str = ""
     state: Path | None = None
+    tls: TlsConfig | None = None
+    has_plaintext_peers: bool = False
     engine: str = ""
     engine_password: str = ""
     http: tuple[str, int] | None = None
+    allowed_hosts: frozenset[str] = frozenset()
     ends_with_stdin: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.slab_bytes <= self.segment_bytes <= self.pool_bytes or self.slab_bytes % 4096:
             raise ValueError("need 0 < slab_bytes <= segment_bytes <= pool_bytes, slab_bytes in whole pages")
+        if 0 < self.staging_bytes < self.slab_bytes:
+            raise ValueError("staging_bytes: a block of slab_bytes must fit into it")
         if self.segment_bytes % self.slab_bytes:
             raise ValueError("segment_bytes must be a multiple of slab_bytes")
         if self.eviction not in ORDERS:
@@ -132,31 +157,41 @@ class AgentConfig:
             raise ValueError("rcache_share must be 0 to 1")
         if (self.listen or self.peers or not self.is_open or self.control_url) and len(self.secret) < 32:
             raise ValueError("secret: peers, credentials and the control plane need one of at least 32 bytes")
+        self._check_tls()
         if self.state is not None and not self.control_url:
             raise ValueError("state: keeps what the control plane said; give control_url too")
         if self.engine and self.peers:
-            raise ValueError("engine: takes the place of peers; give one of the two")
+            raise ValueError("engine: does what peers do; give one of the two")
         if self.is_direct and (self.engine or self.peers or self.control_url):
-            raise ValueError("is_direct: only on a node of its own; what is written in place goes to no other node")
+            raise ValueError(
+                "is_direct: only on a node of its own; what engines write themselves goes to no other node"
+            )
         if self.is_direct and not self.is_open:
             raise ValueError("is_direct: only on a node with one tenant, which can change published bytes")
 
+    def _check_tls(self) -> None:
+        if self.tls is not None and self.has_plaintext_peers:
+            raise ValueError("plaintext_peers: nodes speak TLS or plain text; give one of the two")
+        if self.tls is not None and not (self.listen or self.peers or self.control_url):
+            raise ValueError("tls: it is for other nodes; give listen, peers or control_url too")
+        is_plain = self.tls is None and not self.has_plaintext_peers
+        if self.listen is not None and is_plain and not is_loopback(self.listen[0]):
+            raise ValueError(f"listen: on {self.listen[0]} other machines would read and write blocks unencrypted; "
+                             "give --tls-dir, or --plaintext-peers where the network is trusted")  # fmt: skip
+
+    @property
+    def max_staging_bytes(self) -> int:
+        """For all sessions together; room for one block of each size at least."""
+        return self.staging_bytes or max(_MIN_STAGING_BYTES, self.pool_bytes // 4, self.slab_bytes)
+
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.segment_bytes, self.slab_bytes, self.has_huge_pages)
+        return Geometry(self.segment_bytes, self.slab_bytes, self.has_huge_pages, is_sealed=not self.is_direct)
 
 
-def read_secret(path: str) -> bytes:
+def read_secret(path: Path) -> bytes:
     """The cluster secret from a file of at least 32 bytes, surrounding blanks removed. Raises OSError or ValueError."""
-    secret = Path(path).read_bytes().strip()
+    secret = path.read_bytes().strip()
     if len(secret) < 32:
         raise ValueError(f"{path}: the cluster secret must have at least 32 bytes")
     return secret
-
-
-def default_socket() -> Path:
-    """Where an agent listens when nobody says: the seed's directory if it is ours to write, else the user's own."""
-    folder = Path(DEFAULT_SOCKET).parent
-    if os.access(folder, os.W_OK):
-        return Path(DEFAULT_SOCKET)
-    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / "ems" / "ems.sock"

@@ -1,6 +1,7 @@
 """Numbers of a node, for the control plane and for Prometheus; misses by cause."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -29,6 +30,22 @@ _COUNTS = {
     "push_failed": "Blocks that did not reach their home",
     "push_dropped": "Blocks not sent home because too many waited",
 }
+_GAUGES = {
+    "sessions": "Connections of engines",
+    "sessions_limit": "Connections of engines that are served at once",
+    "staging_bytes": "Memory of sessions for what they are saving",
+    "staging_limit_bytes": "The most that staging may take",
+}
+_NODE_COUNTS = {
+    "sessions_waited": "Times that callers had to wait because as many as may be were served",
+    "accept_failures": "Times that the system had no descriptor or memory for a caller",
+    "staging_refused": "Sessions that found no staging memory before their deadline",
+    "auth_failures": "Clients and peers with a wrong proof",
+    "sessions_broken": "Connections of clients that ended in the middle of something",
+    "control_failures": "Heartbeats that the control plane did not answer properly",
+    "limits_refused": "Limits of tenants that could not be kept, at each heartbeat",
+    "state_failures": "Times that what the control plane said could not be written to its file",
+}
 
 
 class PoolStats(msgspec.Struct):
@@ -46,17 +63,24 @@ class NodeStats(msgspec.Struct):
     pools: list[PoolStats]
     counts: dict[str, int]
     peers: dict[str, bool] = {}
+    gauges: dict[str, int] = {}
 
 
-def collect(node: Node, peers: dict[str, bool]) -> NodeStats:
-    """The node's numbers now."""
+def collect(
+    node: Node,
+    peers: dict[str, bool],
+    gauges: Mapping[str, int] = MappingProxyType({}),
+    more: Mapping[str, int] = MappingProxyType({}),
+) -> NodeStats:
+    """The node's numbers now. gauges: as in `_GAUGES`; more: counts beside the node's own."""
     pools = [PoolStats(pool.tenant, pool.usage(), dict(pool.counts)) for pool in node.pools()]
-    return NodeStats(node.config.node_id, pools, dict(node.counts), peers)
+    return NodeStats(node.config.node_id, pools, {**node.counts, **more}, peers, dict(gauges))
 
 
 class _Collector:
-    def __init__(self, nodes: Iterable[NodeStats]) -> None:
+    def __init__(self, nodes: Iterable[NodeStats], num_refused: int | None) -> None:
         self._nodes = list(nodes)
+        self._num_refused = num_refused
 
     def collect(self) -> Iterator[Metric]:
         rows = [(node.node_id, pool) for node in self._nodes for pool in node.pools]
@@ -72,10 +96,20 @@ class _Collector:
             yield counter
         yield _split(rows, "miss_", "ems_misses", "Blocks that loads did not find, by cause of the first one", "cause")
         yield _split(rows, "save_", "ems_saves", "Blocks saved, by what became of them", "status")
-        failures = CounterMetricFamily("ems_auth_failures", "Clients and peers with a wrong proof", labels=["node"])
-        for node in self._nodes:
-            failures.add_metric([node.node_id], node.counts.get("auth_failures", 0))
-        yield failures
+        if self._num_refused is not None:
+            text = "Calls of the control plane without its token"
+            yield CounterMetricFamily("ems_control_refused", text, value=self._num_refused)
+        yield _split(rows, "refused_", "ems_refused", "Blocks that were not stored, by cause", "cause")
+        for name, text in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"ems_{name}", text, labels=["node"])
+            for node in self._nodes:
+                gauge.add_metric([node.node_id], node.gauges.get(name, 0))
+            yield gauge
+        for name, text in _NODE_COUNTS.items():
+            counter = CounterMetricFamily(f"ems_{name}", text, labels=["node"])
+            for node in self._nodes:
+                counter.add_metric([node.node_id], node.counts.get(name, 0))
+            yield counter
 
 
 def _split(rows: list[tuple[str, PoolStats]], prefix: str, name: str, text: str, label: str) -> Metric:
@@ -87,9 +121,9 @@ def _split(rows: list[tuple[str, PoolStats]], prefix: str, name: str, text: str,
     return counter
 
 
-def render(nodes: Iterable[NodeStats]) -> bytes:
-    """The numbers in the Prometheus text format."""
+def render(nodes: Iterable[NodeStats], num_refused: int | None = None) -> bytes:
+    """The numbers in the Prometheus text format. num_refused: calls of the control plane without its token."""
     registry = CollectorRegistry()
-    collector: Any = _Collector(nodes)
+    collector: Any = _Collector(nodes, num_refused)
     registry.register(collector)
     return generate_latest(registry)

@@ -3,40 +3,68 @@
 import secrets
 import threading
 from collections import Counter
-from typing import Protocol
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import NamedTuple, Protocol
 
 from ems.keys import DEFAULT_TENANT, derive
-from kvloom.pool.auth import Keyring
-from kvloom.pool.budget import Budget, RateLimit
+from ems.wire.messages import Cause
+from kvloom.pool.auth import Credential, Keyring, RefusedLogins
 from kvloom.pool.config import AgentConfig, TenantLimits
-from kvloom.pool.entries import Entry
-from kvloom.pool.evict import ORDERS
-from kvloom.pool.store import TenantPool
+from kvloom.pool.staging import Staging
+from kvloom.pool.storage.budget import Budget, RateLimit
+from kvloom.pool.storage.entries import Entry
+from kvloom.pool.storage.evict import ORDERS
+from kvloom.pool.storage.store import TenantPool
+
+
+class Route(Enum):
+    """Where a new block belongs."""
+
+    HERE = auto()  # this node is its home
+    AWAY = auto()
+    CUT_OFF = auto()  # its home is away and being left alone: the block stays here, and others do not find it
+
+
+class Outgoing(NamedTuple):
+    """A block for another node or a store. data: its bytes; parent: the key before it in its chain, or empty."""
+
+    key: bytes
+    data: memoryview
+    checksum: bytes
+    parent: bytes
+
+
+class Fetched(NamedTuple):
+    """What was brought into the pool. problem: why some could not be asked for, NONE when all were; entries: pinned."""
+
+    problem: Cause
+    entries: list[Entry]
 
 
 class Others(Protocol):
     """The rest of the cluster as a session sees it. Implementations never raise for what happens on other machines."""
 
-    def is_local(self, key: bytes) -> bool:
-        """Whether this node is the key's home."""
+    def route(self, key: bytes) -> Route:
+        """Where a new block of this key belongs."""
         ...
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
-        """Brings those blocks that other nodes have into the pool.
-
-        Returns "" or why some could not be asked for, and the blocks, pinned: one that comes must not push out another.
-        """
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+        """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another."""
         ...
 
     def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
         """Length of the prefix of `keys` that other nodes have."""
         ...
 
-    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes) -> None:
-        """Sends a block to its home in the background. Takes over one pin."""
+    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+        """Sends a block to its home in the background; False when too many wait for that until the deadline.
+
+        Takes over one pin.
+        """
         ...
 
-    def push_now(self, tenant: str, key: bytes, parent: bytes, data: bytes, checksum: bytes, deadline_s: float) -> bool:
+    def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
         """Sends a block to its home; False when it did not arrive in time."""
         ...
 
@@ -49,20 +77,39 @@ class Node:
         self.incarnation = secrets.token_bytes(16)
         self.keyring = Keyring(config.is_open, config.secret)
         self.counts: Counter[str] = Counter()
+        self.refused = RefusedLogins("a login")
         self.others: Others | None = None
-        self.is_draining = False
+        self.staging = Staging(config.max_staging_bytes)
         self._budget = Budget(config.pool_bytes)
         self._pools: dict[str, TenantPool] = {}
         self._put_limits: dict[str, RateLimit] = {}
         self._lock = threading.Lock()
         for limits in config.tenants:
-            if not self.set_limits(limits):
+            if self.set_limits(limits):
                 raise ValueError(f"tenants: the guarantee of {limits.tenant} does not fit into the pool")
 
-    def set_limits(self, limits: TenantLimits) -> bool:
-        """Sets a tenant's guarantee and quota; False when they cannot be kept."""
+    def set_limits(self, *limits: TenantLimits) -> list[TenantLimits]:
+        """Sets guarantees and quotas, which hold at once: who has more than is left gives it back.
+
+        Returns those that cannot be kept, and were not set. Guarantees that shrink make room for those that grow.
+        """
         with self._lock:
-            return self._budget.set_limits(limits.tenant, limits.guarantee, limits.quota)
+            growing = sorted(limits, key=lambda each: each.guarantee > self._budget.guarantee(each.tenant))
+            refused = [e for e in growing if not self._budget.set_limits(e.tenant, e.guarantee, e.quota)]
+            excess = self._budget.excess()
+            pools = dict(self._pools)
+        for tenant, size in excess.items():
+            pools[tenant].shrink(size)
+        return refused
+
+    def replace_credentials(self, credentials: Iterable[Credential]) -> None:
+        """Only these are valid from now on. What tenants that have none any more kept is given back."""
+        valid = list(credentials)
+        self.keyring.replace(valid)
+        tenants = {each.tenant for each in valid}
+        for pool in self.pools():
+            if pool.tenant not in tenants and not self.config.is_open:
+                pool.shrink(self.config.pool_bytes)
 
     def pool(self, tenant: str) -> TenantPool:
         """The tenant's pool, made at its first use. A tenant without limits may use what nobody is guaranteed."""
@@ -72,9 +119,7 @@ class Node:
                 if not self._budget.knows(tenant):
                     self._budget.set_limits(tenant, 0, config.pool_bytes)
                 order = ORDERS[config.eviction]
-                is_sealed = not config.is_direct
-                pool = TenantPool(tenant, self._budget, config.geometry, is_sealed, config.rcache_share, order)
-                self._pools[tenant] = pool
+                self._pools[tenant] = TenantPool(tenant, self._budget, config.geometry, config.rcache_share, order)
             return self._pools[tenant]
 
     def put_limit(self, tenant: str) -> RateLimit | None:

@@ -1,25 +1,31 @@
 """A node's own /healthz and /metrics, on an address that should be loopback or private."""
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
+from kvloom.net.guard import joined
+from kvloom.net.sites import Policy, refusal
 from kvloom.pool.metrics import NodeStats, render
 
 
 class NodeHttp:
-    """Serves in a thread of its own until `close`; `port` is the one in use."""
+    """Serves in a thread of its own from `start` until `close`; `port` is the one in use."""
 
-    def __init__(self, address: tuple[str, int], stats: Callable[[], NodeStats]) -> None:
-        """Raises OSError when the address is taken."""
+    def __init__(self, listener: socket.socket, stats: Callable[[], NodeStats], policy: Policy) -> None:
+        """`listener` listens already and is closed with this."""
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 5
 
             def do_GET(self) -> None:  # the base class's naming
-                if self.path == "/healthz":
+                refused = refusal(policy, "GET", self.path, joined(self.headers.items()))
+                if refused is not None:
+                    self.send_error(refused.status, explain=refused.text)
+                elif self.path == "/healthz":
                     self._answer(b'{"status":"ok"}', "application/json")
                 elif self.path == "/stats":
                     self._answer(msgspec.json.encode(stats()), "application/json")
@@ -38,13 +44,18 @@ class NodeHttp:
             def log_message(self, format: str, *args: object) -> None:
                 """Requests are counted by nobody and logged nowhere."""
 
-        self._server = ThreadingHTTPServer(address, Handler)
+        self.port = int(listener.getsockname()[1])
+        self._server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)
+        self._server.socket.close()
+        self._server.socket = listener
         self._server.daemon_threads = True
-        self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="ems-http", daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        self._server.shutdown()
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
         self._server.server_close()
-        self._thread.join()

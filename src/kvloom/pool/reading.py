@@ -4,9 +4,9 @@ import time
 
 from ems.wire import messages as m
 from ems.wire.messages import Cause
-from kvloom.pool.entries import Entry
-from kvloom.pool.node import Node
-from kvloom.pool.store import TenantPool
+from kvloom.pool.node import Fetched, Node
+from kvloom.pool.storage.entries import Entry
+from kvloom.pool.storage.store import TenantPool
 
 _FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
 _PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
@@ -39,14 +39,15 @@ class Reader:
         else:
             self._pool.unpin(entries)
             entries, lease = [], 0
-        places = [self._pool.locate(entry.offset) for entry in entries]
+        located = [self._pool.locate(entry.offset) for entry in entries]
         return m.Found(
             lease=lease,
-            segments=[segment for segment, _offset in places],
-            offsets=[offset for _segment, offset in places],
+            segments=[segment for segment, _offset in located],
+            offsets=[offset for _segment, offset in located],
             lengths=[entry.length for entry in entries],
             sums=b"".join(entry.checksum for entry in entries),
             cause=cause,
+            num_given_back=self._pool.num_given_back,
         )
 
     def _extend(self, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
@@ -55,20 +56,21 @@ class Reader:
         peers_deadline_s = now + (deadline_s - now) * _PEER_SHARE
         while len(entries) < len(keys):
             wanted = keys[len(entries) : len(entries) + _FETCH_KEYS]
-            problem, fetched = self._fetch(wanted, peers_deadline_s)
+            here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
+            fetched = self._fetch(wanted, peers_deadline_s)
             more = self._pool.pin_prefix(keys[len(entries) :])
-            self._pool.unpin(fetched)
+            self._pool.unpin(here + fetched.entries)
             entries += more
             if len(more) < len(wanted):
-                return Cause[problem] if problem else self._pool.why_missing(keys[len(entries)])
+                return fetched.problem or self._pool.why_missing(keys[len(entries)])
         return Cause.NONE
 
-    def _fetch(self, keys: list[bytes], deadline_s: float) -> tuple[str, list[Entry]]:
+    def _fetch(self, keys: list[bytes], deadline_s: float) -> Fetched:
         others = self._node.others
         if others is None:
-            return "", []
+            return Fetched(Cause.NONE, [])
         if time.monotonic() >= deadline_s:
-            return "TIMEOUT", []
+            return Fetched(Cause.TIMEOUT, [])
         return others.fetch(self._pool, self._pool.missing(keys), deadline_s)
 
     def _count(self, total: int, hits: int, cause: Cause) -> None:

@@ -1,8 +1,10 @@
 """ClientSession: one connected SDK. It authenticates, then answers one request after the other.
 
-Everything a client holds (staging area, pins, reserved places) ends with its connection, however that ends.
+Everything a client holds (staging area, pins, reserved memory) ends with its connection, however that ends.
 """
 
+import socket
+import struct
 import time
 from collections.abc import Callable
 from operator import add
@@ -15,10 +17,12 @@ from ems.wire import messages as m
 from ems.wire.frames import Frame, WireError
 from kvloom.pool.node import Node
 from kvloom.pool.reading import Reader
-from kvloom.pool.segments import SharedMemory
+from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.writing import Writer
 
+_UCRED = struct.Struct("3i")  # process, user, group of the other end
 _HANDSHAKE_S = 5.0
+_STAGING_SHARE = 0.5  # of a call's time, to wait for staging memory
 _SEND_S = 10.0  # a client that takes its answers no faster is gone
 
 
@@ -74,8 +78,7 @@ class ClientSession:
         finally:
             writer.close()
             reader.close()
-            if self._arena is not None:
-                self._arena.close()
+            self._drop_arena()
 
     def _authenticate(self, hello: m.Hello, request_id: int) -> str | None:
         deadline_s = time.monotonic() + _HANDSHAKE_S
@@ -89,6 +92,10 @@ class ClientSession:
         opened = keyring.open(hello.access_id, frame.message.proof, hello.nonce, nonce)
         if opened is None:
             self._node.counts["auth_failures"] += 1
+            pid, uid, _gid = _UCRED.unpack(
+                self._channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+            )
+            self._node.refused.note(f"access_id {hello.access_id!r}, process {pid} of user {uid}")
             self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "access_id or access_key is wrong")
             return None
         tenant, self._verifier = opened
@@ -115,7 +122,7 @@ class ClientSession:
         answer: m.Message | None
         try:
             if isinstance(message, m.Arena):
-                fd, answer = self._new_arena(message.size), m.Done()
+                fd, answer = self._new_arena(message, time.monotonic() + frame.deadline_ms / 1000), m.Done()
             elif isinstance(message, m.Segment):
                 fd, answer = segment_fd(message.segment), m.Done()
                 if fd is None:
@@ -135,14 +142,30 @@ class ClientSession:
     def _fail(self, frame: Frame, code: EmsErrorCode, text: str) -> None:
         self._channel.send(m.Failure(int(code), text), time.monotonic() + _SEND_S, request_id=frame.request_id)
 
-    def _new_arena(self, size: int) -> int:
-        if not 0 < size <= self._node.config.max_arena_bytes:
-            limit = self._node.config.max_arena_bytes
-            raise Refused(EmsErrorCode.EMS_INVALID_ARGUMENT, f"a staging area is 1 to {limit} bytes")
+    def _new_arena(self, message: m.Arena, deadline_s: float) -> int:
+        """Descriptor of a staging area instead of the one before, of the size asked for or what is left."""
+        self._drop_arena()
+        staging, least = self._node.staging, message.least or message.size
+        if not 0 < least <= message.size or least > staging.total_bytes:
+            raise Refused(EmsErrorCode.EMS_INVALID_ARGUMENT, f"a staging area is 1 to {staging.total_bytes} bytes")
+        now_s = time.monotonic()
+        taken = staging.take(message.size, least, now_s + (deadline_s - now_s) * _STAGING_SHARE)
+        if not taken:
+            self._node.counts["staging_refused"] += 1
+            text = f"all {staging.total_bytes} bytes of staging memory are in use; see the agent's --staging"
+            raise Refused(EmsErrorCode.EMS_IO_TIMEOUT, text)
+        try:
+            self._arena = SharedMemory("ems-arena", taken, is_sealed=False)
+        except OSError as error:
+            staging.give_back(taken)
+            raise Refused(EmsErrorCode.EMS_IO_ERROR, f"no memory for a staging area: {error}") from None
+        return self._arena.fd
+
+    def _drop_arena(self) -> None:
         if self._arena is not None:
             self._arena.close()
-        self._arena = SharedMemory("ems-arena", size, is_sealed=False)
-        return self._arena.fd
+            self._node.staging.give_back(self._arena.size)
+            self._arena = None
 
     def _staged(self, message: m.Save) -> SharedMemory:
         arena = self._arena

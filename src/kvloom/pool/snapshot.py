@@ -16,9 +16,9 @@ from typing import BinaryIO, NamedTuple
 import xxhash
 
 from ems.keys import KEY_BYTES
-from kvloom.pool.entries import Entry, Place
 from kvloom.pool.node import Node
-from kvloom.pool.store import TenantPool
+from kvloom.pool.storage.entries import Entry, Reservation, Written
+from kvloom.pool.storage.store import TenantPool
 
 log = logging.getLogger(__name__)
 _MAGIC = b"EMSSNAP1"
@@ -136,13 +136,12 @@ def _publish(pool: TenantPool, record: _Record, data: bytes) -> bool:
     """False when the bytes do not match their sum, or the block is there, or has no room."""
     if xxhash.xxh3_128_digest(data) != record.checksum:
         return False
-    place = pool.begin(record.key, record.length, record.is_rcache)
-    if isinstance(place, Entry):
-        pool.unpin([place])
+    begun = pool.begin(record.key, record.length, record.is_rcache)
+    if isinstance(begun, Entry):
+        pool.unpin([begun])
+    if not isinstance(begun, Reservation):
         return False
-    if not isinstance(place, Place):
-        return False
-    pool.view(place.offset, place.length)[:] = memoryview(data)
-    _status, entry = pool.publish(place, record.checksum, b"" if record.parent == _NO_PARENT else record.parent)
-    pool.unpin([entry])
+    pool.view(begun.offset, begun.length)[:] = memoryview(data)
+    parent = b"" if record.parent == _NO_PARENT else record.parent
+    pool.unpin([pool.publish(Written(begun, record.checksum, parent)).entry])
     return True

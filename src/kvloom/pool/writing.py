@@ -1,8 +1,8 @@
 """Writer: the saves of one session.
 
-Staged: the client's bytes are copied out of its staging area into a place nobody else can write, and summed there; what
-the client does to the area meanwhile can spoil its own block's content, never the match of content and checksum.
-Direct (trusted node): the client writes into the reserved place itself and sends the checksum.
+Staged: the client's bytes are copied out of its staging area into memory that nobody else can write, and summed there;
+what the client does to the area meanwhile can spoil its own block's content, never the match of content and checksum.
+Direct (trusted node): the client writes into the reserved memory itself and sends the checksum.
 """
 
 import time
@@ -12,11 +12,14 @@ import xxhash
 
 from ems.wire import messages as m
 from ems.wire.messages import Status
-from kvloom.pool.entries import Entry, Place
-from kvloom.pool.node import Node
-from kvloom.pool.segments import Bytes, SharedMemory
-from kvloom.pool.store import TenantPool
+from kvloom.pool.node import Node, Outgoing, Route
+from kvloom.pool.storage.budget import Refusal
+from kvloom.pool.storage.entries import Entry, NoRoom, Published, Reservation, Written
+from kvloom.pool.storage.segments import Bytes, SharedMemory
+from kvloom.pool.storage.store import TenantPool
 
+_PUSH_SHARE = 0.5  # of a batch's time, to wait until its blocks can be sent home
+_PAUSE_S = 0.002  # between two looks whether a block is at its home
 _KEYS_AT_ONCE = 32  # of a message, between two turns of other sessions at the index
 _COUNTER = [f"save_{status.name.lower()}" for status in Status]
 
@@ -30,12 +33,16 @@ class Writer:
         self._limit = node.put_limit(pool.tenant)
         self._batch: list[Entry] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
         self._has_ended = False
+        self._push_deadline_s: float | None = None  # of the batch: until then it waits for blocks before it to go home
         self._num_stored = self._largest_slot = 0  # of the batch
-        self._places: list[tuple[Place, bytes]] = []  # reserved, with their parents
+        self._reserved: list[tuple[Reservation, bytes]] = []  # and their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
         """One status a key, in order. After the first key that found no room the others are not tried."""
         self._begin_batch()
+        if self._push_deadline_s is None:
+            now_s = time.monotonic()
+            self._push_deadline_s = now_s + (deadline_s - now_s) * _PUSH_SHARE
         statuses = bytearray()
         keys = m.split_keys(message.keys)
         areas = [arena.data[offset : offset + n] for offset, n in zip(message.offsets, message.lengths, strict=True)]
@@ -44,11 +51,16 @@ class Writer:
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
             if not self._may_put(sum(message.lengths[part])):
+                self._pool.counts[f"refused_{Refusal.RATE}"] += len(keys) - start
                 statuses.append(Status.LIMITED)
                 break
-            done = self._save(keys[part], areas[part], parents[part], message.write_rcache, deadline_s)
+            done = self._save(keys[part], areas[part], parents[part], message.write_rcache, self._push_deadline_s)
+            while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
+                rest = slice(start + len(done) - 1, part.stop)
+                again = self._save(keys[rest], areas[rest], parents[rest], message.write_rcache, self._push_deadline_s)
+                done[-1:] = again
             statuses += done
-            if done[-1] > Status.CONFLICT:
+            if not Status(done[-1]).is_success:
                 break
         for status, count in Counter(statuses).items():
             self._pool.counts[_COUNTER[status]] += count
@@ -59,95 +71,118 @@ class Writer:
         return self._limit is None or self._limit.take(size, time.monotonic())
 
     def _save(
-        self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], write_rcache: bool, deadline_s: float
+        self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], write_rcache: bool, push_deadline_s: float
     ) -> bytearray:
-        """Blocks whose home is another node are sent there now, or kept as copies that follow in the background."""
+        """Blocks whose home is another node are sent there now, or kept as copies that follow in the background.
+
+        Those that will not be found there, because it is cut off or too many wait to be sent, are LOCAL.
+        """
         others = self._node.others
         if others is None:
             return self._store(keys, areas, parents, [False] * len(keys))
-        is_away = [not others.is_local(key) for key in keys]
-        if is_away[0] and not write_rcache:
+        routes = [others.route(key) for key in keys]
+        if routes[0] is Route.AWAY and not write_rcache:
             copy = areas[0].tobytes()
             checksum = xxhash.xxh3_128_digest(copy)
-            if others.push_now(self._pool.tenant, keys[0], parents[0], copy, checksum, deadline_s):
+            block = Outgoing(keys[0], memoryview(copy), checksum, parents[0])
+            if others.push_now(self._pool.tenant, block, push_deadline_s):
                 return bytearray([Status.STORED])
-            is_away[0] = False  # its home is away: better here than nowhere
+            routes[0] = Route.CUT_OFF  # better here than nowhere
         first = len(self._batch)
-        statuses = self._store(keys, areas, parents, is_away)
-        for i, status in enumerate(statuses):
-            if is_away[i] and status == Status.STORED:
-                entry = self._batch[first + i]
+        statuses = self._store(keys, areas, parents, [route is Route.AWAY for route in routes])
+        for i, entry in enumerate(self._batch[first:]):
+            if routes[i] is Route.HERE or entry.is_home:
+                continue
+            is_sent = False
+            if routes[i] is Route.AWAY:
                 self._pool.pin_again(entry)
-                others.push_later(self._pool, entry, parents[i])
+                is_sent = others.push_later(self._pool, entry, parents[i], push_deadline_s)
+            if not is_sent:
+                statuses[i] = Status.LOCAL
         return statuses
 
+    def _release_sent(self, deadline_s: float) -> bool:
+        """Ends the pins of the batch's copies that are at their home by now; waits for one, until the deadline.
+
+        So a batch may be larger than this node's pool. False when there is none, and none on its way.
+        """
+        while True:
+            sent = [entry for entry in self._batch if entry.is_rcache and entry.is_home]
+            if sent:
+                self._batch = [entry for entry in self._batch if not (entry.is_rcache and entry.is_home)]
+                self._pool.unpin(sent)
+                return True
+            is_one_coming = any(entry.is_rcache and entry.pins > 1 for entry in self._batch)
+            if not is_one_coming or time.monotonic() > deadline_s:
+                return False
+            time.sleep(_PAUSE_S)
+
     def _store(self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], is_rcache: list[bool]) -> bytearray:
-        """Copies the areas to places of their own, publishes these and pins them; ends after one without room."""
+        """Copies the areas to memory of their own, publishes this and pins it; ends after one without room."""
         found = self._pool.begin_all(keys, [len(area) for area in areas], is_rcache)
         written = []
-        for place, area, parent in zip(found, areas, parents, strict=False):
-            if isinstance(place, Place):
-                view = self._pool.view(place.offset, place.length)
+        for begun, area, parent in zip(found, areas, parents, strict=False):
+            if isinstance(begun, Reservation):
+                view = self._pool.view(begun.offset, begun.length)
                 view[:] = area
-                written.append((place, xxhash.xxh3_128_digest(view.data), parent))
+                written.append(Written(begun, xxhash.xxh3_128_digest(view.data), parent))
         published = iter(self._publish(written))
         statuses = bytearray()
-        for place, area in zip(found, areas, strict=False):
-            if isinstance(place, Place):
+        for begun, area in zip(found, areas, strict=False):
+            if isinstance(begun, Reservation):
                 status, entry = next(published)
-            elif isinstance(place, Entry):
-                is_same = place.length == len(area) and place.checksum == xxhash.xxh3_128_digest(area.data)
-                status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, place
+            elif isinstance(begun, Entry):
+                is_same = begun.length == len(area) and begun.checksum == xxhash.xxh3_128_digest(area.data)
+                status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, begun
             else:
-                statuses.append(place)
+                statuses.append(begun.status)
                 break
             statuses.append(status)
             self._batch.append(entry)
         return statuses
 
     def reserve(self, message: m.Reserve) -> m.Reserved:
-        """Places for the keys that are not here yet; reserved until the next Reserve, a Commit or the end."""
+        """Memory for the keys that are not here yet; theirs until the next Reserve, a Commit or the end."""
         self._begin_batch()
-        self._drop_places()
+        self._drop_reserved()
         keys = m.split_keys(message.keys)
-        refusal = None if self._may_put(sum(message.lengths)) else Status.LIMITED
+        refusal = NoRoom(Status.LIMITED) if not self._may_put(sum(message.lengths)) else None
         if not self._node.config.is_direct:
-            refusal = Status.NO_ROOM
+            refusal = NoRoom(Status.NO_ROOM)
         found = [refusal] if refusal else self._pool.begin_all(keys, message.lengths, [False] * len(keys))
         statuses, segments, offsets = bytearray(), [0] * len(keys), [0] * len(keys)
-        for i, (place, parent) in enumerate(zip(found, [message.parent, *keys], strict=False)):
-            if isinstance(place, Place):
-                self._places.append((place, parent))
-                segments[i], offsets[i] = self._pool.locate(place.offset)
+        for i, (begun, parent) in enumerate(zip(found, [message.parent, *keys], strict=False)):
+            if isinstance(begun, Reservation):
+                self._reserved.append((begun, parent))
+                segments[i], offsets[i] = self._pool.locate(begun.offset)
                 statuses.append(Status.STORED)
-            elif isinstance(place, Entry):
-                self._batch.append(place)
+            elif isinstance(begun, Entry):
+                self._batch.append(begun)
                 statuses.append(Status.DUPLICATE)
             else:
-                statuses += bytes([place]) * (len(keys) - i)
+                statuses += bytes([begun.status]) * (len(keys) - i)
         return m.Reserved(bytes(statuses), segments, offsets)
 
     def commit(self, message: m.Commit) -> m.Saved:
-        """Publishes the reserved places with the checksums the client computed over what it wrote."""
+        """Publishes what was reserved with the checksums the client computed over what it wrote."""
         sums = m.split_sums(message.sums)
-        places, self._places = self._places, []
-        for place, _parent in places[len(sums) :]:
-            self._pool.abandon(place)
-        written = [(place, checksum, parent) for (place, parent), checksum in zip(places, sums, strict=False)]
-        published = self._publish(written)
+        reserved, self._reserved = self._reserved, []
+        for reservation, _parent in reserved[len(sums) :]:
+            self._pool.abandon(reservation)
+        published = self._publish([Written(one, s, parent) for (one, parent), s in zip(reserved, sums, strict=False)])
         self._batch += [entry for _status, entry in published]
         self._has_ended = True
         return m.Saved(bytes(status for status, _entry in published))
 
-    def _publish(self, written: list[tuple[Place, bytes, bytes]]) -> list[tuple[Status, Entry]]:
+    def _publish(self, written: list[Written]) -> list[Published]:
         self._num_stored += len(written)
-        self._largest_slot = max(self._largest_slot, *(place.slot for place, _checksum, _parent in written), 0)
+        self._largest_slot = max(self._largest_slot, *(each.reservation.slot for each in written), 0)
         return self._pool.publish_all(written)
 
-    def _drop_places(self) -> None:
-        for place, _parent in self._places:
-            self._pool.abandon(place)
-        self._places = []
+    def _drop_reserved(self) -> None:
+        for reservation, _parent in self._reserved:
+            self._pool.abandon(reservation)
+        self._reserved = []
 
     def _begin_batch(self) -> None:
         if self._has_ended:
@@ -155,7 +190,7 @@ class Writer:
 
     def _end_batch(self) -> None:
         self._pool.unpin(self._batch)
-        self._batch, self._has_ended = [], False
+        self._batch, self._has_ended, self._push_deadline_s = [], False, None
         self._num_stored = self._largest_slot = 0
 
     def rest(self) -> bool:
@@ -172,5 +207,5 @@ class Writer:
 
     def close(self) -> None:
         """Gives back what the client had not finished."""
-        self._drop_places()
+        self._drop_reserved()
         self._end_batch()

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvloom.engine.errors import ServingError
+from kvloom.contract.errors import BadRequest, ServingError
 
 # kind of error: status under /v1, status elsewhere, error_type elsewhere (TGI's words, which its clients know)
 TABLE: dict[str, tuple[int, int, str]] = {
@@ -15,11 +15,16 @@ TABLE: dict[str, tuple[int, int, str]] = {
     "unavailable": (503, 503, "unavailable"),
     "too_large": (413, 413, "validation"),
     "method": (405, 405, "validation"),
+    "forbidden": (403, 403, "forbidden"),
+    "media_type": (415, 415, "validation"),
+    "misdirected": (421, 421, "validation"),
+    "timeout": (504, 504, "timeout"),
     "generation": (500, 424, "generation"),
     "model": (500, 500, "incomplete_generation"),
     "internal": (500, 500, "incomplete_generation"),
 }
 BUG_TEXT = "the server failed on this request; its log says how"
+CODINGS = "gzip, deflate"  # of bodies
 RETRY_AFTER_S = {"overloaded": 1, "unavailable": 2}
 
 _OPENAI_TYPE = {
@@ -27,6 +32,9 @@ _OPENAI_TYPE = {
     "not_found": "invalid_request_error",
     "too_large": "invalid_request_error",
     "method": "invalid_request_error",
+    "forbidden": "permission_error",
+    "media_type": "invalid_request_error",
+    "misdirected": "invalid_request_error",
     "overloaded": "rate_limit_error",
 }
 _ANTHROPIC_TYPE = {
@@ -34,9 +42,16 @@ _ANTHROPIC_TYPE = {
     "not_found": "not_found_error",
     "too_large": "request_too_large",
     "method": "invalid_request_error",
+    "forbidden": "permission_error",
+    "media_type": "invalid_request_error",
+    "misdirected": "invalid_request_error",
     "overloaded": "rate_limit_error",
     "unavailable": "overloaded_error",
 }
+# their first part: OpenAI's with and without /v1, and those of vLLM's server
+_OPENAI_PATHS = {"v1", "chat", "completions", "embeddings", "images", "models", "responses"}
+_VLLM_PATHS = {"tokenize", "detokenize", "tokenizer_info", "version", "load", "server_info", "reset_prefix_cache"}
+_VLLM_PATHS |= {"sleep", "wake_up", "is_sleeping"}
 _OPENAI_CODE = {"not_found": "model_not_found", "overloaded": "rate_limit_exceeded"}
 
 
@@ -44,8 +59,66 @@ class TooLarge(ServingError):
     kind = "too_large"
 
 
+class WrongEncoding(ServingError):
+    """A body in a content coding that is not unpacked here."""
+
+    kind = "media_type"
+
+
+class AnswerTooLong(BadRequest):
+    """More tokens are asked for than the context has beside the prompt. The message is OpenAI's."""
+
+    def __init__(self, field: str, num_prompt: int, max_tokens: int, context: int) -> None:
+        super().__init__(field, "exceeds the context")
+        self.text = (
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{num_prompt + max_tokens} tokens ({num_prompt} in the prompt, {max_tokens} in the completion). "
+            f"Please reduce the length of the prompt or {field}."
+        )
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class PromptTooLong(BadRequest):
+    """A prompt of more than `limit` tokens. The message is OpenAI's, which its clients look for.
+
+    `is_exact`: else it has `num_tokens` at least. `context`: the model's tokens, prompt and answer together.
+    """
+
+    def __init__(self, field: str, num_tokens: int, limit: int, context: int, is_exact: bool = True) -> None:
+        self.num_tokens, self.limit = num_tokens, limit
+        self.count = str(num_tokens) if is_exact else f"at least {num_tokens}"
+        what = field or "prompt"
+        most = f", of which prompts have at most {limit}" if limit < context - 1 else ""
+        super().__init__(
+            field,
+            f"This model's maximum context length is {context} tokens{most}. However, your {what} resulted in "
+            f"{self.count} tokens. Please reduce the length of the {what}.",
+        )
+
+    def __str__(self) -> str:
+        return self.problem
+
+
 class WrongMethod(ServingError):
     kind = "method"
+
+
+class Forbidden(ServingError):
+    """A page of another site asks."""
+
+    kind = "forbidden"
+
+
+class WrongMediaType(ServingError):
+    kind = "media_type"
+
+
+class Misdirected(ServingError):
+    """Asked under a name that is not this server's."""
+
+    kind = "misdirected"
 
 
 class NoRoute(ServingError):
@@ -64,6 +137,9 @@ class ErrorReply:
 def openai_error(error: ServingError) -> dict[str, Any]:
     """OpenAI's error object."""
     code = None if isinstance(error, NoRoute) else _OPENAI_CODE.get(error.kind)
+    if isinstance(error, AnswerTooLong | PromptTooLong):
+        code = "context_length_exceeded"
+    code = getattr(error, "code", code)
     return {
         "error": {
             "message": str(error),
@@ -80,7 +156,10 @@ def openai_reply(error: ServingError) -> ErrorReply:
 
 def anthropic_error(error: ServingError) -> dict[str, Any]:
     """Anthropic's error object."""
-    return {"type": "error", "error": {"type": _ANTHROPIC_TYPE.get(error.kind, "api_error"), "message": str(error)}}
+    text = str(error)
+    if isinstance(error, PromptTooLong):
+        text = f"prompt is too long: {error.count} tokens > {error.limit} maximum"
+    return {"type": "error", "error": {"type": _ANTHROPIC_TYPE.get(error.kind, "api_error"), "message": text}}
 
 
 def anthropic_reply(error: ServingError) -> ErrorReply:
@@ -98,19 +177,32 @@ def tgi_reply(error: ServingError) -> ErrorReply:
     return ErrorReply(TABLE[error.kind][1], msgspec.json.encode(tgi_error(error)), _headers(error))
 
 
-def family_of(path: str) -> Literal["openai", "anthropic", "tgi"]:
+def ollama_error(error: ServingError) -> dict[str, Any]:
+    """Ollama's error object."""
+    return {"error": str(error)}
+
+
+def ollama_reply(error: ServingError) -> ErrorReply:
+    """Statuses are those of /v1."""
+    return ErrorReply(TABLE[error.kind][0], msgspec.json.encode(ollama_error(error)), _headers(error))
+
+
+def family_of(path: str) -> Literal["openai", "anthropic", "ollama", "tgi"]:
     """Whose errors a path has."""
     if path == "/v1/messages" or path.startswith("/v1/messages/"):
         return "anthropic"
-    return "openai" if path.startswith("/v1/") or path in ("/tokenize", "/detokenize") else "tgi"
+    if path.startswith("/api/"):
+        return "ollama"
+    return "openai" if path.strip("/").partition("/")[0] in _OPENAI_PATHS | _VLLM_PATHS else "tgi"
 
 
 def reply_for_path(path: str, error: ServingError) -> ErrorReply:
     """An error outside of any dialect: no route, a bug."""
-    replies = {"openai": openai_reply, "anthropic": anthropic_reply, "tgi": tgi_reply}
+    replies = {"openai": openai_reply, "anthropic": anthropic_reply, "ollama": ollama_reply, "tgi": tgi_reply}
     return replies[family_of(path)](error)
 
 
 def _headers(error: ServingError) -> dict[str, str]:
     retry_s = RETRY_AFTER_S.get(error.kind)
-    return {"Retry-After": str(retry_s)} if retry_s else {}
+    headers = {"Retry-After": str(retry_s)} if retry_s else {}
+    return headers | ({"Accept-Encoding": CODINGS} if isinstance(error, WrongEncoding) else {})

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.hub import find_model
-from kvloom.engine.tokenizer import load_tokenizer
-from kvloom.server.engine_settings import read_engine_config
-from kvloom.tuning.dataset import MAX_ROW_TOKENS, convert, read_rows, read_texts, write_rows
+from kvloom.checkpoints.demo_models import find_model
+from kvloom.contract.config import EngineConfig
+from kvloom.engine.text.tokenizer import load_tokenizer
+from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures
 from kvloom.tuning.simulate import Simulated, read_trace
 from kvloom.tuning.simulate import simulate as run_simulation
@@ -42,7 +42,8 @@ def dataset(
     encode = load_tokenizer(find_model(model)).encode
     with Console(stderr=True).status("0 rows") as status:
         texts = read_texts(source, field, where or ())
-        rows = convert(texts, encode, max_tokens, begin_with, limit, lambda count: status.update(f"{count} rows"))
+        rules = RowRules(max_tokens, begin_with, limit)
+        rows = convert(texts, encode, rules, lambda count: status.update(f"{count} rows"))
     write_rows(output, rows)
     console.print(f"{len(rows)} rows, {sum(map(len, rows))} tokens in {output}", highlight=False, soft_wrap=True)
 

@@ -1,13 +1,14 @@
-"""Data sets: CSV rows of token ids for `llm_engine_test` (seed 001, 3.4.3), made of JSONL, CSV or parquet (A.2)."""
+"""Data sets: CSV rows of token ids for `llm_engine_test` (spec 3.4.3), made of JSONL, CSV or parquet (spec A.2)."""
 
 import csv
 import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvloom.engine.errors import BadRequest
+from kvloom.contract.errors import BadRequest
 
 FIRST_TOKEN = 1  # what every row of the documented format begins with
 MAX_ROW_TOKENS = 2048
@@ -45,6 +46,7 @@ def _row(line: str, where: str, vocab_size: int | None) -> list[int]:
 
 
 def write_rows(path: Path, rows: Sequence[Sequence[int]]) -> None:
+    """Write the CSV that `read_rows` reads."""
     with path.open("w", newline="", encoding="utf-8") as out:
         csv.writer(out, lineterminator="\n").writerows(rows)
 
@@ -111,27 +113,34 @@ def _parquet(path: Path) -> Iterator[Any]:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise BadRequest(str(path), "parquet files need pyarrow: pip install 'kvloom[parquet]'") from None
-    for batch in parquet.ParquetFile(path).iter_batches(1024):
-        yield from batch.to_pylist()
+    try:
+        for batch in parquet.ParquetFile(path).iter_batches(1024):
+            yield from batch.to_pylist()
+    except (OSError, ValueError, RuntimeError) as error:  # of which pyarrow's own errors are
+        raise BadRequest(str(path), f"is damaged, or no parquet file: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """What rows look like."""
+
+    max_tokens: int = MAX_ROW_TOKENS  # longer ones are cut
+    begin_with: int | None = None  # a token put before rows that lack it
+    limit: int | None = None  # rows at most
 
 
 def convert(
-    texts: Iterator[str],
-    encode: Callable[[str], list[int]],
-    max_tokens: int = MAX_ROW_TOKENS,
-    begin_with: int | None = None,
-    limit: int | None = None,
-    progress: Progress = lambda count: None,
+    texts: Iterator[str], encode: Callable[[str], list[int]], rules: RowRules, progress: Progress = lambda count: None
 ) -> list[list[int]]:
-    """Rows of at most `max_tokens` ids; texts without a token are left out. `begin_with`: put where a row lacks it."""
+    """Rows of token ids; texts without a token are left out."""
     rows: list[list[int]] = []
     for text in texts:
-        if limit is not None and len(rows) >= limit:
+        if rules.limit is not None and len(rows) >= rules.limit:
             break
         ids = encode(text)
-        if ids and begin_with is not None and ids[0] != begin_with:
-            ids = [begin_with, *ids]
+        if ids and rules.begin_with is not None and ids[0] != rules.begin_with:
+            ids = [rules.begin_with, *ids]
         if ids:
-            rows.append(ids[:max_tokens])
+            rows.append(ids[: rules.max_tokens])
             progress(len(rows))
     return rows

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvloom.engine.api import InferenceEngine, InferenceRequest, InferenceResponse, Operation
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
+from kvloom.engine_api import InferenceEngine, InferenceRequest, InferenceResponse, Operation
 from kvloom.tuning.figures import Figures, Times, figures
 
 Progress = Callable[[int, int], object]  # requests done, output tokens
@@ -58,7 +58,7 @@ def drive(
     progress: Progress = lambda done, tokens: None,
     max_s: float | None = None,
 ) -> Run:
-    """Run all prompts, as many at once as the engine has places. Raises ModelError when it cannot start.
+    """Run all prompts, as many at once as the engine batches. Raises ModelError when it cannot start.
 
     `max_output` limits every answer beside the engine's own limit. After `max_s` seconds what runs is stopped, and what
     was never sent is missing from the result.

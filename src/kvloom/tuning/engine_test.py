@@ -1,4 +1,4 @@
-"""`llm_engine_test [DATASET] [RECORD]`: run a data set through the engine of conf/config.json (seed 001, 3.4.3)."""
+"""`llm_engine_test [DATASET] [RECORD]`: run a data set through the engine of conf/config.json (spec 3.4.3)."""
 
 import argparse
 import os
@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvloom.engine.errors import ServingError
-from kvloom.server.auth import AccessError
-from kvloom.server.engine_settings import read_engine_config
+from kvloom.contract.errors import ServingError
+from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.server.secure.api_keys import AccessError
 from kvloom.tuning.dataset import FIRST_TOKEN, read_rows, write_rows
 from kvloom.tuning.drive import drive
 from kvloom.tuning.figures import Figures, table
@@ -40,7 +40,7 @@ def run(dataset: Path, is_recording: bool, config: Path) -> int:
     """Prints the figures; returns how many requests failed."""
     console, errors = Console(), Console(stderr=True)
     prompts = read_rows(dataset)
-    engine = read_engine_config(config)
+    engine = read_engine_config(config, logs=True)
     others = sum(row[0] != FIRST_TOKEN for row in prompts)
     if others:
         errors.print(

@@ -65,6 +65,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> Spread:
+    """Mean and percentiles of times in any order and unit."""
     if not values:
         return Spread()
     ordered = sorted(values)
@@ -73,6 +74,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def figures(runs: Sequence[Times], elapsed_s: float) -> Figures:
+    """What a run of `elapsed_s` was like; requests that failed count in num_failed and nowhere else."""
     good = [run for run in runs if not run.error]
     num_input = sum(run.num_input for run in good)
     num_output = sum(run.num_output for run in good)

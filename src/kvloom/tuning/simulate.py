@@ -8,12 +8,15 @@ from typing import Annotated
 
 import msgspec
 
-from kvloom.engine.blocks import BlockPool, extend_chain
-from kvloom.engine.config import EngineConfig, Limits
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.policies import MAX_PRIORITY, MAX_SLO_S, Turns, policy_of
-from kvloom.engine.scheduler import Plan, Seq, Status, apply_step, commit_step, plan_step, release_seq, swap_out
-from kvloom.engine.swap import SwapCosts
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.engine.schedule.blocks import BlockPool, extend_chain
+from kvloom.engine.schedule.commit import apply_step, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.pace import Pace
+from kvloom.engine.schedule.policies import MAX_PRIORITY, MAX_SLO_S, Turns, policy_of
+from kvloom.engine.schedule.scheduler import Circumstances, plan_step
+from kvloom.engine.schedule.seq import Plan, Seq, Status
+from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.tuning.figures import Figures, Times, figures
 from kvloom.tuning.steptime import StepTimes, load_of
 
@@ -94,6 +97,7 @@ class _Machine:
         self._pool = BlockPool(num_blocks, config.enable_prefix_cache, config.num_host_blocks or 0)
         self._policy = policy_of(config.prefill_policy, config.decode_policy)
         self._turns = Turns(config.fair_token_s)
+        self._pace = Pace(config.pace_s)
         self._max_output = config.max_iter_times
         order = sorted(range(len(trace)), key=lambda i: trace[i].arrival_s)
         self._coming = deque(order)
@@ -112,14 +116,17 @@ class _Machine:
         while self._coming and self._trace[self._coming[0]].arrival_s <= self._now_s:
             self._arrive(self._coming.popleft())
         costs = SwapCosts(self._times.swap_block_s, self._times.token_s or None)
-        plan = plan_step(
-            list(self._live.values()), self._pool, self._limits, self._policy, self._oldest_wait_s(), costs
-        )
+        now = Circumstances(self._policy, self._oldest_wait_s(), costs)
+        seqs = list(self._live.values())
+        plan = plan_step(seqs, self._pool, self._pace.limited(self._limits, seqs), now)
         copies = swap_out(plan, self._pool)
         works = apply_step(plan, self._pool)
         num_copies = len(copies) + sum(len(work.loads) for work in works)
         if plan.steps:
-            self._now_s += self._times.step_s(load_of(plan)) + num_copies * self._times.swap_block_s
+            compute_s = self._times.step_s(load_of(plan))
+            self._now_s += compute_s + num_copies * self._times.swap_block_s
+            num_tokens = sum(step.num_tokens for step in plan.steps)
+            self._pace.learn([step.seq for step in plan.steps], num_tokens, compute_s)
             self._num_steps += 1
         self._num_preempted += len(plan.preempted)
         self._num_swapped += len(plan.swapped)

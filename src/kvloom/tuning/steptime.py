@@ -10,14 +10,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvloom.engine.blocks import BlockPool
-from kvloom.engine.config import EngineConfig, Limits
+from kvloom.contract.config import EngineConfig, Limits
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.errors import BadRequest
-from kvloom.engine.executor import RankExecutor
-from kvloom.engine.fake import ByteTokenizer
-from kvloom.engine.request import Request, SamplingParams
-from kvloom.engine.scheduler import Plan, Seq, plan_step
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.scheduler import plan_step
+from kvloom.engine.schedule.seq import Plan, Seq
+from kvloom.rank.byte_tokenizer import ByteTokenizer
+from kvloom.rank.opening import open_ranks
 
 FEW_TOKENS = 8  # up to so many tokens a step mostly waits for the weights, beyond for arithmetic
 _OUTLIER = 4.0  # times the median error; such steps (another program ran) do not count
@@ -37,6 +38,7 @@ class Load:
     num_pairs: int  # of a query and a key that it attends to
 
     def basis(self) -> tuple[float, ...]:
+        """The amounts that the parts of StepTimes are multiplied with, in their order."""
         few = min(self.num_tokens, FEW_TOKENS)
         return (1.0, few, self.num_tokens - few, self.num_samples, self.num_pairs / 1000)
 
@@ -60,12 +62,13 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     median_error: float = 0.0  # relative, over the measured steps
 
     def step_s(self, load: Load) -> float:
+        """Foretold seconds of a step."""
         parts = (self.base_s, self.few_token_s, self.token_s, self.sample_s, self.kilopair_s)
         return sum(part * amount for part, amount in zip(parts, load.basis(), strict=True))
 
 
 def load_of(plan: Plan) -> Load:
-    """Of a plan before it is committed."""
+    """What a plan computes; to be called before the plan is committed."""
     pairs = sum(step.num_tokens * step.start + step.num_tokens * (step.num_tokens + 1) // 2 for step in plan.steps)
     samples = sum(step.start + step.num_tokens >= len(step.seq.token_ids) for step in plan.steps)
     return Load(sum(step.num_tokens for step in plan.steps), samples, pairs)
@@ -122,7 +125,7 @@ def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]
 
 def measure(config: EngineConfig, progress: Progress = lambda done, total: None) -> StepTimes:
     """Load the model and time steps of many batch sizes and prompt lengths: some seconds to a minute."""
-    executor, recorder = RankExecutor(config, list), _Recorder()
+    executor, recorder = open_ranks(config, list), _Recorder()
     try:
         engine = Engine(config, executor, ByteTokenizer(), recorder)
         loads, seconds = [], []

@@ -3,16 +3,17 @@
 import hashlib
 import os
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import BadRequest
-from kvloom.server.config import load_settings
-from kvloom.server.config_cli import starting_point
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.server.config.settings import load_settings
+from kvloom.server.run.config_cli import starting_point
 from kvloom.tuning.drive import drive
 from kvloom.tuning.report import config_text, plot_html, table_text
 from kvloom.tuning.steptime import StepTimes, measure
@@ -46,6 +47,8 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
+    """What a sweep found; `is_within_limit`: whether the chosen point keeps the lpot that was asked for."""
+
     chosen: Point
     points: list[Point]
     proposals: list[Proposal]
@@ -53,7 +56,7 @@ class Tuned:
 
 
 def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lambda what, done, total: None) -> Tuned:
-    """Everything, resuming from `folder`/state.json when it is of the same model, configuration and data.
+    """Measure, sweep and write, resuming from `folder`/state.json when it is of the same model, configuration and data.
 
     Raises ModelError when the engine cannot start, BadRequest when the folder belongs to another aim.
     """
@@ -130,7 +133,8 @@ def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
 
 def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
     """config.json, the table and the plot; the configuration is read back before it counts as written."""
-    name = Path(config.model).stem if config.model else "mock"
+    stem = re.sub(r"[^A-Za-z0-9_.:-]", "-", Path(config.model).stem).lstrip(".:-")  # what modelName allows
+    name = stem or "mock"
     model = [
         Proposal("modelName", name, "the model's file"),
         Proposal("modelInstanceType", "Standard" if config.model else "StandardMock", "as measured"),

@@ -1,4 +1,4 @@
-"""The tuning guide (seed 001, 2.3.2) as decisions: which maxBatchSize to try, which to take, and the rest. Pure."""
+"""The tuning guide (spec 2.3.2) as decisions: which maxBatchSize to try, which to take, and the rest. Pure."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvloom.engine.memory import GIB, SHARE, blocks_per_seq, max_batch
+from kvloom.contract.capacity import GIB, SHARE, blocks_per_seq, max_batch
 from kvloom.tuning.steptime import Load, StepTimes
 
 CLOSE = 0.05  # limits of maxBatchSize that are nearer to each other are not told apart
@@ -20,7 +20,7 @@ _PREFILL_TOKENS = (256, 512, 1024, 2048, 4096, 8192)
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One run of the sweep (a row of table 2-10)."""
+    """One run of the sweep (a row of spec table 2-10)."""
 
     max_batch: int
     lpot_ms: float  # mean time of an output token that is not the first
@@ -75,10 +75,10 @@ def next_batch(points: Sequence[Point], most: int, limit_ms: float | None) -> in
 def _beside_best(points: Sequence[Point], tried: list[int]) -> int | None:
     """The middle of the wider gap beside the best point, while it is wider than a quarter of that point."""
     best = max(points, key=lambda point: point.generate_speed).max_batch
-    place = tried.index(best)
+    index = tried.index(best)
     gaps = [(b - a, (a + b) // 2) for a, b in itertools.pairwise(tried) if best in (a, b)]
     width, middle = max(gaps, default=(0, 0))
-    return middle if width > max(1, tried[place] // 4) else None
+    return middle if width > max(1, tried[index] // 4) else None
 
 
 def choose(points: Sequence[Point], limit_ms: float | None) -> Point:

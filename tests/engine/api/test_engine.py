@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine.api import (
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.request import SamplingParams as Params
+from kvloom.engine_api import (
     BlockQuotas,
     Code,
     InferenceEngine,
@@ -23,9 +25,7 @@ from kvloom.engine.api import (
     SamplingParams,
     Status,
 )
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.fake import fake_answer
-from kvloom.engine.request import SamplingParams as Params
+from kvloom.rank.fake import fake_answer
 from tests.support.configs import mock_document
 
 Responses = queue.Queue[InferenceResponse]
@@ -152,16 +152,13 @@ def test_quotas_count_what_has_been_handed_over(running):
     rest(responses)
 
 
-def test_a_rank_that_dies_ends_its_requests_with_an_error_and_comes_back(running):
+def test_a_rank_that_dies_is_a_pause_of_its_requests(running):
     engine, responses = running
-    engine.forward(make_request("a", max_output_len=180))
+    engine.forward(make_request("a", max_output_len=150))
     responses.get(timeout=20)
     os.kill(engine._engine._executor.pids[0], signal.SIGKILL)
-    found = rest(responses)
-    assert flag_of(found) == "EXEC_ERROR"
-    assert "killed by signal 9" in found[-1].error
+    assert flag_of(rest(responses)) == "REACH_MAX_OUTPUT_LEN"
     assert engine.get_processing_request() == (Status(), 0)
-    assert engine._engine._ready.wait(20)
     engine.forward(make_request("after", max_output_len=1))
     assert flag_of(rest(responses)) == "REACH_MAX_OUTPUT_LEN"
 
@@ -225,6 +222,17 @@ def test_a_configuration_that_is_wrong_is_one_sentence(tmp_path):
     assert "none.json" in InferenceEngine().init(print, str(tmp_path / "none.json")).status_msg()
     missing = EngineConfig(model=str(tmp_path / "nothing"))
     assert InferenceEngine().init(print, missing) == Status(Code.ERROR)
+
+
+def test_a_configuration_whose_keys_cannot_be_read_is_a_status_too(tmp_path):
+    path = tmp_path / "config.json"
+    document = mock_document()
+    document["OtherParam"]["ServeParam"]["apiKeyFile"] = "no-such-file"
+    path.write_text(json.dumps(document))
+    path.chmod(0o600)
+    status = InferenceEngine().init(print, path)
+    assert status == Status(Code.ERROR)
+    assert "no-such-file" in status.status_msg()
 
 
 def test_the_sample_program_runs(tmp_path, mock_config):

@@ -1,10 +1,11 @@
-"""The Engine API's values: every class, method, enum and code of seed 001, 3.3.1, under both its names."""
+"""The Engine API's values: every class, method, enum and code of spec 3.3.1, under both its names."""
 
 import numpy as np
 import pytest
 
-from kvloom.engine import api
-from kvloom.engine.api import (
+from kvloom import engine_api as api
+from kvloom.contract.errors import BadRequest
+from kvloom.engine_api import (
     Code,
     Compare,
     DataType,
@@ -24,7 +25,6 @@ from kvloom.engine.api import (
     Status,
     TensorType,
 )
-from kvloom.engine.errors import BadRequest
 
 METHODS = {
     InferenceEngine: "Init GetRequestBlockQuotas Forward GetProcessingRequest ControlRequest Finalize GetMaxBatchSize",

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import gguf
+import numpy as np
 import torch
 
-from kvloom.engine.kernels.backend import Ragged
-from kvloom.engine.models.spec import DecoderSpec, Rope
-from kvloom.engine.weights.source import RawTensor
+from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.source import RawTensor
+from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
 
 def tiny_spec(
@@ -81,11 +82,11 @@ def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:
     return MemoryWeights(weights.values, blocks)
 
 
-def tensor32(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def int32(values: list[int]) -> Ints:
+    return np.array(values, np.int32)
 
 
-def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int] = ()) -> tuple[Ragged, torch.Tensor]:
+def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int] = ()) -> tuple[Ragged, Ints]:
     """Step arguments for sequences (tokens, position of the first, blocks); every token's logits are asked for."""
     ids = [token for tokens, _, _ in parts for token in tokens]
     pos = [start + i for tokens, start, _ in parts for i in range(len(tokens))]
@@ -93,5 +94,17 @@ def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int
     for tokens, _, _ in parts:
         qstart.append(qstart[-1] + len(tokens))
     width = max(len(blocks) for _, _, blocks in parts)
-    table = torch.tensor([blocks + [-1] * (width - len(blocks)) for _, _, blocks in parts], dtype=torch.int32)
-    return Ragged(tensor32(ids), tensor32(pos), tensor32(qstart), table, adapters), tensor32(list(range(len(ids))))
+    table = np.array([blocks + [-1] * (width - len(blocks)) for _, _, blocks in parts], np.int32)
+    return Ragged(int32(ids), int32(pos), int32(qstart), table, adapters), int32(list(range(len(ids))))
+
+
+def step(backend: Backend, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
+    """What a step found, as torch's tensors, for the oracle. The next step may overwrite it."""
+    head = backend.step(batch, rows, tops, states)
+    arrays = (head.full, head.values, head.ids, head.states)
+    return Head(tops, *map(torch.from_numpy, arrays))
+
+
+def all_logits(backend: Backend, batch: Ragged, rows: Ints) -> torch.Tensor:
+    """[R, vocab]: every logit of the tokens `rows`, as the step left them: the next one may overwrite them."""
+    return torch.from_numpy(backend.step(batch, rows, [0] * len(rows)).full)

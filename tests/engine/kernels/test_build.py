@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from kvloom.engine.config import EngineConfig
-from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels import build
-from kvloom.engine.runner import open_runner
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels import build
+from kvloom.rank.loading import open_runner
 from tests.support.checkpoints import save, tiny_model
 
 

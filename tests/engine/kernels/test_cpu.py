@@ -1,15 +1,18 @@
 """The CPU backend against the reference, and against itself: alone or in company, whole or in chunks, on every ISA."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels import build
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.sampler import draw_plain
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels import build
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, _rope_table
+from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
+from kvloom.rank.sampler import draw_plain
 
-from .models import SPECS, four_bit, ragged, random_weights, tiny_spec
+from .models import SPECS, all_logits, four_bit, int32, ragged, random_weights, step, tiny_spec
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 FORMATS = [("bf16", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
@@ -36,9 +39,14 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 def test_logits_are_near_the_reference(name, isa, weight_format, limit):
     spec = SPECS[name]
     weights = random_weights(spec)
-    backend = CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, weights, 64, CpuOptions(weight_format, num_threads=2, isa=isa))
     args = ragged(prompts())
-    assert relative_error(backend.step(*args).clone(), ReferenceBackend(spec, weights, 64).step(*args).clone()) < limit
+    assert (
+        relative_error(
+            all_logits(backend, *args).clone(), all_logits(ReferenceBackend(spec, weights, 64), *args).clone()
+        )
+        < limit
+    )
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -48,10 +56,15 @@ def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
     """As near to the dequantised file as 8 bits are: what is lost is lost by the activations."""
     spec = SPECS[name]
     weights = four_bit(random_weights(spec), kind)
-    backend = CpuBackend(spec, weights, 64, "w4a8", num_threads=2, isa=isa)
+    backend = CpuBackend(spec, weights, 64, CpuOptions("w4a8", num_threads=2, isa=isa))
     args = ragged(prompts())
     limit = 0.04 if spec.intermediate % 32 == 0 else 0.2  # down of 200 columns has no blocks, it is quantised here
-    assert relative_error(backend.step(*args).clone(), ReferenceBackend(spec, weights, 64).step(*args).clone()) < limit
+    assert (
+        relative_error(
+            all_logits(backend, *args).clone(), all_logits(ReferenceBackend(spec, weights, 64), *args).clone()
+        )
+        < limit
+    )
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -59,14 +72,14 @@ def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
 def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
     spec = SPECS[name]
     weights, args = random_weights(spec), ragged(prompts())
-    backend = CpuBackend(spec, weights, 64, "bf16", "int8", num_threads=2, isa=isa)
-    wide = CpuBackend(spec, weights, 64, "bf16", num_threads=2, isa=isa)
+    backend = CpuBackend(spec, weights, 64, CpuOptions("bf16", "int8", num_threads=2, isa=isa))
+    wide = CpuBackend(spec, weights, 64, CpuOptions("bf16", num_threads=2, isa=isa))
     assert backend.kv_bytes * 2 * spec.head_dim == wide.kv_bytes * (spec.head_dim + 2)  # an fp16 scale a token and head
-    got = backend.step(*args).clone()
-    assert relative_error(got, ReferenceBackend(spec, weights, 64).step(*args)) < 0.03
-    rounded = ReferenceBackend(spec, weights, 64, kv_dtype=torch.int8).step(*args)
+    got = all_logits(backend, *args).clone()
+    assert relative_error(got, all_logits(ReferenceBackend(spec, weights, 64), *args)) < 0.03
+    rounded = all_logits(ReferenceBackend(spec, weights, 64, ReferenceOptions(kv_dtype=torch.int8)), *args)
     assert relative_error(got, rounded) < 0.025
-    assert not torch.equal(got, wide.step(*args))
+    assert not torch.equal(got, all_logits(wide, *args))
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -74,12 +87,12 @@ def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, 
 @pytest.mark.parametrize(("weight_format", "kv_dtype"), FORMATS)
 def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format, kv_dtype):
     spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, weight_format, kv_dtype, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
     parts = prompts()
-    together = backend.step(*ragged(parts)).clone()
+    together = all_logits(backend, *ragged(parts)).clone()
     start = 0
     for part in parts:
-        alone = backend.step(*ragged([part])).clone()
+        alone = all_logits(backend, *ragged([part])).clone()
         assert torch.equal(alone, together[start : start + len(part[0])])
         start += len(part[0])
 
@@ -90,11 +103,11 @@ def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_fo
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
 def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dtype):
     spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, kv_dtype=kv_dtype, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(kv_dtype=kv_dtype, num_threads=2, isa=isa))
     tokens, blocks = tokens_of(150), list(range(20, 30))
-    whole = backend.step(*ragged([(tokens, 0, blocks)])).clone()
+    whole = all_logits(backend, *ragged([(tokens, 0, blocks)])).clone()
     pieces = [
-        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])])).clone()
+        all_logits(backend, *ragged([(tokens[at : at + chunk], at, blocks[::-1])])).clone()
         for at in range(0, len(tokens), chunk)
     ]
     assert torch.equal(torch.cat(pieces), whole)
@@ -104,17 +117,17 @@ def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dt
 def test_the_number_of_threads_does_not_change_the_result(threads):
     spec = SPECS["smollm2 heads"]
     weights, args = random_weights(spec), ragged(prompts())
-    want = CpuBackend(spec, weights, 64, num_threads=1).step(*args).clone()
-    assert torch.equal(CpuBackend(spec, weights, 64, num_threads=threads).step(*args).clone(), want)
+    want = all_logits(CpuBackend(spec, weights, 64, CpuOptions(num_threads=1)), *args).clone()
+    assert torch.equal(all_logits(CpuBackend(spec, weights, 64, CpuOptions(num_threads=threads)), *args).clone(), want)
 
 
 def test_only_the_asked_rows_are_returned_in_the_asked_order():
     spec = SPECS["llama"]
-    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=2)
+    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(num_threads=2))
     batch, rows = ragged(prompts())
-    every = backend.step(batch, rows).clone()
-    some = torch.tensor([40, 2, 2, 0, 100], dtype=torch.int32)
-    assert torch.equal(backend.step(batch, some).clone(), every[some.long()])
+    every = all_logits(backend, batch, rows).clone()
+    some = int32([40, 2, 2, 0, 100])
+    assert torch.equal(all_logits(backend, batch, some).clone(), every[some.tolist()])
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -123,16 +136,16 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
 def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weight_format, limit):
     spec = SPECS[name]
     weights = random_weights(spec)
-    backend = CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, weights, 64, CpuOptions(weight_format, num_threads=2, isa=isa))
     batch, every = ragged(prompts())
-    rows, kept = every[::7], every.flip(0)[::3]
-    got = backend.step_head(batch, rows, [0] * len(rows), kept)
+    rows, kept = every[::7], every[::-3]
+    got = step(backend, batch, rows, [0] * len(rows), kept)
     logits, states = got.full.clone(), got.states
-    want = ReferenceBackend(spec, weights, 64).step_head(batch, rows, [0] * len(rows), kept).states
+    want = step(ReferenceBackend(spec, weights, 64), batch, rows, [0] * len(rows), kept).states
     assert relative_error(states, want) < limit
-    assert torch.equal(backend.step(batch, rows), logits)
+    assert torch.equal(all_logits(backend, batch, rows), logits)
     none = every[:0]
-    alone = backend.step_head(batch, none, [], kept).states
+    alone = step(backend, batch, none, [], kept).states
     assert torch.equal(alone, states), "nobody's logits are asked for"
 
 
@@ -153,12 +166,12 @@ def assert_same_head(got, want, tops):
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 60])
 def test_the_largest_logits_are_those_of_the_whole_row(isa, threads, num_rows):
     spec = SPECS["llama"]  # 101 tokens: the last panel is not full
-    backend = CpuBackend(spec, random_weights(spec), 64, num_threads=threads, isa=isa)
+    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(num_threads=threads, isa=isa))
     batch, _ = ragged(prompts())
-    rows = torch.arange(num_rows, dtype=torch.int32)
-    want = backend.step(batch, rows).clone()
+    rows = int32(list(range(num_rows)))
+    want = all_logits(backend, batch, rows).clone()
     for tops in ([1] * num_rows, [(3 * row) % 40 for row in range(num_rows)], [101, *[0] * (num_rows - 1)]):
-        assert_same_head(backend.step_head(batch, rows, tops), want, tops)
+        assert_same_head(step(backend, batch, rows, tops), want, tops)
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -167,35 +180,35 @@ def test_of_equal_logits_the_smaller_tokens_are_taken(isa, num_rows):
     spec = SPECS["llama"]
     weights = random_weights(spec)
     weights.values["embed"][50:90] = weights.values["embed"][7]  # the head is the embedding: 41 equal logits
-    backend = CpuBackend(spec, weights, 64, num_threads=2, isa=isa)
+    backend = CpuBackend(spec, weights, 64, CpuOptions(num_threads=2, isa=isa))
     batch, _ = ragged(prompts())
-    rows = torch.arange(num_rows, dtype=torch.int32)
-    want = backend.step(batch, rows).clone()
+    rows = int32(list(range(num_rows)))
+    want = all_logits(backend, batch, rows).clone()
     for top in (1, 5, 30, 60):
-        assert_same_head(backend.step_head(batch, rows, [top] * num_rows), want, [top] * num_rows)
+        assert_same_head(step(backend, batch, rows, [top] * num_rows), want, [top] * num_rows)
 
 
 @pytest.fixture(scope="module", params=AVAILABLE)
 def drawing(request) -> CpuBackend:
     spec = tiny_spec(vocab=1000)
-    return CpuBackend(spec, random_weights(spec), 2, num_threads=1, isa=request.param)
+    return CpuBackend(spec, random_weights(spec), 2, CpuOptions(num_threads=1, isa=request.param))
 
 
 @pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # of the logits: flat, as a model's, and sharp
 @pytest.mark.parametrize(("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)])
-def test_a_token_is_drawn_as_in_plain_torch(drawing, size, top_p, min_p):
-    generator = torch.Generator().manual_seed(5)
+def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
+    generator = np.random.default_rng(5)
     for vocab in (1, 63, 64, 65, 1000):
         for temperature in (0.5, 1.0, 1.7):
-            logits = size * torch.randn(vocab, generator=generator)
-            logits[::7] -= 0 if vocab == 1 else torch.inf  # ruled out
+            logits = size * generator.standard_normal(vocab, np.float32)
+            logits[::7] -= 0 if vocab == 1 else np.inf  # ruled out
             for point in (0.0, 0.2, 0.55, 0.83, 0.999):
                 want = draw_plain(logits, temperature, top_p, min_p, point)
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
 
 
 def test_drawn_tokens_follow_the_distribution(drawing):
-    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log()
+    logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log().numpy()
     drawn = [drawing.draw(logits, 1.0, 1.0, 0.0, (i + 0.5) / 1000) for i in range(1000)]
     assert [drawn.count(token) for token in range(4)] == [500, 300, 200, 0]
     likely = [drawing.draw(logits, 1.0, 0.8, 0.0, (i + 0.5) / 1000) for i in range(1000)]
@@ -204,20 +217,29 @@ def test_drawn_tokens_follow_the_distribution(drawing):
 
 
 def test_logits_that_are_no_numbers_still_end_in_a_token(drawing):
-    for value in (torch.nan, -torch.inf):
+    for value in (np.nan, -np.inf):
         for top_p in (1.0, 0.9):
-            assert 0 <= drawing.draw(torch.full((100,), value), 1.0, top_p, 0.0, 0.5) < 100
+            assert 0 <= drawing.draw(np.full(100, value, np.float32), 1.0, top_p, 0.0, 0.5) < 100
 
 
 def test_what_the_kernels_lack_is_refused_by_name():
     with pytest.raises(ModelError, match="head size 80"):
         CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)
     with pytest.raises(ModelError, match="weight format w2"):
-        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, weight_format="w2")
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, CpuOptions(weight_format="w2"))
     with pytest.raises(ModelError, match="KV cache type fp8"):
-        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, kv_dtype="fp8")
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, CpuOptions(kv_dtype="fp8"))
     with pytest.raises(ModelError, match="instruction set sse9"):
-        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, isa="sse9")
+        CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, CpuOptions(isa="sse9"))
+
+
+def test_cosines_and_sines_are_the_nearest_of_float32_angles_on_every_machine():
+    spec = SPECS["llama"]
+    table = _rope_table(spec, 300)
+    for position in (0, 1, 7, 299):
+        angles = np.float32(position) * np.array(spec.rope.inv_freq, np.float32)
+        want = [f(float(angle)) for f in (math.cos, math.sin) for angle in angles]
+        assert np.array_equal(table[position], np.array(want, np.float32))
 
 
 def test_progress_ends_at_the_total():

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvloom.engine.kernels import build
-from kvloom.engine.kernels.cpu import CpuBackend
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.lora import read_adapter
+from kvloom.checkpoints.lora import read_adapter
+from kvloom.rank.kernels import build
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
+from kvloom.rank.kernels.reference import ReferenceBackend
 from tests.support.adapters import make_adapter, merged
 
-from .models import SPECS, MemoryWeights, ragged, random_weights
+from .models import SPECS, MemoryWeights, all_logits, ragged, random_weights
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 LENGTHS = (1, 2, 5, 16, 17, 40)
@@ -48,7 +48,7 @@ def open_backend(kind, spec, weights):
     if kind == "reference":
         return ReferenceBackend(spec, weights, 64)
     weight_format, isa = kind.split()
-    return CpuBackend(spec, weights, 64, weight_format, num_threads=2, isa=isa)
+    return CpuBackend(spec, weights, 64, CpuOptions(weight_format, num_threads=2, isa=isa))
 
 
 KINDS = ["reference", *(f"{weights} {isa}" for weights in ("bf16", "w8a8", "w4a8") for isa in AVAILABLE)]
@@ -65,12 +65,12 @@ def test_an_adapter_is_what_its_merged_weights_are(tmp_path, name, kind, case):
     backend = open_backend(kind, spec, weights)
     backend.add_adapter(3, read_adapter(folder, spec.tensor_shapes()))
     args = ragged(parts_of())
-    want, base = truth.step(*args), backend.step(*args).clone()
-    got = backend.step(*ragged(parts_of(), [3] * len(LENGTHS))).clone()
+    want, base = all_logits(truth, *args), all_logits(backend, *args).clone()
+    got = all_logits(backend, *ragged(parts_of(), [3] * len(LENGTHS))).clone()
     limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
     assert relative_error(got, want) < limit
     assert relative_error(base, want) > 0.2  # the test would see an adapter that does nothing
-    assert torch.equal(backend.step(*args), base)
+    assert torch.equal(all_logits(backend, *args), base)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,12 +82,12 @@ def test_three_adapters_and_the_base_in_one_step_give_the_bits_of_each_alone(tmp
         folder = make_adapter(tmp_path / str(id), spec.tensor_shapes(), id, rank, ("q", "o", "up")[: id + 1])
         backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes()))
     parts, ids = parts_of(), [2, 0, 7, 1, 2, 0]
-    base = backend.step(*ragged(parts)).clone()
-    together = backend.step(*ragged(parts, ids)).clone()
+    base = all_logits(backend, *ragged(parts)).clone()
+    together = all_logits(backend, *ragged(parts, ids)).clone()
     start = 0
     for part, id in zip(parts, ids, strict=True):
         rows = slice(start, start + len(part[0]))
-        alone = backend.step(*ragged([part], [id])).clone()
+        alone = all_logits(backend, *ragged([part], [id])).clone()
         assert torch.equal(alone, together[rows])
         assert torch.equal(alone, base[rows]) == (id == 0)
         start += len(part[0])
@@ -100,9 +100,9 @@ def test_a_prompt_with_an_adapter_in_chunks_gives_the_same_bits_as_whole(tmp_pat
     backend = open_backend(kind, spec, random_weights(spec))
     backend.add_adapter(1, read_adapter(make_adapter(tmp_path, spec.tensor_shapes(), rank=5), spec.tensor_shapes()))
     (tokens, _, blocks), *_ = parts_of((40,))
-    whole = backend.step(*ragged([(tokens, 0, blocks)], [1])).clone()
+    whole = all_logits(backend, *ragged([(tokens, 0, blocks)], [1])).clone()
     pieces = [
-        backend.step(*ragged([(tokens[at : at + chunk], at, blocks[::-1])], [1])).clone()
+        all_logits(backend, *ragged([(tokens[at : at + chunk], at, blocks[::-1])], [1])).clone()
         for at in range(0, len(tokens), chunk)
     ]
     assert torch.equal(torch.cat(pieces), whole)
@@ -114,11 +114,11 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path, threads):
     folder = make_adapter(tmp_path, spec.tensor_shapes(), rank=6)
     results = []
     for count in (1, threads):
-        backend = CpuBackend(spec, random_weights(spec), 64, num_threads=count)
+        backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(num_threads=count))
         backend.add_adapter(1, read_adapter(folder, spec.tensor_shapes()))
         for lengths in ((1,), (1, 1, 1), LENGTHS):
             args = ragged(parts_of(lengths), [1, 0, 1, 1, 0, 1][: len(lengths)])
-            results.append(backend.step(*args).clone())
+            results.append(all_logits(backend, *args).clone())
     assert all(torch.equal(one, many) for one, many in zip(results[:3], results[3:], strict=True))
 
 
@@ -131,10 +131,10 @@ def test_a_dropped_adapter_leaves_its_place_to_the_next(tmp_path, kind):
         folder = make_adapter(tmp_path / str(id), spec.tensor_shapes(), seed)
         assert backend.add_adapter(id, read_adapter(folder, spec.tensor_shapes())) > 0
         args = ragged(parts_of(), [id] * len(LENGTHS))
-        found.append(backend.step(*args).clone())
+        found.append(all_logits(backend, *args).clone())
         backend.drop_adapter(id)
         backend.drop_adapter(id)
         with pytest.raises(KeyError):
-            backend.step(*args)
+            all_logits(backend, *args)
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kvloom.engine.kernels.backend import Ragged
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.rank.kernels.backend import Ragged
+from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
 from tests.support.checkpoints import TINY_MODELS, VOCAB_SIZE, generate, run_step, save, tiny_model
 
-from .models import ragged, tensor32
+from .models import all_logits, int32, ragged, step
 
 PROMPT = torch.randint(0, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 OTHER = torch.randint(0, VOCAB_SIZE, (17,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -16,7 +16,7 @@ OTHER = torch.randint(0, VOCAB_SIZE, (17,), generator=torch.Generator().manual_s
 
 def open_backend(folder, dtype=torch.float32) -> ReferenceBackend:
     checkpoint = open_checkpoint(folder)
-    return ReferenceBackend(checkpoint.spec, checkpoint.weights, num_blocks=32, dtype=dtype)
+    return ReferenceBackend(checkpoint.spec, checkpoint.weights, 32, ReferenceOptions(dtype=dtype))
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_prompt_in_two_chunks_gives_the_same_logits(llama, cut):
 
 def test_only_the_rows_asked_for_are_returned(llama):
     everything = run_step(llama, [PROMPT], [[5, 2, 9]])
-    assert torch.equal(llama.step(whole_prompt(), tensor32([39, 3])), everything[[39, 3]])
+    assert torch.equal(all_logits(llama, whole_prompt(), int32([39, 3])), everything[[39, 3]])
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window of 7", "qwen2", "qwen3"])
@@ -72,14 +72,14 @@ def test_states_are_the_last_hidden_states_of_transformers(name, tmp_path):
     with torch.no_grad():
         wanted = model.model(torch.tensor([PROMPT])).last_hidden_state[0]
     kept = [39, 0, 7, 7]
-    states = backend.step_head(whole_prompt(), tensor32([]), [], tensor32(kept)).states
+    states = step(backend, whole_prompt(), int32([]), [], int32(kept)).states
     torch.testing.assert_close(states, wanted[kept], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("top", [1, 2, 17, VOCAB_SIZE])
 def test_the_largest_logits_are_those_of_the_whole_row(llama, top):
     everything = run_step(llama, [PROMPT], [[5, 2, 9]])
-    head = llama.step_head(whole_prompt(), tensor32([39, 3, 7]), [top, 0, top])
+    head = step(llama, whole_prompt(), int32([39, 3, 7]), [top, 0, top])
     assert torch.equal(head.full, everything[[3]])
     for row, token in ((0, 39), (2, 7)):
         values, ids = everything[token].sort(descending=True, stable=True)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.engine.weights.fingerprint import fingerprint
+from kvloom.checkpoints.fingerprint import fingerprint, stamp
+from kvloom.contract.errors import ModelError
 
 SIZE = 12 << 20  # several pieces
 
@@ -41,3 +42,26 @@ def test_one_changed_bit_anywhere_is_seen(tmp_path, place):
         file.seek(place)
         file.write(bytes([old[0] ^ 1]))
     assert fingerprint(tmp_path / "a") != before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "more.safetensors", "model.gguf"])
+def test_every_file_that_may_hold_weights_or_choose_among_them_counts(tmp_path, name):
+    before = fingerprint(folder(tmp_path / "a", size=100))
+    (tmp_path / "a" / name).write_text("{}")
+    assert fingerprint(tmp_path / "a") != before
+
+
+def test_no_weights_have_no_name(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere.gguf"):
+        with pytest.raises(ModelError, match="holds no weights"):
+            fingerprint(path)
+
+
+def test_a_replaced_file_has_another_stamp_though_its_bytes_are_the_same(tmp_path):
+    path = folder(tmp_path / "a", size=100)
+    before = stamp(str(path))
+    assert stamp(str(path)) == before
+    assert [name for name, *_ in before] == ["config.json", "model.safetensors"]
+    (path / "copy").write_bytes((path / "model.safetensors").read_bytes())
+    (path / "copy").replace(path / "model.safetensors")
+    assert stamp(str(path)) != before

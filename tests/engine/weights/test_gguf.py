@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvloom.engine.errors import ModelError
-from kvloom.engine.kernels.reference import ReferenceBackend
-from kvloom.engine.weights import source as weight_source
-from kvloom.engine.weights.checkpoint import open_checkpoint
+from kvloom.checkpoints import source as weight_source
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.gguf_types import GGUF_TYPES
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels.reference import ReferenceBackend
 from tests.support.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
@@ -105,7 +106,7 @@ def test_each_block_type_is_read_as_the_gguf_package_reads_it(kind, tmp_path):
         type_ = gguf.GGMLQuantizationType[kind]
         wanted = gguf.quants.dequantize(gguf.quants.quantize(weight, type_), type_)
         assert raw.kind == kind.lower()
-        assert torch.equal(raw.float32(), torch.from_numpy(np.asarray(wanted, dtype=np.float32)))
+        assert np.array_equal(raw.float32(), wanted)
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
@@ -131,7 +132,7 @@ def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     writer.close()
     values = open_checkpoint(tmp_path / "k.gguf").weights.tensor("layers.0.up").float32()
     assert values.shape == (256, 256)
-    assert torch.equal(values, torch.from_numpy(gguf.quants.dequantize(blocks, type_)))
+    assert np.array_equal(values, gguf.quants.dequantize(blocks, type_))
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "F32"])
@@ -141,7 +142,7 @@ def test_pieces_of_a_tensor_are_the_tensor(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(weight_source, "_PIECE_VALUES", 5 * raw.shape[1])
     pieces = list(raw.float32_pieces())
     assert [at for at, _ in pieces] == list(range(0, raw.shape[0], 5))
-    assert torch.equal(torch.cat([values for _, values in pieces]), raw.float32())
+    assert np.array_equal(np.concatenate([values for _, values in pieces]), raw.float32())
 
 
 def test_raw_rows_of_q_move_as_a_whole(tmp_path):
@@ -181,3 +182,8 @@ def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path):
     metadata = {"llama__attention__key_length": 8}
     with pytest.raises(ModelError, match=r"attn_q\.weight has shape \[64, 64\], the configuration asks for \[32, 64\]"):
         open_checkpoint(write(tmp_path / "n.gguf", model, "llama", **metadata))
+
+
+def test_the_types_are_those_of_the_gguf_package():
+    wanted = {kind.value: (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
+    assert wanted == GGUF_TYPES

@@ -1,42 +1,79 @@
 /* The public functions: what is checked here is checked in the order that docs/gewu.md gives; the daemon checks JSON. */
 #include "internal.h"
 
+#include <errno.h>
 #include <string.h>
+#include <unistd.h>
 
+/* What Create returns when there is no session. */
 static OH_QoS_GewuCreateSessionResult create_failed(OH_QoS_GewuErrorCode error)
 {
     return (OH_QoS_GewuCreateSessionResult){OH_QOS_GEWU_INVALID_SESSION_ID, error};
 }
 
+/* What Submit returns when there is no request. */
 static OH_QoS_GewuSubmitRequestResult submit_failed(OH_QoS_GewuErrorCode error)
 {
     return (OH_QoS_GewuSubmitRequestResult){OH_QOS_GEWU_INVALID_REQUEST_ID, error};
 }
 
-/* One try to create a session; `is_lost` says that the connection broke under it. Lock held. */
-static OH_QoS_GewuCreateSessionResult create(const char *attributes, size_t length, bool *is_lost)
+/* Closes a descriptor, if it is one. */
+static void close_if_open(int fd)
+{
+    if (fd >= 0) {
+        close(fd);
+    }
+}
+
+/*
+ * Asks the daemon for a session on an open model, whose descriptor is taken over, or on one that could not be opened
+ * (-1). Lock held.
+ */
+static OH_QoS_GewuCreateSessionResult ask_for_session(
+    struct connection *connection, struct frame *frame, int model_fd, const struct timespec *deadline)
+{
+    struct session *session = gewu_session_new(connection);
+    if (session == NULL) {
+        close_if_open(model_fd);
+        return create_failed(OH_QOS_GEWU_NOMEM);
+    }
+    frame->b = session->id;
+    OH_QoS_GewuCreateSessionResult result = create_failed(gewu_call(connection, frame, model_fd, deadline));
+    if (connection->is_lost) {
+        result.error = OH_QOS_GEWU_NOSYS;
+    } else if (result.error == OH_QOS_GEWU_OK) {
+        result.session = session->id;
+        gewu_session_add(session);
+    }
+    gewu_session_unref(session);
+    return result;
+}
+
+/*
+ * One try to create a session; `is_lost` says that the connection broke under it. The model is opened before the lock
+ * is taken: a file system may be slow.
+ */
+static OH_QoS_GewuCreateSessionResult create(const char *attributes, const struct timespec *deadline, bool *is_lost)
 {
     OH_QoS_GewuCreateSessionResult result = create_failed(OH_QOS_GEWU_NOMEM);
-    struct connection *connection = gewu_connect();
+    struct frame frame = {.op = 'C', .d = gewu_thread_qos(), .payload = attributes, .length = strlen(attributes)};
+    int error, model_fd = gewu_open_model(attributes, &error);
     *is_lost = false;
-    if (connection == NULL) {
-        return create_failed(OH_QOS_GEWU_NOSYS);
+    if (error == EMFILE || error == ENFILE || error == ENOMEM) {  /* which says nothing about the model */
+        gewu_log("the model could not be opened: the app is out of descriptors or memory");
+        return result;
     }
-    struct session *session = gewu_session_new(connection);
-    if (session != NULL) {
-        struct frame frame = {.op = 'C', .b = session->id, .d = gewu_thread_qos(), .payload = attributes,
-            .length = length};
-        result = create_failed(gewu_call(connection, &frame, 0));
+    frame.c = (unsigned)error;
+    gewu_enter();
+    struct connection *connection = gewu_connect(deadline, &result.error);
+    if (connection != NULL) {
+        result = ask_for_session(connection, &frame, model_fd, deadline);
         *is_lost = connection->is_lost;
-        if (result.error == OH_QOS_GEWU_OK && *is_lost) {
-            result.error = OH_QOS_GEWU_FAULT;
-        } else if (result.error == OH_QOS_GEWU_OK) {
-            result.session = session->id;
-            gewu_session_add(session);
-        }
-        gewu_session_unref(session);
+        gewu_connection_unref(connection);
+    } else {
+        close_if_open(model_fd);
     }
-    gewu_connection_unref(connection);
+    pthread_mutex_unlock(&gewu_lock);
     return result;
 }
 
@@ -44,23 +81,37 @@ static OH_QoS_GewuCreateSessionResult create(const char *attributes, size_t leng
 OH_QoS_GewuCreateSessionResult OH_QoS_GewuCreateSession(const char *attributes)
 {
     OH_QoS_GewuCreateSessionResult result = create_failed(OH_QOS_GEWU_FAULT);
+    struct timespec deadline = gewu_deadline(GEWU_PATIENCE_MS);
     bool is_lost = true;
     if (attributes == NULL) {
         return result;
     }
-    size_t length = strlen(attributes);
-    if (length > GEWU_MAX_PAYLOAD) {
+    if (strlen(attributes) > GEWU_MAX_PAYLOAD) {
         return create_failed(OH_QOS_GEWU_INVAL);
     }
-    gewu_enter();
     for (int i = 0; i < 2 && is_lost; i++) {
-        result = create(attributes, length, &is_lost);
+        result = create(attributes, &deadline, &is_lost);
     }
-    pthread_mutex_unlock(&gewu_lock);
     return result;
 }
 
-/* The daemon stops the requests first, so that the engine is idle while this waits for a running callback. */
+/*
+ * Tells the daemon. It stops the requests before it answers, so that the engine is idle while Destroy waits for a
+ * running callback. One that does not answer calls has got the message, and gets on with it when it can: an app with a
+ * thousand sessions must not wait for it a thousand times. Lock held.
+ */
+static void tell_destroyed(struct session *session)
+{
+    struct timespec deadline = gewu_deadline(GEWU_PATIENCE_MS);
+    struct frame frame = {.op = 'D', .b = session->id};
+    if (session->connection->is_stalled) {
+        gewu_send(session->connection, &frame, 0, -1);
+    } else {
+        gewu_call(session->connection, &frame, -1, &deadline);
+    }
+}
+
+/* Whatever the daemon says to it, or does not: here the session is gone. */
 OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
 {
     OH_QoS_GewuErrorCode error = OH_QOS_GEWU_NOENT;
@@ -69,8 +120,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
     if (session != NULL) {
         gewu_session_close(session);
         if (!session->is_lost) {
-            struct frame frame = {.op = 'D', .b = id};
-            gewu_call(session->connection, &frame, 0);
+            tell_destroyed(session);
             error = OH_QOS_GEWU_OK;
         }
         gewu_wait_idle(session, 0);
@@ -80,18 +130,21 @@ OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
     return error;
 }
 
-/* Sends a registered request; takes it back when it is refused. Lock held. */
+/* Sends a registered request; takes it back when it is refused, or not answered in time. Lock held. */
 static OH_QoS_GewuErrorCode submit(struct session *session, const char *json, size_t length, unsigned id)
 {
+    struct timespec deadline = gewu_deadline(GEWU_PATIENCE_MS);
     struct frame frame = {.op = 'S', .b = session->id, .c = id, .d = gewu_thread_qos(), .payload = json,
         .length = length};
-    OH_QoS_GewuErrorCode error = gewu_call(session->connection, &frame, id);
+    OH_QoS_GewuErrorCode error = gewu_call(session->connection, &frame, -1, &deadline);
     if (error != OH_QOS_GEWU_OK) {
         gewu_request_drop(session, id);
+        gewu_wait_idle(session, id);
     }
     return error;
 }
 
+/* The first reply may come before this returns. */
 OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession session_id, const char *json,
     OH_QoS_GewuOnResponse callback, void *context)
 {
@@ -106,7 +159,7 @@ OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession sessi
         result.error = OH_QOS_GEWU_NOENT;
     } else if (callback == NULL || length > GEWU_MAX_PAYLOAD) {
         result.error = OH_QOS_GEWU_INVAL;
-    } else if (!gewu_start_thread(session)) {
+    } else if (!gewu_start_callbacks(session)) {
         result.error = OH_QOS_GEWU_NOMEM;
     } else {
         struct request *request = gewu_request_add(session, callback, context);
@@ -123,7 +176,7 @@ OH_QoS_GewuSubmitRequestResult OH_QoS_GewuSubmitRequest(OH_QoS_GewuSession sessi
     return result;
 }
 
-/* Needs no answer: the request is silenced here, and the daemon stops it when it reads the frame. */
+/* Needs no answer and waits for none: the request is silenced here, the daemon stops it when it reads the frame. */
 OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session_id, OH_QoS_GewuRequest id)
 {
     OH_QoS_GewuErrorCode error = OH_QOS_GEWU_NOENT;
@@ -133,9 +186,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session_id, OH_Q
         bool is_live = gewu_request_drop(session, id);
         if (is_live && !session->is_lost) {
             struct frame frame = {.op = 'A', .b = session_id, .c = id};
-            pthread_mutex_unlock(&gewu_lock);
-            gewu_send(session->connection, &frame, -1);
-            pthread_mutex_lock(&gewu_lock);
+            gewu_send(session->connection, &frame, 0, -1);
         }
         bool has_ended = !is_live && gewu_tombstone_take(session, id);
         if ((is_live || has_ended) && !session->is_lost) {

@@ -1,13 +1,22 @@
 /*
  * What the files of libqos.so share. The library is a thin client: it frames calls to the daemon, and delivers replies.
+ * Each file uses only those below it:
  *
  *   api.c         the public functions: order of checks, error codes
- *   session.c     sessions, requests, and one callback thread a session
- *   connection.c  the socket: connect, send, the reader thread, calls that wait for an answer
+ *   service.c     the one connection to the daemon: connect, hello, the reader thread, the end of it; fork
+ *   calls.c       calls that wait for an answer, up to a deadline
+ *   callbacks.c   the callback threads, one a session
+ *   session.c     sessions and their requests
+ *   connection.c  a socket, what could not be sent at once, references
+ *   socket.c      where the daemon listens, connecting, who listens there, one send
+ *   wire.c        frames as bytes
+ *   model.c       the path in a Create's attributes
  *   thread_qos.c  the level of the calling thread
+ *   lock.c        the lock, conditions with deadlines, threads
+ *   log.c         why calls fail, for people
  *
  * One lock, gewu_lock, guards every struct here; functions say when they want it held. It is never held while user code
- * runs or while the socket is written. `connection.writing` is the only other lock and is taken last.
+ * runs, while something is logged, or over a system call that can wait.
  */
 #ifndef GEWU_INTERNAL_H
 #define GEWU_INTERNAL_H
@@ -15,24 +24,32 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <sys/uio.h>
+#include <time.h>
 
 #include "qos/qos.h"
 
+/*
+ * How long a public call waits for the daemon, connecting included. A daemon that works answers in milliseconds, one
+ * that systemd starts at the first call within a second; an app's user gives up after some seconds.
+ */
+#ifndef GEWU_PATIENCE_MS
+#define GEWU_PATIENCE_MS 5000
+#endif
+
+/* The last handle of each kind, after which they begin again with 1. Tests set it, to see that. */
+#ifndef GEWU_MAX_ID
+#define GEWU_MAX_ID (OH_QOS_GEWU_INVALID_SESSION_ID - 1)
+#endif
+
 enum {
-    GEWU_PROTOCOL = 1,
+    GEWU_PROTOCOL = 2,            /* as frames.py has it: both sides name theirs before anything else */
     GEWU_MAX_PAYLOAD = 16 << 20,  /* bytes; longer JSON is refused as INVAL */
+    GEWU_HEADER_SIZE = 80,        /* bytes, the newline counted */
     GEWU_NUM_TOMBSTONES = 1024    /* finished requests a session remembers, so that Abort can still say OK */
 };
 
-/* A socket to the daemon. Freed, and the descriptor closed, with the last reference. */
-struct connection {
-    int fd;
-    unsigned refs;
-    bool is_lost;
-    pthread_mutex_t writing;
-};
-
-/* A message: a header line "op a b c d length" and `length` bytes. docs/gewu.md lists the operations. */
+/* A message: a header line "op a b c d length" and `length` bytes. frames.py lists the operations. */
 struct frame {
     char op;
     unsigned a, b, c, d;
@@ -40,16 +57,32 @@ struct frame {
     size_t length;
 };
 
-/* A call that waits for the daemon's answer; lives on the caller's stack while it is in the list of calls. */
-struct call {
-    unsigned id;
-    unsigned request;  /* of a Submit, else 0 */
-    struct connection *connection;
-    bool is_answered;
-    unsigned error;
-    char *path;  /* the daemon asks for this path to be opened; malloc'ed */
-    pthread_cond_t answered;
-    struct call *next;
+/* Bytes read ahead from the socket. Owned by the reader thread. */
+struct source {
+    int fd;
+    size_t start, end;
+    char bytes[16384];
+};
+
+/* A frame, or what is left of it, that the daemon has not taken yet. */
+struct outgoing {
+    unsigned call;  /* 0: nobody waits for its answer */
+    int passed_fd;  /* or -1; closed when it is sent */
+    size_t length, sent;
+    struct outgoing *next;
+    char bytes[];
+};
+
+/* A socket to the daemon. Freed, and the descriptor closed, with the last reference. */
+struct connection {
+    int fd;
+    unsigned refs;
+    bool is_ready;    /* both sides speak the same protocol */
+    bool is_lost;
+    bool is_stalled;  /* a call got no answer in time, and nothing has come in since */
+    bool is_flushing; /* a thread sends what is outgoing */
+    struct outgoing *first_outgoing, *last_outgoing;
+    pthread_cond_t changed;  /* is_ready or is_lost */
 };
 
 /* A reply on its way to the callback. */
@@ -87,31 +120,72 @@ struct session {
     struct session *next;
 };
 
-extern pthread_mutex_t gewu_lock;
-
+/* log.c */
 void gewu_log(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void gewu_enter(void);
-unsigned gewu_thread_qos(void);
+
+/* lock.c */
+extern pthread_mutex_t gewu_lock;
 unsigned gewu_next_id(unsigned *counter);
+void gewu_cond_init(pthread_cond_t *condition);
+struct timespec gewu_deadline(unsigned delay_ms);
+struct timespec gewu_time_left(const struct timespec *deadline);
+bool gewu_wait(pthread_cond_t *condition, const struct timespec *deadline);
+bool gewu_start_thread(void *(*run)(void *argument), void *argument);
 
-struct connection *gewu_connect(void);
+/* thread_qos.c */
+unsigned gewu_thread_qos(void);
+
+/* model.c */
+int gewu_open_model(const char *attributes, int *error);
+
+/* wire.c */
+size_t gewu_write_header(const struct frame *frame, char header[GEWU_HEADER_SIZE]);
+bool gewu_read_frame(struct source *source, struct frame *frame, char **payload);
+
+/* socket.c */
+int gewu_socket(void);
+bool gewu_socket_connect(int fd, const struct timespec *deadline);
+ptrdiff_t gewu_socket_send(int fd, struct iovec pieces[2], int passed_fd);
+
+/* connection.c */
+struct connection *gewu_connection_new(int fd);
 void gewu_connection_unref(struct connection *connection);
-bool gewu_send(struct connection *connection, const struct frame *frame, int passed_fd);
-OH_QoS_GewuErrorCode gewu_call(struct connection *connection, struct frame *frame, unsigned request);
+void gewu_connection_break(struct connection *connection);
+void gewu_send(struct connection *connection, const struct frame *frame, unsigned call, int passed_fd);
+bool gewu_unsend(struct connection *connection, unsigned call);
 
+/* session.c */
 struct session *gewu_session_new(struct connection *connection);
 void gewu_session_add(struct session *session);
 struct session *gewu_session_find(unsigned id);
+void gewu_session_remove(struct session *session);
 void gewu_session_close(struct session *session);
 void gewu_session_unref(struct session *session);
 void gewu_sessions_lost(struct connection *connection, bool (*is_pending)(unsigned request));
 void gewu_sessions_forget(void);
-
-bool gewu_start_thread(struct session *session);
 struct request *gewu_request_add(struct session *session, OH_QoS_GewuOnResponse callback, void *context);
+struct request *gewu_request_take(struct session *session, unsigned id);
 bool gewu_request_drop(struct session *session, unsigned id);
+void gewu_tombstone_add(struct session *session, unsigned id);
 bool gewu_tombstone_take(struct session *session, unsigned id);
-bool gewu_event_add(unsigned session_id, unsigned request_id, bool is_final, char *json);
+bool gewu_event_add(struct connection *connection, const struct frame *frame, char *json);
+void gewu_event_free(struct event *event);
+
+/* callbacks.c */
+bool gewu_start_callbacks(struct session *session);
 void gewu_wait_idle(struct session *session, unsigned request_id);
+void gewu_callbacks_forget(void);
+
+/* calls.c */
+OH_QoS_GewuErrorCode gewu_call(
+    struct connection *connection, struct frame *frame, int passed_fd, const struct timespec *deadline);
+bool gewu_call_answer(const struct connection *connection, unsigned id, unsigned error);
+bool gewu_call_is_pending(unsigned request);
+void gewu_calls_lost(const struct connection *connection);
+void gewu_calls_forget(void);
+
+/* service.c */
+void gewu_enter(void);
+struct connection *gewu_connect(const struct timespec *deadline, OH_QoS_GewuErrorCode *error);
 
 #endif

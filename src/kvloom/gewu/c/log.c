@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+/* Says one line, as printf does, when somebody wishes it. stderr may wait: the lock is not held. */
 void gewu_log(const char *format, ...)
 {
     char line[1024];

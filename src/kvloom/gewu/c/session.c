@@ -1,41 +1,39 @@
-/*
- * Sessions, their requests, and the callback threads: one a session, started with its first request, so that callbacks
- * are serial within a session and independent between sessions.
- */
+/* Sessions, their requests, and the replies that wait for their callback. */
 #include "internal.h"
 
-#include <errno.h>
-#include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 
 static const char LOST_REPLY[] = "{\"message\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":\"abort\","
     "\"error\":{\"code\":901,\"message\":\"the connection to the service was lost\"}}";
 
-enum { WARN_AFTER_S = 1 };
-
 static struct session *sessions;
 static unsigned last_session_id, last_request_id;
-static _Thread_local struct session *own_session;  /* of a callback thread */
+
+/* The session of that handle, or NULL. Lock held. */
+static struct session *look_up(unsigned id)
+{
+    struct session *session = sessions;
+    while (session != NULL && session->id != id) {
+        session = session->next;
+    }
+    return session;
+}
 
 /* A session on `connection`, with one reference for the caller, not yet in the table. NULL without memory. Lock held. */
 struct session *gewu_session_new(struct connection *connection)
 {
     struct session *session = calloc(1, sizeof *session);
-    pthread_condattr_t monotonic;
     if (session == NULL) {
         return NULL;
     }
-    session->id = gewu_next_id(&last_session_id);
+    do {
+        session->id = gewu_next_id(&last_session_id);
+    } while (look_up(session->id) != NULL);  /* only after four billion others */
     session->refs = 1;
     session->connection = connection;
     connection->refs++;
-    pthread_condattr_init(&monotonic);
-    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
-    pthread_cond_init(&session->has_event, NULL);
-    pthread_cond_init(&session->is_idle, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    gewu_cond_init(&session->has_event);
+    gewu_cond_init(&session->is_idle);
     return session;
 }
 
@@ -50,10 +48,7 @@ void gewu_session_add(struct session *session)
 /* The session with a new reference for the caller, or NULL. Lock held. */
 struct session *gewu_session_find(unsigned id)
 {
-    struct session *session = sessions;
-    while (session != NULL && session->id != id) {
-        session = session->next;
-    }
+    struct session *session = look_up(id);
     if (session != NULL) {
         session->refs++;
     }
@@ -73,7 +68,8 @@ void gewu_session_unref(struct session *session)
     free(session);
 }
 
-static void event_free(struct event *event)
+/* Frees a reply that is in no queue. */
+void gewu_event_free(struct event *event)
 {
     if (event != &event->request->end) {
         free(event->json);
@@ -94,14 +90,14 @@ static void queue_event(struct session *session, struct event *event)
 }
 
 /* Takes the session out of the table, if it is there, with the table's reference. Lock held. */
-static void remove_from_table(struct session *session)
+void gewu_session_remove(struct session *session)
 {
-    struct session **place = &sessions;
-    while (*place != NULL && *place != session) {
-        place = &(*place)->next;
+    struct session **link = &sessions;
+    while (*link != NULL && *link != session) {
+        link = &(*link)->next;
     }
-    if (*place != NULL) {
-        *place = session->next;
+    if (*link != NULL) {
+        *link = session->next;
         gewu_session_unref(session);
     }
 }
@@ -109,7 +105,7 @@ static void remove_from_table(struct session *session)
 /* Takes the session out of the table and silences all its requests. The caller holds a reference. Lock held. */
 void gewu_session_close(struct session *session)
 {
-    remove_from_table(session);
+    gewu_session_remove(session);
     session->is_closed = true;
     while (session->requests != NULL) {
         gewu_request_drop(session, session->requests->id);
@@ -140,7 +136,7 @@ void gewu_sessions_lost(struct connection *connection, bool (*is_pending)(unsign
         }
         pthread_cond_signal(&session->has_event);
         if (!session->has_thread) {
-            remove_from_table(session);
+            gewu_session_remove(session);
         }
     }
 }
@@ -155,6 +151,22 @@ void gewu_sessions_forget(void)
     sessions = NULL;
 }
 
+/* Whether a request of that id lives in the session, or has ended and is remembered. Lock held. */
+static bool knows_request(const struct session *session, unsigned id)
+{
+    for (const struct request *request = session->requests; request != NULL; request = request->next) {
+        if (request->id == id) {
+            return true;
+        }
+    }
+    for (unsigned i = 0; session->tombstones != NULL && i < GEWU_NUM_TOMBSTONES; i++) {
+        if (session->tombstones[i] == id) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /*
  * Registers a request, before it is sent: its first reply may come before Submit returns. NULL without memory. The
  * session owns it until it is dropped or its last reply is delivered. Lock held.
@@ -162,30 +174,32 @@ void gewu_sessions_forget(void)
 struct request *gewu_request_add(struct session *session, OH_QoS_GewuOnResponse callback, void *context)
 {
     struct request *request = calloc(1, sizeof *request);
-    struct request **place = &session->requests;
+    struct request **link = &session->requests;
     if (request == NULL) {
         return NULL;
     }
-    request->id = gewu_next_id(&last_request_id);
+    do {
+        request->id = gewu_next_id(&last_request_id);
+    } while (knows_request(session, request->id));
     request->callback = callback;
     request->context = context;
-    while (*place != NULL) {  /* in order of submission: a lost connection ends them in it */
-        place = &(*place)->next;
+    while (*link != NULL) {  /* in order of submission: a lost connection ends them in it */
+        link = &(*link)->next;
     }
-    *place = request;
+    *link = request;
     return request;
 }
 
 /* Takes a request out of the session's list; NULL when it is not there. Lock held. */
-static struct request *request_take(struct session *session, unsigned id)
+struct request *gewu_request_take(struct session *session, unsigned id)
 {
-    struct request **place = &session->requests;
-    while (*place != NULL && (*place)->id != id) {
-        place = &(*place)->next;
+    struct request **link = &session->requests;
+    while (*link != NULL && (*link)->id != id) {
+        link = &(*link)->next;
     }
-    struct request *request = *place;
+    struct request *request = *link;
     if (request != NULL) {
-        *place = request->next;
+        *link = request->next;
     }
     return request;
 }
@@ -193,20 +207,20 @@ static struct request *request_take(struct session *session, unsigned id)
 /* Silences a live request and frees it with its queued replies; false when there is none of that id. Lock held. */
 bool gewu_request_drop(struct session *session, unsigned id)
 {
-    struct request *request = request_take(session, id);
+    struct request *request = gewu_request_take(session, id);
     if (request == NULL) {
         return false;
     }
-    struct event **place = &session->first_event;
+    struct event **link = &session->first_event;
     session->last_event = NULL;
-    while (*place != NULL) {
-        struct event *event = *place;
+    while (*link != NULL) {
+        struct event *event = *link;
         if (event->request == request) {
-            *place = event->next;
-            event_free(event);
+            *link = event->next;
+            gewu_event_free(event);
         } else {
             session->last_event = event;
-            place = &event->next;
+            link = &event->next;
         }
     }
     if (session->running == id) {
@@ -218,7 +232,7 @@ bool gewu_request_drop(struct session *session, unsigned id)
 }
 
 /* Remembers a request that has ended by itself; the oldest is forgotten. Lock held. */
-static void tombstone_add(struct session *session, unsigned id)
+void gewu_tombstone_add(struct session *session, unsigned id)
 {
     if (session->tombstones == NULL) {
         session->tombstones = calloc(GEWU_NUM_TOMBSTONES, sizeof *session->tombstones);
@@ -244,133 +258,21 @@ bool gewu_tombstone_take(struct session *session, unsigned id)
  * Queues a reply for its callback thread. Takes `json`; a reply to a request that is gone is freed here. False without
  * memory. Lock held.
  */
-bool gewu_event_add(unsigned session_id, unsigned request_id, bool is_final, char *json)
+bool gewu_event_add(struct connection *connection, const struct frame *frame, char *json)
 {
-    struct session *session = sessions;
-    struct request *request = NULL;
-    while (session != NULL && session->id != session_id) {
-        session = session->next;
-    }
-    for (request = session ? session->requests : NULL; request != NULL && request->id != request_id;) {
+    struct session *session = look_up(frame->a);
+    bool is_ours = session != NULL && session->connection == connection;
+    struct request *request = is_ours ? session->requests : NULL;
+    while (request != NULL && request->id != frame->b) {
         request = request->next;
     }
-    if (request == NULL || request->has_end) {
-        free(json);
-        return true;
-    }
-    struct event *event = malloc(sizeof *event);
+    struct event *event = request != NULL && !request->has_end ? malloc(sizeof *event) : NULL;
     if (event == NULL) {
         free(json);
-        return false;
+        return request == NULL || request->has_end;
     }
-    *event = (struct event){.request = request, .is_final = is_final, .json = json};
-    request->has_end = is_final;
+    *event = (struct event){.request = request, .is_final = frame->c != 0, .json = json};
+    request->has_end = event->is_final;
     queue_event(session, event);
     return true;
-}
-
-/* Delivers the first queued reply. Lock held, but not while the callback runs. */
-static void deliver_event(struct session *session)
-{
-    struct event *event = session->first_event;
-    struct request *request = event->request;
-    bool is_final = event->is_final;
-    session->first_event = event->next;
-    if (session->first_event == NULL) {
-        session->last_event = NULL;
-    }
-    if (is_final) {
-        request_take(session, request->id);
-        tombstone_add(session, request->id);
-    }
-    session->running = request->id;
-    pthread_mutex_unlock(&gewu_lock);
-    request->callback(request->context, event->json);
-    pthread_mutex_lock(&gewu_lock);
-    session->running = 0;
-    pthread_cond_broadcast(&session->is_idle);
-    event_free(event);
-    if (is_final || request->is_silent) {
-        free(request);
-    }
-}
-
-/* A callback thread: runs until its session is destroyed, or lost and drained. Owns a reference. */
-static void *deliver_events(void *argument)
-{
-    struct session *session = argument;
-    own_session = session;
-    pthread_mutex_lock(&gewu_lock);
-    for (;;) {
-        while (session->first_event == NULL && !session->is_closed && !session->is_lost) {
-            pthread_cond_wait(&session->has_event, &gewu_lock);
-        }
-        if (session->first_event == NULL) {
-            break;
-        }
-        deliver_event(session);
-    }
-    session->has_thread = false;
-    remove_from_table(session);
-    gewu_session_unref(session);
-    pthread_mutex_unlock(&gewu_lock);
-    return NULL;
-}
-
-/* Starts the session's callback thread unless it runs; false when it cannot. Signals stay with the app. Lock held. */
-bool gewu_start_thread(struct session *session)
-{
-    sigset_t all, before;
-    pthread_t thread;
-    if (session->has_thread) {
-        return true;
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    session->has_thread = pthread_create(&thread, NULL, deliver_events, session) == 0;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    if (session->has_thread) {
-        session->refs++;
-        pthread_detach(thread);
-    }
-    return session->has_thread;
-}
-
-/* Whether the calling callback is waited for, through any number of sessions, by the callback of `session`. */
-static bool would_wait_for_itself(const struct session *session)
-{
-    while (session != NULL && session != own_session) {
-        session = session->waits_for;
-    }
-    return session != NULL;
-}
-
-/*
- * Waits until no callback of the request (0: of any request) of `session` runs. Returns at once inside that callback,
- * or when that callback itself waits for the calling one. The caller holds a reference. Lock held, not while waiting.
- */
-void gewu_wait_idle(struct session *session, unsigned request_id)
-{
-    struct timespec deadline;
-    bool has_warned = false;
-    if (would_wait_for_itself(session)) {
-        return;
-    }
-    clock_gettime(CLOCK_MONOTONIC, &deadline);
-    deadline.tv_sec += WARN_AFTER_S;
-    if (own_session != NULL) {
-        own_session->waits_for = session;
-    }
-    while (session->running != 0 && (request_id == 0 || session->running == request_id)) {
-        if (has_warned) {
-            pthread_cond_wait(&session->is_idle, &gewu_lock);
-        } else if (pthread_cond_timedwait(&session->is_idle, &gewu_lock, &deadline) == ETIMEDOUT) {
-            has_warned = true;
-            fprintf(stderr, "libqos: session %u: waiting for a callback that runs for more than %d s; "
-                "a lock held by the caller that it wants would be a deadlock\n", session->id, WARN_AFTER_S);
-        }
-    }
-    if (own_session != NULL) {
-        own_session->waits_for = NULL;
-    }
 }

@@ -8,6 +8,7 @@ enum { UNSET = -1 };
 
 static _Thread_local int thread_level = UNSET;
 
+/* Records the level of this thread; -1 when it is none. */
 int OH_QoS_SetThreadQoS(QoS_Level level)
 {
     if ((int)level < QOS_BACKGROUND || level > QOS_USER_INTERACTIVE) {
@@ -17,6 +18,7 @@ int OH_QoS_SetThreadQoS(QoS_Level level)
     return 0;
 }
 
+/* Forgets the level of this thread; -1 when none was set. */
 int OH_QoS_ResetThreadQoS(void)
 {
     if (thread_level == UNSET) {
@@ -26,6 +28,7 @@ int OH_QoS_ResetThreadQoS(void)
     return 0;
 }
 
+/* Reads the level of this thread; -1 when none was set. */
 int OH_QoS_GetThreadQoS(QoS_Level *level)
 {
     if (level == NULL || thread_level == UNSET) {

@@ -36,7 +36,7 @@ def ping_pong_us(rounds: int) -> float:
 
 
 class TcpStream:
-    """Bytes from another thread over one loopback TCP connection, received into place."""
+    """Bytes from another thread over one loopback TCP connection, received into memory of its own."""
 
     def __init__(self, total: int, chunk: int) -> None:
         """total: bytes a call of `receive`; chunk: bytes a send, a block's size."""

@@ -6,7 +6,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
-from kvloom.pool.bench.places import private_agent
+from kvloom.pool.bench.agents import private_agent
 from kvloom.pool.bench.sdk import SdkClient
 
 BLOCK_BYTES = 64 << 10

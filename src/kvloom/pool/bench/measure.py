@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvloom.pool.bench import mooncake, redis
+from kvloom.pool.bench.agents import private_agent, two_nodes
 from kvloom.pool.bench.baseline import TcpStream, copy_blocks, ping_pong_us
-from kvloom.pool.bench.places import private_agent, two_nodes
 from kvloom.pool.bench.sdk import SdkClient
 
 SIZES = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
@@ -25,6 +25,7 @@ _SHORT_CALLS = 50
 _CALLS = 5  # a column's in one turn, one after the other: what counts is a stream of batches, not the first of them
 _COMPARED = (
     ("remote_load", "tcp"),
+    ("remote_tls_load", "remote_load"),
     ("save", "redis_save"),
     ("load", "redis_load"),
     ("save", "mooncake_save"),
@@ -90,11 +91,11 @@ def _direct(client: SdkClient) -> _Column:
     return lambda turn: {"direct_save": _timed(lambda: client.save(turn.slice(), client.new_hashes()))}
 
 
-def _remote(here: SdkClient, there: SdkClient) -> _Column:
+def _remote(name: str, here: SdkClient, there: SdkClient) -> _Column:
     def column(turn: Turn) -> dict[str, float]:
         hashes, source, target = there.hashes_at("b", ("a", "b")), turn.slice(), turn.slice()
         there.save(source, hashes)
-        return {"remote_load": _timed(lambda: here.load(target, hashes))}
+        return {name: _timed(lambda: here.load(target, hashes))}
 
     return column
 
@@ -158,12 +159,13 @@ def _columns(case: Case, stack: contextlib.ExitStack) -> tuple[SdkClient, list[_
     columns.append(_direct(direct))
     if case.fragments > 1:
         return client, columns
-    here, there = stack.enter_context(two_nodes(case.pool_bytes))
-    columns.append(_remote(client_of(here, _MIN_SLICES), client_of(there, _MIN_SLICES)))
+    for name, is_encrypted in (("remote_load", False), ("remote_tls_load", True)):
+        here, there = stack.enter_context(two_nodes(case.pool_bytes, is_encrypted))
+        columns.append(_remote(name, client_of(here, _MIN_SLICES), client_of(there, _MIN_SLICES)))
     server = redis.find_server()
     if server is not None:
-        place = stack.enter_context(redis.private_server(server, 2 * case.pool_bytes))
-        columns.append(_redis(case, client, stack.enter_context(contextlib.closing(redis.RedisClient(place)))))
+        address = stack.enter_context(redis.private_server(server, 2 * case.pool_bytes))
+        columns.append(_redis(case, client, stack.enter_context(contextlib.closing(redis.RedisClient(address)))))
     if mooncake.is_installed():
         master = stack.enter_context(mooncake.private_master())
         other = mooncake.MooncakeClient(master, 2 * case.pool_bytes, client.ring)
@@ -190,7 +192,7 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         seconds = {name: median(took[warm_up * _CALLS :]) for name, took in times.items()}
         row: dict[str, Any] = {"block_bytes": case.block_bytes, "fragments": case.fragments}
         row |= {name: round(case.total / took / 1e9, 2) for name, took in seconds.items() if not name.endswith("_copy")}
-        for name in ("save", "direct_save", "load", "remote_load"):
+        for name in ("save", "direct_save", "load", "remote_load", "remote_tls_load"):
             if name in seconds:
                 row[f"{name}_ratio"] = round(seconds["memcpy"] / seconds[name], 3)
         for name, other in _COMPARED:

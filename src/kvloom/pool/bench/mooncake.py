@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.pool.bench.places import free_port
+from kvloom.pool.bench.agents import free_port
 
 Bytes = npt.NDArray[np.uint8]
 _START_S = 10.0

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ems import CcConfig_v1
 from ems.buffer import RegisteredCache
@@ -14,7 +13,7 @@ from ems.context_caching import ContextCaching
 from ems.keys import Identity, KeySpace
 from ems.profiling import Profiler
 from ems.transport import LinkPool
-from kvloom.pool.placement import home
+from kvloom.pool.cluster.placement import home
 
 Bytes = npt.NDArray[np.uint8]
 _DEADLINE_S = 60.0
@@ -28,7 +27,7 @@ class SdkClient:
         shape = (fragments, num_slices * num_keys, 1, 1, block_bytes // fragments)
         self.ring: Bytes = np.random.default_rng(block_bytes).integers(0, 256, shape, np.uint8)
         self._parts: list[Bytes] = list(self.ring)
-        kvcache = [[torch.from_numpy(part)] for part in self._parts]
+        kvcache = [[part] for part in self._parts]
         self._layout = RegisteredCache(kvcache).layout
         self._links = LinkPool(lambda _deadline_s: path, "", "")
         config = CcConfig_v1(rank_id=0, device_id=0, model_id="bench")

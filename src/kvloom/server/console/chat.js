@@ -1,6 +1,6 @@
 // The chat: one conversation, streamed, stoppable, with sampling controls.
 
-import { Problem, events, json, request } from "./api.js";
+import { Problem, events, request } from "./api.js";
 import { byId, duration, make, number } from "./dom.js";
 import { Growing } from "./text.js";
 import { Tip } from "./tip.js";
@@ -41,11 +41,9 @@ export class Chat {
     this.empty();
   }
 
-  /** Names of the models. Throws Problem. */
-  async loadModels() {
-    const { data } = await json("v1/models");
-    byId("model").replaceChildren(...data.map(({ id }) => make("option", { value: id, textContent: id })));
-    byId("model-field").hidden = data.length < 2;
+  showModels(models) {
+    byId("model").replaceChildren(...models.map(({ id }) => make("option", { value: id, textContent: id })));
+    byId("model-field").hidden = models.length < 2;
   }
 
   empty() {

@@ -5,13 +5,15 @@ import { Chat } from "./chat.js";
 import { drawConfig } from "./config.js";
 import { byId, number } from "./dom.js";
 import { Live } from "./live.js";
+import { Pictures } from "./pictures.js";
 import { Requests } from "./requests.js";
 
 const POLL_MS = 1000;
 const RETRY_MS = 3000;
-const VIEWS = ["chat", "live", "config"];
+const VIEWS = ["chat", "pictures", "live", "config"];
 
 const chat = new Chat();
+const pictures = new Pictures();
 const live = new Live();
 const requests = new Requests();
 let timer = 0;
@@ -34,9 +36,10 @@ function say(state, text) {
 }
 
 function pulse(feed) {
-  const isReady = feed.models.every((model) => model.is_ready);
+  const models = [...feed.models, ...feed.pictures];
+  const isReady = models.every((model) => model.is_ready);
   const state = feed.is_draining ? "stopping" : isReady ? "ready" : "not ready";
-  const running = feed.models.reduce((sum, model) => sum + model.num_running, 0);
+  const running = models.reduce((sum, model) => sum + model.num_running, 0);
   say(state, feed.is_draining || !isReady ? state : running ? `${number(running)} running` : "ready");
 }
 
@@ -66,13 +69,25 @@ function notice(id, text) {
   byId(id).hidden = !text;
 }
 
+/** Names of the models, by what they make. Throws Problem. */
+async function loadModels() {
+  const { data } = await json("v1/models");
+  const painters = data.filter(({ task }) => task === "text-to-image");
+  chat.showModels(data.filter((model) => !painters.includes(model)));
+  pictures.showModels(painters);
+  byId("pictures-link").hidden = !painters.length;
+  if (painters.length < data.length) return;
+  notice("chat-notice", "The models of this server make pictures.");
+  if (!location.hash) location.hash = "#pictures";
+}
+
 /** Everything that needs the server's leave. */
 async function begin() {
   byId("key-form").hidden = true;
   notice("chat-notice", "");
   notice("config-notice", "");
   poll();
-  chat.loadModels().catch((error) => {
+  loadModels().catch((error) => {
     if (error.status === 401) return;
     notice("chat-notice", error.status === 404 ? "Chat is served on this server's other port." : error.message);
   });
@@ -100,6 +115,7 @@ addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   chat.tip.hide();
   chat.stop();
+  pictures.stop();
 });
 byId("settings-toggle").addEventListener("click", (event) => {
   const isOpen = byId("chat").classList.toggle("with-settings");

@@ -1,4 +1,4 @@
-"""The HTTP client of seed 001, chapter 4."""
+"""The HTTP client of spec 4."""
 
 from mindieclient.python.httpclient.client import MindIEHTTPClient
 from mindieclient.python.httpclient.errors import MindIEClientException

@@ -1,4 +1,4 @@
-"""Arguments of the client, checked before anything is sent: seed 001, 4.3.1.2."""
+"""Arguments of the client, checked before anything is sent: spec 4.3.1.2."""
 
 import math
 import re
@@ -13,8 +13,10 @@ MAX_CONCURRENCY = 300
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 
-# The seed allows letters, digits, "-" and "_"; its server allows "." too, and most published models have one.
-_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+# Spec 4.3.1.2 allows letters, digits, "-" and "_"; published models have ".", ":" and "/" in their names, too. No part
+# between slashes begins with ".": it would be another path.
+_PART = r"[A-Za-z0-9_-][A-Za-z0-9_.:-]*"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 
 
@@ -30,7 +32,8 @@ def check_model(model_name: object, model_version: object) -> str:
 def _check_name(argument: str, value: object) -> None:
     if not isinstance(value, str) or len(value) > MAX_NAME_CHARS or not _NAME.fullmatch(value):
         raise MindIEClientException(
-            f"{argument} must be 1 to {MAX_NAME_CHARS} letters, digits, '-', '_' or '.', not '.' first: {value!r}"
+            f"{argument} must be 1 to {MAX_NAME_CHARS} letters, digits, '-', '_', '.', ':' or '/', "
+            f"not '.' first nor after '/': {value!r}"
         )
 
 
@@ -61,13 +64,16 @@ def check_count(argument: str, value: object, least: int, most: int) -> int:
 def check_parameters(parameters: object) -> dict[str, Any]:
     """The parameters of a request as plain JSON values; None means "as if absent".
 
-    Names that the seed does not list go through as they are: the server decides about them.
+    Names that the specification does not list go through as they are: the server decides about them.
     """
     if parameters is None:
         return {}
     if not isinstance(parameters, Mapping):
         raise MindIEClientException(f"parameters must be a dict: {type(parameters).__name__}")
-    return {str(name): _parameter(name, value) for name, value in parameters.items() if value is not None}
+    given = {str(name): _parameter(name, value) for name, value in parameters.items() if value is not None}
+    if given.get("typical_p") == 1.0:
+        del given["typical_p"]  # off, which the server takes for an error where it is said
+    return given
 
 
 _COUNTS = {

@@ -1,4 +1,4 @@
-"""MindIEHTTPClient: seed 001, 4.3.1.2."""
+"""MindIEHTTPClient: spec 4.3.1.2."""
 
 import logging
 import sys
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import httpx
 
+from mindieclient.python.common.log import Log
 from mindieclient.python.httpclient import checks, connection
 from mindieclient.python.httpclient.errors import MindIEClientException
 from mindieclient.python.httpclient.result import AsyncRequest, Result
@@ -17,6 +18,7 @@ from mindieclient.python.httpclient.tensors import Input, RequestedOutput, input
 
 logger = logging.getLogger(__name__)
 
+LOGGER = "mindieclient"  # of all loggers here
 MAX_CONTROL_CONNECTIONS = 2
 
 
@@ -25,7 +27,8 @@ class MindIEHTTPClient:
 
     Inference has `concurrency` connections; a request beyond them waits, at most `network_timeout` seconds. Status and
     cancel have connections of their own, so that a running stream can be cancelled even when concurrency is 1.
-    Times are in seconds. `api_key`, if given, is sent as a bearer token.
+    Times are in seconds. `api_key`, if given, is sent as a bearer token. `verbose`: a line a request, in the program's
+    log or on standard error.
     """
 
     def __init__(
@@ -54,6 +57,8 @@ class MindIEHTTPClient:
             api_key=api_key,
         )
         self._verbose = bool(verbose)
+        if self._verbose:
+            Log(LOGGER)  # shows lines where the program has set up nothing itself
         self._inference = endpoint.open(num_connections)
         self._control = endpoint.open(MAX_CONTROL_CONNECTIONS)
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="mindieclient")

@@ -1,4 +1,4 @@
-"""Answers: `Result` of a request, `AsyncRequest` for one that is under way. Seed 001, 4.3.1.5 and 4.3.1.1."""
+"""Answers: `Result` of a request, `AsyncRequest` for one that is under way. Spec 4.3.1.5 and 4.3.1.1."""
 
 import json
 import logging
@@ -72,7 +72,7 @@ class Result:
 
 
 class _Greenlet(Protocol):
-    """What AsyncRequest needs of a gevent greenlet, which the seed names as its argument."""
+    """What AsyncRequest needs of a gevent greenlet, which spec 4.3.1.1 names as its argument."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Result: ...
 

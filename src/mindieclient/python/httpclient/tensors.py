@@ -1,4 +1,4 @@
-"""What goes into an inference and what is wanted back: seed 001, 4.3.1.3 and 4.3.1.4."""
+"""What goes into an inference and what is wanted back: spec 4.3.1.3 and 4.3.1.4."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +69,7 @@ class RequestedOutput:
 
 
 def input_tensor_json(tensor: object, parameters: dict[str, Any]) -> dict[str, Any]:
-    """An `Input` as it stands in the request's JSON. The seed's server reads parameters here and nowhere else."""
+    """An `Input` as it stands in the request's JSON. The documented server reads parameters here alone."""
     if not isinstance(tensor, Input):
         raise MindIEClientException(f"inputs must hold Input objects, not {type(tensor).__name__}")
     data = tensor.get_input_tensor()

@@ -36,7 +36,7 @@ typedef enum {
     OH_QOS_GEWU_INVAL = 401,  /* a parameter has a wrong type, form or value */
     OH_QOS_GEWU_EXIST = 501,  /* the handle already exists */
     OH_QOS_GEWU_NOENT = 502,  /* no such session or request */
-    OH_QOS_GEWU_NOSYS = 801,  /* the service is not there */
+    OH_QOS_GEWU_NOSYS = 801,  /* the service is not there, or does not answer */
     OH_QOS_GEWU_FAULT = 901   /* any other fault */
 } OH_QoS_GewuErrorCode;
 
@@ -54,6 +54,12 @@ typedef struct {
  * the pointer is valid only during the call. */
 typedef void (*OH_QoS_GewuOnResponse)(void* context, const char* response);
 
+/*
+ * All four may be called from any thread, also from a callback. None waits for the service longer than 5 s: then Create
+ * and Submit answer OH_QOS_GEWU_NOSYS, what they asked for is undone when the service goes on, and no callback comes;
+ * Destroy answers OH_QOS_GEWU_OK, for here the session has ended. Abort does not wait for the service. Abort and Destroy
+ * wait for a callback that runs on another thread, however long it does. Strings are UTF-8, at most 16 MiB.
+ */
 OH_QoS_GewuCreateSessionResult OH_QoS_GewuCreateSession(const char* attributes);
 OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession session);
 OH_QoS_GewuErrorCode OH_QoS_GewuAbortRequest(OH_QoS_GewuSession session, OH_QoS_GewuRequest request);

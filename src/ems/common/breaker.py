@@ -1,0 +1,49 @@
+"""Breaker: when somebody who fails is left alone, and when he is tried again. Pure."""
+
+from dataclasses import dataclass
+
+_MAX_DOUBLINGS = 16
+
+
+@dataclass
+class Breaker:
+    """Keeps calls away from a node, store or pool that fails: it is left alone, each time for longer.
+
+    When the pause is over one call may try; its outcome closes the breaker or doubles the pause. Times in seconds of
+    the caller's clock. max_failures: so many in a row open it.
+    """
+
+    max_failures: int = 2
+    first_pause_s: float = 0.5
+    last_pause_s: float = 30.0
+    failures: int = 0
+    open_until_s: float = 0.0
+
+    def allows(self, now_s: float) -> bool:
+        """Whether to call now. In a pause's end it says yes once, and no until the outcome is reported."""
+        if self.failures < self.max_failures:
+            return True
+        if now_s < self.open_until_s:
+            return False
+        self.open_until_s = now_s + self.last_pause_s
+        return True
+
+    def is_open(self, now_s: float) -> bool:
+        """Whether nobody calls; changes nothing."""
+        return self.pause_s(now_s) > 0
+
+    def pause_s(self, now_s: float) -> float:
+        """How long nobody calls from now on; 0 = `allows` says yes."""
+        return max(0.0, self.open_until_s - now_s) if self.failures >= self.max_failures else 0.0
+
+    def succeed(self) -> None:
+        """A call was answered as it should be."""
+        self.failures = 0
+        self.open_until_s = 0.0
+
+    def fail(self, now_s: float) -> None:
+        """A call failed."""
+        self.failures += 1
+        if self.failures >= self.max_failures:
+            doublings = min(_MAX_DOUBLINGS, self.failures - self.max_failures)
+            self.open_until_s = now_s + min(self.last_pause_s, self.first_pause_s * 2**doublings)

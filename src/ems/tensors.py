@@ -1,0 +1,105 @@
+"""What is taken as a tensor: torch's, numpy's, and what others show through DLPack. None of them is copied.
+
+torch is not imported here: whoever has a tensor of torch has imported it, and only then is it looked for.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.common.exception import invalid_argument
+
+Bytes = npt.NDArray[np.uint8]
+_HOST_DEVICES = (1, 3)  # DLPack's: kDLCPU, kDLCUDAHost
+_SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # numpy knows no bfloat16
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What tells how to read its blocks. strides: bytes; data: numpy's array on the host, else torch's."""
+
+    dtype: str
+    device: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+    data: Any
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token of one block."""
+        return math.prod(self.shape[2:]) * self.item_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        return self.shape[1] * self.token_bytes
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Whether the tokens of a block lie one after the other."""
+        expected = self.item_bytes
+        for size, stride in reversed(list(zip(self.shape[1:], self.strides[1:], strict=True))):
+            if size > 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def flat(self) -> Bytes:
+        """The memory from the first block to the end of the last, with what lies between blocks; on the host only."""
+        size = (self.shape[0] - 1) * self.strides[0] + self.block_bytes
+        items = np.lib.stride_tricks.as_strided(self.data, (size // self.item_bytes,), (self.item_bytes,))
+        return items.view(np.uint8)
+
+
+def imported_torch() -> ModuleType | None:
+    """torch, if somebody has imported it."""
+    return sys.modules.get("torch")
+
+
+def as_tensor(name: str, value: object) -> Tensor | None:
+    """What `value` is as a tensor; None when it is none. Raises EmsException(EMS_INVALID_ARGUMENT) naming it `name`."""
+    torch = imported_torch()
+    if torch is not None and isinstance(value, torch.Tensor):
+        return _of_torch(value.detach(), torch)
+    if isinstance(value, np.ndarray):
+        return _of_numpy(name, value)
+    return _of_dlpack(name, value, torch) if hasattr(value, "__dlpack_device__") else None
+
+
+def _of_torch(tensor: Any, torch: ModuleType) -> Tensor:
+    dtype, item_bytes, data = str(tensor.dtype).removeprefix("torch."), tensor.element_size(), tensor
+    if tensor.device.type == "cpu":
+        data = (
+            tensor.view(getattr(torch, _SAME_SIZE[item_bytes])).numpy() if item_bytes in _SAME_SIZE else tensor.numpy()
+        )
+    strides = tuple(stride * item_bytes for stride in tensor.stride())
+    return Tensor(dtype, str(tensor.device), tuple(tensor.shape), strides, item_bytes, data)
+
+
+def _of_numpy(name: str, array: npt.NDArray[Any]) -> Tensor:
+    if array.dtype.hasobject or array.dtype.names is not None or not array.dtype.isnative:
+        raise invalid_argument(
+            "kvcache", f"{name} has elements of {array.dtype}, expected numbers in this machine's order"
+        )
+    if not array.flags.writeable:
+        raise invalid_argument("kvcache", f"{name} can only be read; loads write to it")
+    return Tensor(array.dtype.name, "cpu", array.shape, array.strides, array.itemsize, array)
+
+
+def _of_dlpack(name: str, value: Any, torch: ModuleType | None) -> Tensor:
+    """Through numpy; through torch, where somebody has imported it, what numpy does not know."""
+    device, _index = value.__dlpack_device__()
+    try:
+        if device in _HOST_DEVICES:
+            return _of_numpy(name, np.from_dlpack(value))
+    except (BufferError, RuntimeError, TypeError) as error:
+        if torch is None:
+            raise invalid_argument("kvcache", f"{name} cannot be seen through DLPack: {error}") from None
+    if torch is None:
+        raise invalid_argument("kvcache", f"{name} is on a device (DLPack's {device}); import torch to register it")
+    return _of_torch(torch.from_dlpack(value), torch)

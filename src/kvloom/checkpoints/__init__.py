@@ -1,0 +1,1 @@
+"""Model files: safetensors and GGUF, model families, LoRA adapters, the demo models."""

@@ -1,0 +1,83 @@
+"""open_checkpoint: a GGUF file or a Hugging Face folder -> what a backend needs."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvloom.checkpoints import gguf as gguf_file
+from kvloom.checkpoints import safetensors as folder_file
+from kvloom.checkpoints.families import family_of
+from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object, refuse_quantized
+from kvloom.checkpoints.fingerprint import Stamp, stamp
+from kvloom.checkpoints.pooling import folder_pooling, gguf_pooling
+from kvloom.checkpoints.source import WeightSource
+from kvloom.contract.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk: its shape, its tensors, the ids that end a sequence, how its embeddings are pooled."""
+
+    path: Path
+    spec: DecoderSpec
+    weights: WeightSource
+    eos_ids: frozenset[int]
+    bos_id: int | None
+    pooling: str
+    stamp: Stamp = field(default_factory=list)  # of the files, before they were opened
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Checks everything but the values. Raises ModelError: unknown architecture, missing, misshapen or cut tensors."""
+    path = find_weights(Path(path))
+    try:
+        before = stamp(str(path))
+        if path.is_dir():
+            return replace(_open_folder(path), stamp=before)
+        if path.is_file():
+            return replace(_open_gguf(path), stamp=before)
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        raise ModelError(f"{path}: holds what no model holds: {error}") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from error
+    raise ModelError(f"{path}: no such file or folder")
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config = read_object(folder / "config.json", MAX_CONFIG_BYTES)
+    refuse_quantized(config, str(folder / "config.json"))
+    names = config.get("architectures") or [config.get("model_type", "")]
+    if not isinstance(names, list) or not names:
+        raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
+    family = family_of(str(names[0]), str(folder / "config.json"))
+    spec = family.spec(config)
+    bos_id = config.get("bos_token_id")
+    return Checkpoint(
+        folder,
+        spec,
+        folder_file.SafetensorsSource(folder, spec),
+        folder_file.stop_ids(folder, config),
+        bos_id if isinstance(bos_id, int) else None,
+        folder_pooling(folder),
+    )
+
+
+def _open_gguf(path: Path) -> Checkpoint:
+    file = gguf_file.GgufFile(path)
+    arch, config = gguf_file.config_of(file.header, str(path))
+    family = family_of(arch, str(path))
+    spec = family.spec(config)
+    factors = gguf_file.frequency_factors(file, spec.head_dim)
+    if factors:
+        freqs = tuple(f / factor for f, factor in zip(spec.rope.inv_freq, factors, strict=True))
+        spec = replace(spec, rope=Rope(freqs, spec.rope.attention_factor))
+    metadata = file.header.metadata
+    ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
+    return Checkpoint(
+        path,
+        spec,
+        gguf_file.GgufSource(file, spec, family.permuted_gguf),
+        frozenset(int(i) for i in ids if i is not None),
+        metadata.get("tokenizer.ggml.bos_token_id"),
+        gguf_pooling(metadata.get(f"{arch}.pooling_type")),
+    )

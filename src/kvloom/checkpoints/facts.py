@@ -1,0 +1,64 @@
+"""What a model is, for people: read from its files' headers alone."""
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvloom.checkpoints.gguf_types import GGUF_TYPES
+from kvloom.checkpoints.metadata import read_header
+from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, header_bytes, read_entries
+from kvloom.contract.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`kind`: the type that most weights have. What the files do not tell is empty, or 0."""
+
+    family: str = ""
+    format: str = ""
+    num_parameters: int = 0
+    kind: str = ""
+    num_bytes: int = 0  # of the files with weights
+    modified: float = 0.0  # when the newest of them was, in seconds since 1970
+
+
+def facts_of(path: Path) -> ModelFacts:
+    """Of a GGUF file or a Hugging Face folder. What cannot be read is left out."""
+    is_folder = path.is_dir()
+    files = sorted(path.glob("*.safetensors")) if is_folder else [path]
+    family, counts = "", Counter[str]()
+    try:
+        if is_folder:
+            family = str(json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+            for file in files:
+                counts += _safetensors_counts(file)
+        else:
+            header = read_header(path)
+            family = str(header.metadata.get("general.architecture", ""))
+            for tensor in header.tensors.values():
+                known = GGUF_TYPES.get(tensor.type)
+                counts[known.name if known else ""] += math.prod(tensor.shape)
+        states = [file.stat() for file in files]
+    except (OSError, ValueError, AttributeError, Damaged, ModelError):
+        return ModelFacts(family)
+    return ModelFacts(
+        family,
+        "safetensors" if is_folder else "gguf",
+        counts.total(),
+        max(counts, key=lambda kind: counts[kind], default=""),
+        sum(state.st_size for state in states),
+        max((state.st_mtime for state in states), default=0.0),
+    )
+
+
+def _safetensors_counts(path: Path) -> Counter[str]:
+    """Numbers of each type. Raises OSError, Damaged."""
+    with path.open("rb") as file:
+        beginning = file.read(LENGTH_BYTES)
+        header = beginning + file.read(header_bytes(beginning) - LENGTH_BYTES)
+    counts = Counter[str]()
+    for tensor in read_entries(header).values():
+        counts[tensor.kind] += math.prod(tensor.shape)
+    return counts

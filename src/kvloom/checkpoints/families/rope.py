@@ -1,0 +1,74 @@
+"""Rotary frequencies: every scaling rule of a configuration applied once, while loading."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvloom.checkpoints.families.spec import Rope
+from kvloom.contract.errors import ModelError
+
+KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def build_rope(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
+    """Rope of `dim` dimensions. `scaling` has the keys of Hugging Face's rope_parameters ({} = none).
+
+    `max_seq_len` is the trained context where the scaling names none. Raises ModelError for a rule that is not known.
+    """
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    inv_freq = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    try:
+        if kind == "default":
+            return Rope(tuple(inv_freq))
+        if kind == "linear":
+            return Rope(tuple(f / float(scaling["factor"]) for f in inv_freq))
+        if kind == "llama3":
+            return Rope(tuple(_llama3(inv_freq, scaling)))
+        if kind == "yarn":
+            return _yarn(dim, theta, inv_freq, scaling, max_seq_len)
+    except KeyError as error:
+        raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
+    raise ModelError(f"rope scaling {kind!r} is not known; known are {', '.join(KINDS)}")
+
+
+def _llama3(inv_freq: list[float], scaling: Mapping[str, Any]) -> list[float]:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = float(scaling["original_max_position_embeddings"])
+    scaled = []
+    for freq in inv_freq:
+        turns = context * freq / (2 * math.pi)
+        keep = min(1.0, max(0.0, (turns - low) / (high - low)))
+        scaled.append((1 - keep) * freq / factor + keep * freq)
+    return scaled
+
+
+def _yarn(dim: int, theta: float, inv_freq: list[float], scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
+    """YaRN (Peng et al. 2023): interpolate slow dimensions, keep fast ones, ramp between; sharpen attention."""
+    factor = float(scaling["factor"])
+    context = float(scaling.get("original_max_position_embeddings") or max_seq_len)
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(float(scaling.get("beta_fast") or 32))
+    high = dimension(float(scaling.get("beta_slow") or 1))
+    if scaling.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = [min(1.0, max(0.0, (i - low) / max(high - low, 0.001))) for i in range(dim // 2)]
+    freqs = tuple(f / factor * r + f * (1 - r) for f, r in zip(inv_freq, ramp, strict=True))
+    return Rope(freqs, _yarn_attention(factor, scaling))
+
+
+def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
+    """What cos and sin are multiplied by."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return magnitude(float(scaling["mscale"])) / magnitude(float(scaling["mscale_all_dim"]))
+    return magnitude(1.0)

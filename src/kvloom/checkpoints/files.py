@@ -1,0 +1,89 @@
+"""Files that came with a model, read with care: who wrote them may have been careless, or hostile."""
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from kvloom.contract.errors import ModelError
+
+MAX_CONFIG_BYTES = 4 << 20
+_MAX_BYTES = 64 << 20  # the largest index of a sharded checkpoint has some 10
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Raises ModelError when the path cannot be opened or is no plain file: a pipe would be waited for."""
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ModelError(f"{path}: is no plain file")
+    return file
+
+
+def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
+    """Of a plain file. Raises ModelError."""
+    try:
+        with open_file(path) as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(data) > max_bytes:
+        raise ModelError(f"{path}: is longer than {max_bytes >> 20} MiB")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path}: cannot be read as UTF-8: {error}") from None
+
+
+def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
+    """Any JSON value. Raises ModelError."""
+    try:
+        return json.loads(read_text(path, max_bytes))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from None
+
+
+def read_object(path: Path, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
+    """Raises ModelError when the file is absent or holds no JSON object."""
+    value = read_json(path, max_bytes)
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: holds no JSON object")
+    return value
+
+
+def find_weights(path: Path) -> Path:
+    """The folder of safetensors or the GGUF file that a path means: a folder that holds one GGUF file means that file.
+
+    Raises ModelError when it holds several.
+    """
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return path
+    name = only_gguf([file.name for file in path.glob("*.gguf")], str(path))
+    return path if name is None else path / name
+
+
+def only_gguf(names: list[str], folder: str) -> str | None:
+    """The GGUF file among the files of a folder without safetensors, None when there is none; ModelError: several."""
+    found = sorted(name for name in names if name.endswith(".gguf") and not name.startswith("mmproj"))
+    if len(found) > 1:
+        raise ModelError(f"{folder}: holds {len(found)} .gguf files ({', '.join(found[:3])}, ...); name one of them")
+    return found[0] if found else None
+
+
+def refuse_quantized(config: Mapping[str, Any], file: str) -> None:
+    """Raises ModelError for the weights of a folder that are packed in a way nothing here reads (AWQ, GPTQ, ...)."""
+    settings = config.get("quantization_config") or config.get("compression_config")
+    if not settings:
+        return
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    raise ModelError(
+        f"{file}: weights quantised by {method or 'an unnamed method'!r} are not supported; take the model's F32, F16 "
+        "or BF16 weights, or a GGUF file of it"
+    )

@@ -1,0 +1,147 @@
+"""GGUF files: metadata -> configuration, tensors as raw quantised rows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.gguf_types import GGUF_TYPES, GgufType
+from kvloom.checkpoints.mapped import MappedFile
+from kvloom.checkpoints.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
+from kvloom.checkpoints.source import Bytes, RawTensor, as_rows, check_shape
+from kvloom.contract.errors import ModelError
+
+KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+TOP_NAMES = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+LAYER_NAMES = {
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+}
+
+
+def file_name(name: str) -> str:
+    """The name GGUF gives to a canonical tensor."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, index, part = name.split(".")
+    return f"blk.{index}.{LAYER_NAMES[part]}"
+
+
+def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
+    """(architecture, configuration in Hugging Face's key names)."""
+    metadata = header.metadata
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str):
+        raise ModelError(f"{file}: metadata general.architecture is missing")
+    config = {key: metadata.get(f"{arch}.{name}") for key, name in CONFIG_KEYS.items()}
+    config = {key: value for key, value in config.items() if value is not None}
+    if TOP_NAMES["embed"] not in header.tensors:
+        raise ModelError(f"{file}: tensor {TOP_NAMES['embed']} is missing")
+    config["vocab_size"] = header.tensors[TOP_NAMES["embed"]].shape[0]
+    config["tie_word_embeddings"] = TOP_NAMES["head"] not in header.tensors
+    config["use_sliding_window"] = "sliding_window" in config
+    kind = metadata.get(f"{arch}.rope.scaling.type")
+    if kind not in (None, "none"):
+        config["rope_scaling"] = {
+            "rope_type": kind,
+            "factor": metadata.get(f"{arch}.rope.scaling.factor"),
+            "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
+            "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
+        }
+    return arch, config
+
+
+class GgufFile:
+    """A mapped GGUF file: raw rows of any of its tensors, checked to lie within the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError when the file is no GGUF file or is cut short, naming the first tensor that is."""
+        self.path, self.header = path, read_header(path, has_texts=False)
+        self._mapped = MappedFile(path)
+        for info in self.header.tensors.values():
+            if info.offset + self._row_bytes(info) * math.prod(info.shape[:-1]) > self._mapped.num_bytes:
+                raise ModelError(f"{path}: cut short: tensor {info.name} lies behind the end of the file")
+
+    def kind(self, name: str) -> str:
+        """The tensor's type in lower case."""
+        return _type_of(self.header.tensors[name], self.path).name.lower()
+
+    def rows(self, name: str) -> Bytes:
+        """uint8 [rows, bytes a row], a view; see MappedFile.part."""
+        info = self.header.tensors[name]
+        count = self._row_bytes(info) * math.prod(info.shape[:-1])
+        return as_rows(self._mapped.part(info.offset, info.offset + count), info.shape)
+
+    def _row_bytes(self, info: TensorInfo) -> int:
+        _, block, size = _type_of(info, self.path)
+        if not info.shape or info.shape[-1] % block:
+            raise ModelError(
+                f"{self.path}: tensor {info.name} of shape {list(info.shape)} does not fill blocks of {block}"
+            )
+        return info.shape[-1] // block * size
+
+
+def _type_of(info: TensorInfo, path: Path) -> GgufType:
+    try:
+        return GGUF_TYPES[info.type]
+    except KeyError:
+        raise ModelError(f"{path}: tensor {info.name} has the unknown type {info.type}") from None
+
+
+def frequency_factors(file: GgufFile, dim: int) -> list[float] | None:
+    """Divisors of the rotary frequencies (Llama 3 scaling), dim/2 of them; None where the file has none."""
+    name = "rope_freqs.weight"
+    if name not in file.header.tensors:
+        return None
+    check_shape(name, file.header.tensors[name].shape, (dim // 2,), str(file.path))
+    return [float(value) for value in file.rows(name).view(np.float32).ravel()]
+
+
+class GgufSource:
+    """Raw rows of a mapped GGUF file; the existence, shape and type of every tensor of `spec` is checked on opening."""
+
+    def __init__(self, file: GgufFile, spec: DecoderSpec, permuted: bool) -> None:
+        self._file, self._spec, self._permuted = file, spec, permuted
+        self._shapes = spec.tensor_shapes()
+        for name, shape in self._shapes.items():
+            key = file_name(name)
+            if key not in file.header.tensors:
+                raise ModelError(f"{file.path}: tensor {key} is missing")
+            check_shape(key, file.header.tensors[key].shape, shape, str(file.path))
+            if file.kind(key) not in KINDS:
+                known = ", ".join(kind.upper() for kind in KINDS)
+                raise ModelError(f"{file.path}: tensor {key} is {file.kind(key).upper()}; known are {known}")
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def tensor(self, name: str) -> RawTensor:
+        """Raises ModelError when the spec has no such tensor."""
+        if name not in self._shapes:
+            raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
+        data = self._file.rows(file_name(name))
+        part = name.rsplit(".", 1)[-1]
+        if self._permuted and part in ("q", "k"):
+            data = _neox_rows(data, self._spec.num_heads if part == "q" else self._spec.num_kv_heads)
+        return RawTensor(name, self._shapes[name], self._file.kind(file_name(name)), data)
+
+
+def _neox_rows(data: Bytes, heads: int) -> Bytes:
+    """Rows of each head from interleaved order (0, d/2, 1, d/2+1, ...) back to halves; whole rows move, bits stay."""
+    rows = data.reshape(heads, -1, 2, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
+    rows.flags.writeable = False
+    return rows

@@ -1,0 +1,239 @@
+"""LoRA adapters as peft saves them (Hu et al. 2021): adapter_config.json and adapter_model.safetensors.
+
+An adapter adds scale * B (A x) to chosen linears: A [rank, in], B [out, rank].
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloom.checkpoints.tensorfile import ITEM_BYTES, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
+from kvloom.contract.errors import BadRequest
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FIELD = "lora_path"  # what a caller gave, and what errors name
+MAX_RANK = 512
+_MAX_CONFIG_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20
+PARTS = {  # the linears of a layer, by the names of checkpoints and of models/spec.py
+    "self_attn.q_proj": "q",
+    "self_attn.k_proj": "k",
+    "self_attn.v_proj": "v",
+    "self_attn.o_proj": "o",
+    "mlp.gate_proj": "gate",
+    "mlp.up_proj": "up",
+    "mlp.down_proj": "down",
+}
+_TARGETS = tuple(name.split(".")[1] for name in PARTS)
+_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+_REFUSED = (
+    "modules_to_save",
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "layer_replication",
+    "trainable_token_indices",
+)
+_MOVES_BASE = ("pissa", "olora", "corda")  # initialisations that change the base weights too
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The pair of tensors of one linear, by their names in the file; in, out, rank as in the module's docstring."""
+
+    a: str
+    b: str
+    rank: int
+    scale: float
+    in_size: int
+    out_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFile:
+    """An adapter read whole. `digest` (hex SHA-256 of both files) is its identity, whatever its name."""
+
+    digest: str
+    modules: Mapping[str, LoraModule] = field(repr=False)  # by canonical name: "layers.0.q"
+    tensors: Mapping[str, Entry] = field(repr=False)  # by their names in the file
+    data: bytes = field(repr=False)  # of the safetensors file
+
+    @property
+    def rank(self) -> int:
+        return max(module.rank for module in self.modules.values())
+
+
+def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> AdapterFile:
+    """The adapter in `folder`, for a model whose tensors have `shapes` by canonical name (None = any).
+
+    Raises BadRequest naming FIELD: what is missing, misshapen or of a kind that is not supported.
+    """
+    text = _read(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    config = _Config(_json_object(text, CONFIG_FILE))
+    path = folder / WEIGHTS_FILE
+    header, tensors = _header(path)
+    modules = _modules(config, tensors, shapes)
+    num_bytes = max(tensor.end for tensor in tensors.values())
+    data = _read(path, num_bytes)
+    if len(data) != num_bytes:
+        raise BadRequest(FIELD, f"{WEIGHTS_FILE} is cut short: {len(data)} bytes of {num_bytes}")
+    if not data.startswith(header):
+        raise BadRequest(FIELD, f"{WEIGHTS_FILE} has changed while it was read")
+    digest = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(data).digest()).hexdigest()
+    return AdapterFile(digest, modules, tensors, data)
+
+
+class _Config:
+    """What adapter_config.json says. Raises BadRequest for what would be computed otherwise than it was trained."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        kind = config.get("peft_type")
+        if kind != "LORA":
+            raise _bad(f'peft_type must be "LORA", got {kind!r}')
+        for key in _REFUSED:
+            if config.get(key):
+                raise _bad(f"{key} is not supported, got {config[key]!r}")
+        if config.get("bias", "none") != "none":
+            raise _bad(f'bias must be "none", got {config["bias"]!r}')
+        start = config.get("init_lora_weights")
+        if isinstance(start, str) and start.lower().startswith(_MOVES_BASE):
+            raise _bad(f"init_lora_weights {start!r} changes the base model; save the adapter converted to plain LoRA")
+        self._rank = _rank(config.get("r"), "r")
+        self._alpha = _number(config.get("lora_alpha", 8), "lora_alpha")
+        self._ranks, self._alphas = (_pattern(config, key) for key in ("rank_pattern", "alpha_pattern"))
+        self._uses_rslora = bool(config.get("use_rslora"))
+        targets = config.get("target_modules")
+        for target in targets if isinstance(targets, list) else ():
+            if not isinstance(target, str) or target.rsplit(".", 1)[-1] not in _TARGETS:
+                raise _bad(f"target_modules {target!r} is not supported; supported are {', '.join(_TARGETS)}")
+
+    def rank(self, module: str) -> int:
+        return _rank(_matching(self._ranks, module, self._rank), "rank_pattern")
+
+    def scale(self, module: str) -> float:
+        alpha, rank = _number(_matching(self._alphas, module, self._alpha), "alpha_pattern"), self.rank(module)
+        return alpha / math.sqrt(rank) if self._uses_rslora else alpha / rank
+
+
+def _modules(
+    config: _Config, tensors: Mapping[str, Entry], shapes: Mapping[str, tuple[int, ...]] | None
+) -> dict[str, LoraModule]:
+    pairs: dict[tuple[str, str], dict[str, str]] = {}  # canonical name, name in the checkpoint: "A" or "B" -> tensor
+    for key in tensors:
+        found = _TENSOR.fullmatch(key)
+        if found is None or found[3] not in PARTS:
+            raise _bad_tensor(key, "is none of lora_A, lora_B of " + ", ".join(_TARGETS))
+        pairs.setdefault((f"layers.{int(found[2])}.{PARTS[found[3]]}", found[1]), {})[found[4]] = key
+    if not pairs:
+        raise BadRequest(FIELD, f"{WEIGHTS_FILE} holds no tensor")
+    modules = {}
+    for (name, module), sides in pairs.items():
+        if len(sides) < 2:
+            raise _bad_tensor(next(iter(sides.values())), "has no partner: lora_A and lora_B come together")
+        if shapes is not None and name not in shapes:
+            raise _bad_tensor(sides["A"], "is of a layer that the base model does not have")
+        rank = config.rank(module)
+        (a_rank, in_size), (out_size, b_rank) = (_shape(sides[side], tensors) for side in "AB")
+        want_out, want_in = shapes[name] if shapes is not None else (out_size, in_size)
+        for key, got, want in (
+            (sides["A"], (a_rank, in_size), (rank, want_in)),
+            (sides["B"], (out_size, b_rank), (want_out, rank)),
+        ):
+            if got != want:
+                raise _bad_tensor(key, f"has shape {list(got)}; rank and base model ask for {list(want)}")
+        modules[name] = LoraModule(sides["A"], sides["B"], rank, config.scale(module), in_size, out_size)
+    return modules
+
+
+def _shape(key: str, tensors: Mapping[str, Entry]) -> tuple[int, int]:
+    """Of a tensor of two dimensions and a floating type."""
+    kind, shape = tensors[key].kind, tensors[key].shape
+    if kind not in ITEM_BYTES:
+        raise _bad_tensor(key, f"has type {kind}; supported are {', '.join(ITEM_BYTES)}")
+    if len(shape) != 2 or not all(shape):
+        raise _bad_tensor(key, f"has shape {list(shape)}, not two dimensions")
+    return shape[0], shape[1]
+
+
+def _header(path: Path) -> tuple[bytes, dict[str, Entry]]:
+    """The file's header, and the tensors by name."""
+    try:
+        with path.open("rb") as file:
+            beginning = file.read(LENGTH_BYTES)
+            size = header_bytes(beginning)
+            if size > _MAX_HEADER_BYTES:
+                raise Damaged("the header is too long")
+            header = beginning + file.read(size - LENGTH_BYTES)
+        return header, read_entries(header)
+    except OSError as error:
+        raise BadRequest(FIELD, f"{path.name} cannot be read: {error.strerror}") from None
+    except Damaged as error:
+        if error.tensor:
+            raise _bad_tensor(error.tensor, str(error)) from None
+        raise BadRequest(FIELD, f"{path.name} is damaged: {error}") from None
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes + 1)
+    except OSError as error:
+        raise BadRequest(FIELD, f"{path.name} cannot be read: {error.strerror}") from None
+    if len(data) > max_bytes:
+        raise BadRequest(FIELD, f"{path.name} is larger than the {max_bytes} bytes that it may have")
+    return data
+
+
+def _json_object(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadRequest(FIELD, f"{name} is damaged: no valid JSON") from None
+    if not isinstance(value, dict):
+        raise BadRequest(FIELD, f"{name} holds no JSON object")
+    return value
+
+
+def _rank(value: Any, key: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_RANK:
+        raise _bad(f"{key} must be a whole number from 1 to {MAX_RANK}, got {value!r}")
+    return value
+
+
+def _number(value: Any, key: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise _bad(f"{key} must be a number, got {value!r}")
+    return float(value)
+
+
+def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Regular expressions of module names -> values."""
+    value = config.get(key) or {}
+    if not isinstance(value, dict):
+        raise _bad(f"{key} must be an object, got {value!r}")
+    try:
+        for pattern in value:
+            re.compile(pattern)
+    except re.error as error:
+        raise _bad(f"{key} has {pattern!r}, which is no regular expression: {error}") from None
+    return value
+
+
+def _matching(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
+    """The value of the first pattern that fits the end of the module's name."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return value
+    return default
+
+
+def _bad(problem: str) -> BadRequest:
+    return BadRequest(FIELD, f"{CONFIG_FILE}: {problem}")
+
+
+def _bad_tensor(key: str, problem: str) -> BadRequest:
+    return BadRequest(FIELD, f"{WEIGHTS_FILE}: {key[:200]} {problem}")

@@ -1,0 +1,35 @@
+"""The tensors of a LoRA adapter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.checkpoints.lora import FIELD, WEIGHTS_FILE, AdapterFile
+from kvloom.checkpoints.source import widen
+from kvloom.contract.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """y += scale * B (A x); float32, contiguous, a [rank, in], b [out, rank]."""
+
+    a: npt.NDArray[np.float32]
+    b: npt.NDArray[np.float32]
+    scale: float
+
+
+def pairs_of(adapter: AdapterFile) -> Iterator[tuple[str, LoraPair]]:
+    """(canonical name of the linear, its pair). Raises BadRequest when a value is not finite."""
+    for name, module in adapter.modules.items():
+        a, b = _values(adapter, module.a), _values(adapter, module.b)
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            raise BadRequest(FIELD, f"{WEIGHTS_FILE}: {module.a} or its lora_B holds values that are not finite")
+        yield name, LoraPair(a, b, module.scale)
+
+
+def _values(adapter: AdapterFile, name: str) -> npt.NDArray[np.float32]:
+    tensor = adapter.tensors[name]
+    data = np.frombuffer(adapter.data, np.uint8)[tensor.start : tensor.end]
+    return widen(data, tensor.kind.lower()).reshape(tensor.shape)

@@ -1,0 +1,120 @@
+"""Hugging Face folders: config.json and safetensors, one file or many."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.files import read_object
+from kvloom.checkpoints.mapped import MappedFile
+from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
+from kvloom.contract.errors import ModelError
+
+_PREFIX = "model."
+TOP_NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+}
+
+
+def file_name(name: str) -> str:
+    """The name a Hugging Face checkpoint gives to a canonical tensor."""
+    if name in TOP_NAMES:
+        return TOP_NAMES[name]
+    _, index, part = name.split(".")
+    return f"model.layers.{index}.{LAYER_NAMES[part]}"
+
+
+class SafetensorsSource:
+    """Maps the files of a folder; the existence and shape of every tensor of `spec` is checked on opening."""
+
+    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
+        self._shapes = spec.tensor_shapes()
+        self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
+        for path in _weight_files(folder):
+            file = MappedFile(path)
+            for key, entry in _entries(path, file).items():
+                self._tensors[key] = path, file, entry
+        bare = file_name("embed").removeprefix(_PREFIX)  # as sentence-transformers saves a decoder
+        self._prefix = "" if bare in self._tensors else _PREFIX
+        for name, shape in self._shapes.items():
+            key = self._key(name)
+            if key not in self._tensors:
+                raise ModelError(f"{folder}: tensor {key} is missing")
+            path, _, entry = self._tensors[key]
+            check_shape(key, entry.shape, shape, str(path))
+            if entry.kind.lower() not in WIDE:
+                raise ModelError(f"{path}: tensor {key} is {entry.kind}; known are F32, F16 and BF16")
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def _key(self, name: str) -> str:
+        """The tensor's name in these files."""
+        key = file_name(name)
+        return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+
+    def tensor(self, name: str) -> RawTensor:
+        """Raises ModelError when the spec has no such tensor."""
+        if name not in self._shapes:
+            raise ModelError(f"tensor {name} is not part of this model")
+        _, file, entry = self._tensors[self._key(name)]
+        data = as_rows(file.part(entry.start, entry.end), self._shapes[name])
+        return RawTensor(name, self._shapes[name], entry.kind.lower(), data)
+
+
+def _entries(path: Path, file: MappedFile) -> dict[str, Entry]:
+    """Raises ModelError."""
+    try:
+        size = header_bytes(file.part(0, LENGTH_BYTES).tobytes())
+        entries = read_entries(file.part(0, size).tobytes())
+        end = max((entry.end for entry in entries.values()), default=size)
+        if end != file.num_bytes:
+            raise Damaged(f"it has {file.num_bytes} bytes, its header says {end}")
+    except Damaged as error:
+        about = f"tensor {error.tensor[:200]} " if error.tensor else ""
+        raise ModelError(f"{path}: damaged or cut short: {about}{error}") from None
+    return entries
+
+
+def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """End-of-sequence ids: generation_config.json over config.json; either holds one id or a list."""
+    path = folder / "generation_config.json"
+    value = (read_object(path) if path.exists() else {}).get("eos_token_id", config.get("eos_token_id"))
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise ModelError(f"{folder}: eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(ids)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ModelError(f"{index}: weight_map must map tensor names to files")
+        files = sorted({folder / Path(f).name for f in weight_map.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files and (any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))):
+        raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
+    if not files:
+        raise ModelError(f"{folder}: holds no .safetensors file")
+    for path in files:
+        if not path.exists() and index.exists():
+            raise ModelError(f"{path}: no such file, though {index.name} names it")
+    return files

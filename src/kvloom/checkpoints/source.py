@@ -1,0 +1,95 @@
+"""WeightSource: a checkpoint as named tensors, read one at a time."""
+
+import importlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvloom.contract.errors import ModelError
+
+WIDE = ("f32", "f16", "bf16")  # kinds that are numbers, not blocks
+_PIECE_VALUES = 1 << 20
+_LONG_ROW_BYTES = 1 << 14
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as the file holds it. `shape` is [out, in] row-major, whatever the file's own order was.
+
+    kind is "f32", "f16", "bf16" or a GGUF block type ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k");
+    data is a read-only view of the bytes: uint8 [rows, bytes a row].
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    data: Bytes
+
+    def float32(self) -> Floats:
+        """The values, dequantised, as a new float32 array of `shape`."""
+        return self._values(self.data).reshape(self.shape)
+
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
+        """(first row, float32 [rows, in]) of a matrix from top to bottom, a few MB at a time."""
+        rows = max(1, _PIECE_VALUES // self.shape[-1])
+        for at in range(0, self.shape[0], rows):
+            yield at, self._values(self.data[at : at + rows]).reshape(-1, self.shape[-1])
+
+    def _values(self, data: Bytes) -> Floats:
+        """float32, flat, of some of the rows."""
+        flat = np.ascontiguousarray(data)
+        if self.kind in WIDE:
+            return widen(flat.reshape(-1), self.kind)
+        gguf: Any = importlib.import_module("gguf")  # takes longer to import than all the rest here
+        values = gguf.quants.dequantize(_long_rows(flat), gguf.GGMLQuantizationType[self.kind.upper()])
+        return np.require(values, np.float32, ["C", "W"]).reshape(-1)
+
+
+def widen(data: Bytes, kind: str) -> Floats:
+    """The bytes of numbers of a kind of WIDE as new float32 ones; both flat."""
+    if kind == "f32":
+        return data.copy().view(np.float32)
+    if kind == "f16":
+        return data.view(np.float16).astype(np.float32)
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)  # the upper half of a float32
+
+
+def _long_rows(data: Bytes) -> Bytes:
+    """The same bytes in fewer rows: gguf decodes 16 rows at a time, and short ones cost more calls than work.
+
+    Blocks are decoded one by one, so any cut between rows will do.
+    """
+    rows, row_bytes = data.shape
+    together = next(n for n in range(max(1, min(rows, _LONG_ROW_BYTES // row_bytes)), 0, -1) if rows % n == 0)
+    return data.reshape(rows // together, row_bytes * together)
+
+
+def as_rows(data: Bytes, shape: tuple[int, ...]) -> Bytes:
+    """The bytes of a row-major tensor as [rows, bytes a row]; a vector is one row."""
+    rows = math.prod(shape[:-1])
+    view = data.reshape(rows, -1)
+    view.flags.writeable = False
+    return view
+
+
+def check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], file: str) -> None:
+    """Raises ModelError when a tensor is not of the shape that the configuration asks for."""
+    if got != want:
+        raise ModelError(f"{file}: tensor {name} has shape {list(got)}, the configuration asks for {list(want)}")
+
+
+class WeightSource(Protocol):
+    """Tensors by canonical name (families/spec.py). Reading is lazy: a tensor's bytes are touched when asked for."""
+
+    def names(self) -> list[str]:
+        """Of all tensors, in kvloom's spelling."""
+        ...
+
+    def tensor(self, name: str) -> RawTensor:
+        """Raises ModelError naming the tensor and the file when it is missing, misshapen or cut short."""
+        ...

@@ -1,0 +1,111 @@
+"""A chat in the terminal against any OpenAI-compatible server: streaming, history, Ctrl-C stops the answer only."""
+
+import json
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from kvloom.contract.errors import ServingError
+
+HELP = "/reset begins anew, /exit (or Ctrl-D) ends; Ctrl-C stops an answer"
+
+
+class ChatFailed(ServingError):
+    """The server refused, or went away."""
+
+
+class Chat:
+    """One conversation. `client` has the server's base URL."""
+
+    def __init__(self, client: httpx.Client, model: str) -> None:
+        self._client, self._model = client, model
+        self.messages: list[dict[str, str]] = []
+
+    def reset(self) -> None:
+        self.messages = []
+
+    def ask(self, text: str) -> Generator[str]:
+        """The answer's pieces. What was said so far stays in the history even when the iteration is broken off."""
+        self.messages.append({"role": "user", "content": text})
+        answer = ""
+        try:
+            for piece in self._stream():
+                answer += piece
+                yield piece
+        finally:
+            if answer:
+                self.messages.append({"role": "assistant", "content": answer})
+            else:
+                self.messages.pop()
+
+    def _stream(self) -> Iterator[str]:
+        body = {"model": self._model, "messages": self.messages, "stream": True}
+        try:
+            with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+                if response.status_code != 200:
+                    raise ChatFailed(_message_of(response.read()))
+                for line in response.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        yield from _pieces(json.loads(line[len("data: ") :]))
+        except httpx.HTTPError as error:
+            raise ChatFailed(f"the server cannot be reached: {error}") from None
+
+
+def first_model(client: httpx.Client) -> str:
+    """The name of the first model that the server has. Raises ChatFailed."""
+    try:
+        response = client.get("/v1/models")
+        response.raise_for_status()
+        return str(response.json()["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise ChatFailed(f"{client.base_url} does not answer like an OpenAI server: {error}") from None
+
+
+def run(chat: Chat, console: Console, read: Callable[[str], str] = input) -> None:
+    """Ask and answer until /exit or the end of input."""
+    console.print(HELP, style="dim")
+    while True:
+        try:
+            text = read("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            chat.reset()
+            console.print("a new conversation", style="dim")
+        elif text.startswith("/"):
+            console.print(HELP, style="dim")
+        elif text:
+            _answer(chat, console, text)
+
+
+def _answer(chat: Chat, console: Console, text: str) -> None:
+    pieces = chat.ask(text)
+    try:
+        for piece in pieces:
+            console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    except KeyboardInterrupt:
+        console.print(" [stopped]", style="dim", markup=False, end="")
+    except ChatFailed as error:
+        console.print(str(error), style="red", markup=False, end="")
+    finally:
+        pieces.close()
+    console.print()
+
+
+def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
+    if "error" in chunk:
+        raise ChatFailed(_message_of(json.dumps(chunk).encode()))
+    for choice in chunk.get("choices", []):
+        if choice["delta"].get("content"):
+            yield choice["delta"]["content"]
+
+
+def _message_of(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode("utf-8", errors="replace")[:200]

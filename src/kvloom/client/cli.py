@@ -1,0 +1,22 @@
+"""`kvloom chat`."""
+
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import Console
+
+from kvloom.client.chat import Chat, first_model, run
+
+console = Console()
+
+
+def chat(
+    url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:1025",
+    api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
+) -> None:
+    """Chat in the terminal with a running server."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+        run(Chat(client, model or first_model(client)), console)

@@ -1,0 +1,161 @@
+"""How much memory the KV cache gets, how many blocks that is, how many sequences fit in the blocks. Pure arithmetic.
+
+The formulas are those of the tuning guide (spec 2.3.2), in bytes instead of GB:
+
+  cache bytes        (free - weights / ranks - working memory) * SHARE         cache_bytes
+  Total Block Num    floor(cache bytes / bytes of a block)                     total_blocks
+  Block Num          ceil(input / block size) + ceil(output / block size)      blocks_per_seq
+  maxBatchSize       floor(Total Block Num / Block Num)                        max_batch
+"""
+
+from dataclasses import dataclass
+
+from kvloom.contract.errors import BadRequest, OutOfMemory
+
+GIB = 1 << 30
+SHARE = 0.8  # of what the weights leave; the rest is the reserve for activations, sampling and everybody else
+AUTO_MAX_CPU_BYTES = 2 * GIB  # automatic, where the cache lives in the memory that the whole machine shares
+AHEAD_BYTES = (
+    16 << 20,
+    256 << 20,
+)  # of the cache that has memory before it is used, at least and at most (rank/pages.py)
+AUTO_MAX_HOST_BYTES = 5 * GIB  # automatic, of the pool for what is swapped out
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """Keys and values of one model on one rank. Raises BadRequest when ranks cannot share the heads."""
+
+    num_layers: int
+    num_kv_heads: int  # of the whole model
+    head_bytes: int  # of one token's key (or value) of one head, scales included
+    block_size: int  # tokens a block
+    num_caches: int = 2  # keys and values
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads % self.world_size:
+            raise BadRequest("world_size", f"must divide the {self.num_kv_heads} KV heads, got {self.world_size}")
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on one rank."""
+        heads = self.num_kv_heads // self.world_size
+        return self.num_layers * self.block_size * heads * self.head_bytes * self.num_caches
+
+
+def total_blocks(num_bytes: int, shape: CacheShape) -> int:
+    """Blocks that `num_bytes` of one rank hold."""
+    return num_bytes // shape.block_bytes
+
+
+def blocks_per_seq(num_input: int, num_output: int, block_size: int) -> int:
+    """Blocks of one sequence, its prompt and its longest answer rounded up separately."""
+    return -(-num_input // block_size) - (-num_output // block_size)
+
+
+def max_batch(num_blocks: int, num_per_seq: int) -> int:
+    """Sequences that run at once without preemption."""
+    return num_blocks // num_per_seq
+
+
+def cache_bytes(free_bytes: int, weight_bytes: int, world_size: int = 1, working_bytes: int = 0) -> int:
+    """What a rank may give its cache: SHARE of what weights and working memory leave. 0 when nothing is left."""
+    return int(max(0, free_bytes - weight_bytes // world_size - working_bytes) * SHARE)
+
+
+def bytes_of_gb(size_gb: float) -> int | None:
+    """Bytes of a size as configurations give it; None (measured) for -1. Raises BadRequest."""
+    if size_gb == -1:
+        return None
+    if not size_gb >= 0:
+        raise BadRequest("memory size", f"must be -1 (automatic) or GB from 0 on, got {size_gb:g}")
+    return int(size_gb * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Blocks of the device's pool and of the host's, where preempted sequences wait."""
+
+    num_blocks: int
+    num_host_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Free memory before the weights are loaded, in bytes. is_shared: device and host memory are the same."""
+
+    free_bytes: int
+    free_host_bytes: int
+    is_shared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityRequest:
+    """What the configuration asks for; None = as much as is sensible."""
+
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    num_host_blocks: int | None
+    host_cache_bytes: int | None
+    max_seq_len: int  # tokens; one such sequence must fit
+    max_batch: int  # more blocks than so many such sequences need are of no use
+
+
+def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> Pools:
+    """Sizes of both pools. Raises OutOfMemory, one sentence that says which number to lower and to what."""
+    left = machine.free_bytes - weight_bytes // shape.world_size
+    if left < shape.block_bytes:
+        raise OutOfMemory(
+            f"out of memory: {_gb(machine.free_bytes)} are free and the weights take {_gb(weight_bytes)}; "
+            "take a smaller model or a smaller weight_format"
+        )
+    num_blocks = _device_blocks(wanted, shape, machine, weight_bytes)
+    host_left = machine.free_host_bytes
+    if machine.is_shared:
+        host_left = max(0, left - num_blocks * shape.block_bytes)
+    return Pools(num_blocks, _host_blocks(wanted, shape.block_bytes, host_left))
+
+
+def _device_blocks(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> int:
+    block_bytes, per_seq = shape.block_bytes, -(-wanted.max_seq_len // shape.block_size)
+    left = machine.free_bytes - weight_bytes // shape.world_size
+    if wanted.num_blocks is not None:
+        _refuse("num_blocks", wanted.num_blocks * block_bytes, left, str(left // block_bytes))
+        return wanted.num_blocks
+    if wanted.kv_cache_bytes is not None:
+        num_blocks, name = total_blocks(wanted.kv_cache_bytes, shape), "kv_cache_bytes (npuMemSize)"
+        _refuse(name, wanted.kv_cache_bytes, left, _gb(int(left * SHARE)))
+        if num_blocks < per_seq:
+            raise OutOfMemory(
+                f"{name}: {wanted.kv_cache_bytes} bytes hold {num_blocks * shape.block_size} tokens, fewer than "
+                f"max_seq_len {wanted.max_seq_len}; lower max_seq_len or give at least {per_seq * block_bytes}"
+            )
+        return min(num_blocks, per_seq * wanted.max_batch)
+    budget = cache_bytes(machine.free_bytes, weight_bytes, shape.world_size)
+    budget = min(budget, AUTO_MAX_CPU_BYTES) if machine.is_shared else budget
+    _refuse("max_seq_len", per_seq * block_bytes, left, f"{left // block_bytes * shape.block_size} tokens")
+    return max(per_seq, min(total_blocks(budget, shape), per_seq * wanted.max_batch))
+
+
+def _host_blocks(wanted: CapacityRequest, block_bytes: int, left: int) -> int:
+    if wanted.num_host_blocks is not None:
+        _refuse("num_host_blocks", wanted.num_host_blocks * block_bytes, left, str(left // block_bytes))
+        return wanted.num_host_blocks
+    if wanted.host_cache_bytes is not None:
+        _refuse("host_cache_bytes (cpuMemSize)", wanted.host_cache_bytes, left, _gb(int(left * SHARE)))
+        return wanted.host_cache_bytes // block_bytes
+    return min(AUTO_MAX_HOST_BYTES, int(left * SHARE)) // block_bytes
+
+
+def _refuse(name: str, num_bytes: int, left: int, most: str) -> None:
+    """Raises OutOfMemory when `num_bytes` are more than what is left."""
+    if num_bytes > left:
+        raise OutOfMemory(
+            f"out of memory: {name} asks for {_gb(num_bytes)} of KV cache and {_gb(left)} are left; "
+            f"lower {name} to at most {most}"
+        )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GB"

@@ -1,0 +1,13 @@
+"""Embeddings: how the states of a prompt's tokens become one vector."""
+
+import math
+from array import array
+
+POOLINGS = ("last", "mean")  # the last token's state, or the mean of all
+
+
+def unit(data: bytes, num_dimensions: int | None = None) -> "array[float]":
+    """A pooled vector (float32) of length 1; with `num_dimensions` its first so many, of length 1 again."""
+    values = array("f", data)[:num_dimensions]
+    length = math.hypot(*values)
+    return array("f", [value / length for value in values]) if length > 0 else values

@@ -1,0 +1,184 @@
+"""What goes into the engine and what comes out: SamplingParams, Request, Delta."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.pooling import POOLINGS
+
+
+class FinishReason(Enum):
+    """Why a request ended. Protocols translate it into their own words."""
+
+    EOS = "eos"  # the model's end-of-sequence token
+    STOP = "stop"  # a stop string or stop token of the request
+    LENGTH = "length"  # max_tokens or the context is used up
+    ABORT = "abort"  # the caller cancelled
+    ERROR = "error"  # the model failed; Delta.error says how
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when to stop. Neutral values switch a rule off.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0 (repetition 1) are off.
+    logprobs: None = none, 0 = of the chosen token only, n = and of the n most likely ones (at most 20);
+    prompt_logprobs likewise for every prompt token. Log-probabilities are of the raw distribution.
+    seed None = drawn by the engine. max_tokens None = until the context is full.
+    Raises BadRequest when a value is outside its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # keep the stop string in the text
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    watermark: bool = False
+    grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
+    reasoning_end: str = ""  # the answer begins with reasoning, which this text ends; then the grammar begins
+    max_reasoning_tokens: int | None = None  # after so many reasoning_end is forced; None = no limit
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:  # NaN fails the comparison too
+                raise BadRequest(name, f"must be between {low:.15g} and {high:.15g}, got {_number(value)}")
+        if self.top_p <= 0 or self.typical_p <= 0 or self.repetition_penalty <= 0:
+            name = "top_p" if self.top_p <= 0 else "typical_p" if self.typical_p <= 0 else "repetition_penalty"
+            raise BadRequest(name, "must be above 0")
+        if any(not text for text in self.stop):
+            raise BadRequest("stop", "a stop string must not be empty")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is taken, so that no seed matters."""
+        return self.temperature == 0 or self.top_k == 1
+
+
+def _number(value: float) -> str:
+    """For people; a whole number may be too large for a float."""
+    return (
+        f"{value:.15g}" if isinstance(value, float) or abs(value) < 2**64 else f"a number of {value.bit_length()} bits"
+    )
+
+
+MAX_LOGPROBS = 20
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0, 100),
+    ("top_k", 0, 2**31 - 1),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("typical_p", 0, 1),
+    ("repetition_penalty", 0, 100),
+    ("frequency_penalty", -2, 2),
+    ("presence_penalty", -2, 2),
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_reasoning_tokens", 0, 2**31 - 1),
+    ("seed", -(2**63), 2**64 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
+
+    `answer`: its first tokens, when an engine that is gone has told them before; what follows them is told.
+
+    With a `pooling` (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta brings the
+    prompt's pooled states.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams = SamplingParams()
+    cache_salt: str = ""  # requests of different salts share no prefix blocks
+    tenant: str = ""  # whom the request is for; fairness is between tenants
+    priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
+    adapter: int = 0  # a LoRA adapter that the engine has loaded; 0 = none
+    slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
+    pooling: str = ""
+    answer: tuple[int, ...] = ()
+
+    @property
+    def may_reuse(self) -> bool:
+        """Whether cached blocks may stand for prompt tokens: not where something of each of them is wanted."""
+        return self.params.prompt_logprobs is None and self.pooling != "mean"
+
+    @property
+    def computes_nothing(self) -> bool:
+        """Whether it ends with no step: no token, no log-probability and no embedding is wanted."""
+        return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
+
+
+def capped(request: Request, max_tokens: int | None) -> Request:
+    """The request with its answer no longer than `max_tokens`; None = as it is."""
+    wanted = request.params.max_tokens
+    if max_tokens is None or (wanted is not None and wanted <= max_tokens):
+        return request
+    return replace(request, params=replace(request.params, max_tokens=max_tokens))
+
+
+def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
+    """Raises BadRequest when a model of this context (in tokens) and vocabulary can never run the request."""
+    length = len(request.prompt_ids)
+    if length == 0:
+        raise BadRequest("prompt", "is empty: give at least one token")
+    if length + len(request.answer) + (request.params.max_tokens != 0) > max_seq_len:
+        raise BadRequest("prompt", f"has {length} tokens, but prompt and answer must fit in {max_seq_len}")
+    if "\0" in request.cache_salt:
+        raise BadRequest("cache_salt", "must not contain NUL")
+    if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
+        raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
+    given = (("prompt", request.prompt_ids), ("answer", request.answer), ("logit_bias", request.params.logit_bias))
+    for name, ids in given:
+        bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise BadRequest(name, f"token id {bad} is outside the vocabulary of {vocab_size}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability (natural log) of one token and of the most likely tokens in its stead, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
+
+    `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the
+    answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
+    """
+
+    request_id: str
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # one a token of token_ids when asked for
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that matched
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    seed: int | None = None  # the seed in use; None when greedy
+    error: str | None = None
+    embedding: bytes | None = None  # pooled states, float32, not normalised

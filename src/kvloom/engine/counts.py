@@ -1,0 +1,45 @@
+"""Counts: what an engine has done since it was made. Owned by its thread; Stats is the copy for others."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from kvloom.engine.histogram import Histogram
+from kvloom.engine.stats import BatchTimes, Stats
+
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_NOT_COUNTED = ("total_compute_s", "total_restarts", "total_tier_loaded_blocks", "total_tier_saved_blocks")
+_COUNTED = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.name not in _NOT_COUNTED]
+
+
+class Counts:
+    """Totals by the names of Stats, and what the steps were like."""
+
+    def __init__(self) -> None:
+        self.totals = dict.fromkeys(_COUNTED, 0)
+        self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
+        self._batches: dict[int, BatchTimes] = {}
+        self._compute_s = 0.0
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Count something; `name` is a total of Stats."""
+        self.totals[name] += count
+
+    def step(self, num_seqs: int, num_tokens: int, compute_s: float) -> None:
+        """A step of the rank that computed this; one that computed nothing only moved blocks."""
+        self._compute_s += compute_s
+        if num_seqs:
+            self._step_tokens.add(num_tokens)
+            before = self._batches.get(num_seqs, BatchTimes(num_seqs))
+            self._batches[num_seqs] = BatchTimes(num_seqs, before.num_steps + 1, before.compute_s + compute_s)
+
+    def stats(self, gauges: Mapping[str, Any], tier: Mapping[str, Any]) -> Stats:
+        """`gauges` and `tier` by the names of Stats, too."""
+        return Stats(
+            **gauges,
+            **self.totals,
+            **tier,
+            total_compute_s=self._compute_s,
+            step_tokens=self._step_tokens.copy(),
+            batches=tuple(self._batches.values()),
+        )

@@ -1,0 +1,66 @@
+"""Channel: typed messages between two processes over a stream socket."""
+
+import select
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from kvloom.contract.frames import FrameBuffer, frame
+
+
+class Channel:
+    """MessagePack messages in frames over a connected stream socket, which the channel owns."""
+
+    _READ_BYTES = 1 << 16
+
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        """`receives`: the type of the messages to come, as msgspec takes it."""
+        self._sock = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self.expect(receives)
+        self._received = FrameBuffer()
+
+    def expect(self, receives: Any) -> None:
+        """The type of the messages from now on."""
+        self._decoder = msgspec.msgpack.Decoder(receives)
+
+    def fileno(self) -> int:
+        """Of the socket, for `select`."""
+        return self._sock.fileno()
+
+    def send(self, message: Any) -> None:
+        """Waits until the system has taken all of it. Raises OSError when the other end is gone."""
+        self._sock.sendall(frame(self._encoder.encode(message)))
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next message. Raises EOFError when the other end is gone, TimeoutError when it is silent."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.has_message:
+            if deadline is not None and not self.is_readable(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no message within {timeout_s:g} s")
+            self._fill()
+        return self._decoder.decode(self._received.take())
+
+    @property
+    def has_message(self) -> bool:
+        """A whole message has been read: `receive` returns at once, though the socket may have nothing to read."""
+        return self._received.is_whole
+
+    def is_readable(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether a message, or a part of one, or the end, is there within that time; None = wait for ever."""
+        return self.has_message or bool(select.select([self._sock], [], [], timeout_s)[0])
+
+    def close(self) -> None:
+        """The other end reads the end of the stream."""
+        self._sock.close()
+
+    def _fill(self) -> None:
+        try:
+            received = self._sock.recv(self._READ_BYTES)
+        except ConnectionError as error:
+            raise EOFError(str(error)) from error
+        if not received:
+            raise EOFError("the other end closed the connection")
+        self._received.feed(received)

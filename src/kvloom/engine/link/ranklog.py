@@ -1,0 +1,47 @@
+"""What a rank process writes to standard error becomes lines of this process's log, with the rank's number.
+
+`begin` is the rank's side: its log lines carry level and logger. Whatever else is written there (a library's warning, a
+traceback, a kernel's last words) is a warning of the rank.
+"""
+
+import logging
+import re
+import sys
+import threading
+from typing import IO
+
+_LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
+_OTHER = "kvloom.rank"
+_MAX_LINE_BYTES = 1 << 16  # a longer one comes in pieces
+
+
+def begin(level: int) -> None:
+    """In a rank: log to standard error in the form that `relay` reads."""
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def level() -> int:
+    """What the log of this process takes of a rank."""
+    return logging.getLogger(_OTHER).getEffectiveLevel()
+
+
+def relay(stream: IO[bytes], who: str) -> threading.Thread:
+    """Starts a thread that logs the stream's lines until it ends, and closes it. `who` writes them: "rank 0"."""
+    thread = threading.Thread(target=_relay, args=(stream, who), name=f"log of {who}", daemon=True)
+    thread.start()
+    return thread
+
+
+def _relay(stream: IO[bytes], who: str) -> None:
+    with stream:
+        for line in iter(lambda: stream.readline(_MAX_LINE_BYTES), b""):
+            tell(line.decode(errors="replace").rstrip(), who)
+
+
+def tell(line: str, who: str) -> None:
+    """One line of a rank, as its level says."""
+    found = _LINE.fullmatch(line)
+    if found is not None:
+        logging.getLogger(found[2]).log(logging.getLevelNamesMapping()[found[1]], "%s: %s", who, found[3])
+    elif line:
+        logging.getLogger(_OTHER).warning("%s: %s", who, line)

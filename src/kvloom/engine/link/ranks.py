@@ -1,0 +1,234 @@
+"""RankExecutor: the rank processes of one model, started, watched and restarted."""
+
+import functools
+import select
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvloom.checkpoints.lora import FIELD
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.messages import (
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    Batch,
+    Done,
+    Failed,
+    LoadAdapter,
+    Loading,
+    Progress,
+    RankInfo,
+    RankMessage,
+    RankSetup,
+    Ready,
+    StepOutput,
+    UnloadAdapter,
+)
+from kvloom.engine.link import ranklog
+from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.executor import RankDied
+from kvloom.engine.link.rankargs import RankArguments
+from kvloom.engine.schedule.transfers import Moves
+
+_EXIT_S = 1.0  # what a rank gets to end by itself
+
+
+class RankExecutor:
+    """The rank processes of one model, started here and restarted together. They end when this process does.
+
+    All ranks get every batch and choose the same tokens; rank 0's output counts. One that dies takes the others along.
+    """
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        config: EngineConfig,
+        eos_ids: Callable[[], list[int]],
+        progress: Progress | None = None,
+    ) -> None:
+        """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be.
+
+        `program`: the command line of a rank, to which the arguments of rankargs.py are added.
+        `eos_ids` is called while they start: reading a tokenizer takes as long as their imports.
+        """
+        self._program = program
+        self._config, self._eos_ids = config, functools.cache(eos_ids)
+        self._progress = progress
+        self.is_busy = False
+        self._start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [process.pid for process in self._processes]
+
+    def submit(self, batch: Batch) -> None:
+        """See Executor. To every rank."""
+        self._send(batch)
+        self.is_busy = True
+
+    def collect(self) -> StepOutput:
+        """See Executor. Rank 0's output; RankDied also when the ranks chose different tokens."""
+        self.is_busy = False
+        messages = self._each_message(self._config.step_timeout_s)
+        outputs = []
+        for message in messages:
+            assert isinstance(message, Done)
+            outputs.append(message.output)
+        chosen = [[(sample.id, sample.token_id) for sample in output.samples] for output in outputs]
+        if any(other != chosen[0] for other in chosen[1:]):
+            raise RankDied("the ranks of the model chose different tokens")
+        outputs[0].moved = self._moves.merge([output.moved for output in outputs])
+        outputs[0].is_tier_up = all(output.is_tier_up for output in outputs)
+        return outputs[0]
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """On every rank, or on none."""
+        self._send(LoadAdapter(id, path))
+        answers = self._each_message(self._config.step_timeout_s)
+        refused = next((answer for answer in answers if isinstance(answer, AdapterRefused)), None)
+        infos = [answer.info for answer in answers if isinstance(answer, AdapterLoaded)]
+        if refused is None and all(info.digest == infos[0].digest for info in infos):
+            return infos[0]
+        self._send(UnloadAdapter(id))
+        if refused is None:
+            raise BadRequest(FIELD, "changed while the ranks read it; load it again")
+        raise BadRequest(refused.field, refused.problem)
+
+    def unload_adapter(self, id: int) -> None:
+        """See Executor. On every rank."""
+        self._send(UnloadAdapter(id))
+
+    def is_alive(self) -> bool:
+        """Whether every process runs."""
+        return all(process.poll() is None for process in self._processes)
+
+    def restart(self) -> None:
+        """Kill what is left and load the model again. Raises ModelError or RankDied."""
+        self.kill()
+        self.close()
+        self._start()
+
+    def kill(self) -> None:
+        """See Executor. Without waiting for the processes."""
+        for process in list(self._processes):
+            process.kill()
+
+    def close(self) -> None:
+        """End the processes: by closing their sockets, after a second by force."""
+        self.is_busy = False
+        for channel in self._channels:
+            channel.close()
+        deadline = time.monotonic() + _EXIT_S
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for log in self._logs:
+            log.join(_EXIT_S)
+        self._meeting.cleanup()
+
+    def _start(self) -> None:
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels: list[Channel] = []
+        self._logs: list[threading.Thread] = []
+        self._moves = Moves(self._config.world_size)
+        self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
+        try:
+            for _ in range(self._config.world_size):
+                self._spawn()
+            for rank, channel in enumerate(self._channels):
+                channel.send(RankSetup(self._config, self._eos_ids(), rank, f"{self._meeting.name}/meeting"))
+            self.info = self._wait_ready()
+        except (RankDied, OSError) as error:
+            reason = str(error) if isinstance(error, RankDied) else self._exit_reason()
+            self.close()
+            raise ModelError(f"loading {self._config.model or 'the model'} failed: {reason}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _spawn(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            rank, config = len(self._processes), self._config
+            device = config.device_ids[rank] if config.device_ids else rank
+            is_mock, level = config.backend == "fake", ranklog.level()
+            given = RankArguments(rank, config.world_size, device, is_mock, theirs.fileno(), level)
+            null, pipe = subprocess.DEVNULL, subprocess.PIPE
+            command = [*self._program, *given.argv()]
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe)
+        assert process.stderr is not None
+        self._logs.append(ranklog.relay(process.stderr, f"rank {rank}"))
+        self._processes.append(process)
+        self._channels.append(Channel(ours, RankMessage))
+
+    def _send(self, order: Batch | LoadAdapter | UnloadAdapter) -> None:
+        """To every rank. Raises RankDied."""
+        try:
+            for channel in self._channels:
+                channel.send(order)
+        except OSError as error:
+            raise RankDied(self._exit_reason()) from error
+
+    def _wait_ready(self) -> RankInfo:
+        """What rank 0 says; its progress counts for all. Raises ModelError (also when ranks differ), RankDied."""
+        infos: dict[int, RankInfo] = {}
+        while len(infos) < len(self._channels):
+            waiting = [channel for rank, channel in enumerate(self._channels) if rank not in infos]
+            for rank, message in self._readable(waiting, None):
+                if isinstance(message, Ready):
+                    infos[rank] = message.info
+                elif isinstance(message, Failed):
+                    raise ModelError(message.error)
+                elif isinstance(message, Loading) and self._progress and rank == 0:
+                    self._progress(message.done_bytes, message.total_bytes)
+        if any(info.cache_shape != infos[0].cache_shape for info in infos.values()):
+            shapes = "; ".join(str(list(infos[rank].cache_shape)) for rank in sorted(infos))
+            raise ModelError(f"the ranks' KV caches differ in blocks, tokens, bytes or host blocks: {shapes}")
+        return infos[0]
+
+    def _each_message(self, timeout_s: float) -> list[Any]:
+        """One message of every rank, in their order. Raises RankDied as soon as one is gone or has failed."""
+        found: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(found) < len(self._channels):
+            waiting = [channel for rank, channel in enumerate(self._channels) if rank not in found]
+            for rank, message in self._readable(waiting, max(0.0, deadline - time.monotonic())):
+                if isinstance(message, Failed):
+                    raise RankDied(message.error)
+                found[rank] = message
+        return [found[rank] for rank in range(len(self._channels))]
+
+    def _readable(self, waiting: Sequence[Channel], timeout_s: float | None) -> Iterator[tuple[int, Any]]:
+        """(rank, message) of those that have something to say. Raises RankDied."""
+        ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
+        if not ready:
+            raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s")
+        for channel in ready:
+            try:
+                yield self._channels.index(channel), channel.receive(timeout_s)
+            except TimeoutError as error:
+                raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s") from error
+            except EOFError as error:
+                raise RankDied(self._exit_reason()) from error
+
+    def _exit_reason(self) -> str:
+        """Why the first rank ended, for people. Waits up to a second for one that is just ending."""
+        deadline = time.monotonic() + _EXIT_S
+        while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        code = next((process.returncode for process in self._processes if process.returncode is not None), None)
+        if code is None:
+            return "the model process closed its connection"
+        return (
+            f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
+        )

@@ -1,5 +1,0 @@
-"""Llama 1 to 3 and the many models of the same shape (SmolLM2 among them)."""
-
-from kvloom.engine.models.family import Family
-
-LLAMA = Family("llama", permuted_gguf=True)

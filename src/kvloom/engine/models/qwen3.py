@@ -1,5 +1,0 @@
-"""Qwen3: no biases, RMSNorm on each head of q and k."""
-
-from kvloom.engine.models.family import Family
-
-QWEN3 = Family("qwen3", qk_norm=True, window_needs_switch=True)

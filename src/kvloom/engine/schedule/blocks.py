@@ -1,0 +1,161 @@
+"""BlockPool: which sequence holds which KV block, and which blocks hold a known prefix.
+
+Pure bookkeeping; the bytes live in a backend. A block is in one of three states:
+
+  used      refs >= 1; in the block table of `refs` sequences
+  cached    refs == 0, but published under a hash: free, and found again by `match` until it is handed out
+  empty     refs == 0, no hash
+
+Cached and empty blocks together are the free ones, handed out least recently released first. `host` counts the blocks
+of the second pool, where preempted sequences' blocks may wait.
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from kvloom.engine.schedule.swap import HostPool
+
+
+def chain_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Identity of a full block: its tokens and, through `parent`, all before it. 32 bytes (SHA-256)."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+def root_hash(salt: str) -> bytes:
+    """The parent of a sequence's first block. Sequences of different salts share nothing."""
+    return hashlib.sha256(salt.encode()).digest()
+
+
+def adapter_salt(salt: str, digest: str) -> str:
+    """The salt of a sequence that runs with the LoRA adapter of this digest; a request's own salt holds no NUL."""
+    return f"{digest}\0{salt}" if digest else salt
+
+
+def extend_chain(hashes: list[bytes], token_ids: Sequence[int], block_size: int, salt: str) -> None:
+    """Append to `hashes` those of the full blocks of `token_ids` that it lacks."""
+    for i in range(len(hashes), len(token_ids) // block_size):
+        parent = hashes[i - 1] if i else root_hash(salt)
+        hashes.append(chain_hash(parent, token_ids[i * block_size : (i + 1) * block_size]))
+
+
+class BlockPool:
+    """Reference-counted KV blocks 0 .. num_blocks-1 with a prefix cache. Owned by the engine thread."""
+
+    def __init__(self, num_blocks: int, is_caching: bool = True, num_host_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.host = HostPool(num_host_blocks)
+        self.is_caching = is_caching
+        self._refs = [0] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest release first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a new sequence could find by hash, used or not."""
+        return len(self._block_of)
+
+    def key_of(self, block: int) -> bytes | None:
+        """The hash that finds the block."""
+        return self._hash_of[block]
+
+    def num_holders(self, block: int) -> int:
+        """Sequences and transfers that hold the block."""
+        return self._refs[block]
+
+    def is_idle(self, block: int) -> bool:
+        """Whether nobody holds the block: it is free, cached or not."""
+        return self._refs[block] == 0
+
+    def num_exclusive(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` would become free if their one holder released them."""
+        return sum(self._refs[block] == 1 for block in blocks)
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest known prefix of `hashes`. Changes nothing; `retain` them before allocating."""
+        found = []
+        for key in hashes:
+            block = self._block_of.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def retain(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._free[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one holder and unknown contents, or None when fewer are free (then nothing changes)."""
+        if count > len(self._free):
+            return None
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder less for each block of a table. The table's end is given away first: a prefix is worth more."""
+        for block in reversed(blocks):
+            assert self._refs[block] > 0, f"block {block} released more often than retained"
+            self._refs[block] -= 1
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def publish(self, block: int, key: bytes) -> bool:
+        """Let later sequences find a full, computed block by its hash. The first block of a hash is the one found.
+
+        Returns whether this block is now the one.
+        """
+        if not self.is_caching or self._hash_of[block] is not None or key in self._block_of:
+            return False
+        self._hash_of[block] = key
+        self._block_of[key] = block
+        return True
+
+    def drop_cached(self) -> list[int]:
+        """Forget every block that nobody holds. Returns the free ones: nobody needs their contents.
+
+        They are ascending, and handed out in that order.
+        """
+        for block in self._free:
+            self._forget(block)
+        free = sorted(self._free)
+        self._free = OrderedDict.fromkeys(free)
+        return free
+
+    def forget_all(self) -> None:
+        """No block is found by its hash any more; who holds blocks keeps them."""
+        for block in range(self.num_blocks):
+            self._forget(block)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        for block in range(self.num_blocks):
+            assert self._refs[block] >= 0
+            assert (self._refs[block] == 0) == (block in self._free), f"block {block} is both free and held, or neither"
+            key = self._hash_of[block]
+            assert key is None or self._block_of.get(key) == block, f"block {block} has a hash that finds another block"
+        assert all(self._hash_of[block] == key for key, block in self._block_of.items())
+        assert self.is_caching or not self._block_of
+
+    def _forget(self, block: int) -> None:
+        key = self._hash_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._hash_of[block] = None

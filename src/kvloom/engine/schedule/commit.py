@@ -1,0 +1,117 @@
+"""Carrying a plan out on sequences and blocks: apply_step before the model computes it, commit_step after that."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from kvloom.contract.messages import Work
+from kvloom.engine.schedule.blocks import BlockPool, extend_chain
+from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
+
+
+def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
+    """Host blocks for the swapped sequences: (block, host block) to copy before the step. Before apply_step."""
+    copies: list[tuple[int, int]] = []
+    for seq in plan.swapped:
+        blocks = pool.host.allocate(len(seq.block_table))
+        assert blocks is not None, "the plan promised host blocks that are not free"
+        seq.host_blocks, seq.num_swapped = blocks, seq.num_computed
+        copies += zip(seq.block_table, blocks, strict=True)
+    return copies
+
+
+def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
+    """Take and give blocks as planned; returns the rank's work. Sequences' counts change in commit_step."""
+    for seq in plan.preempted:
+        release_seq(seq, pool, Status.WAITING)
+        seq.num_preemptions += 1
+        seq.is_asked = False
+    for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):
+        pool.retain(hits)  # all of them before any allocation, which could evict one
+    return [_admit(step, pool) for step in plan.steps]
+
+
+def _admit(step: SeqStep, pool: BlockPool) -> Work:
+    seq = step.seq
+    new = pool.allocate(step.num_new_blocks)
+    assert new is not None, "the plan promised blocks that are not free"
+    first, loads = 0, []
+    if seq.status is Status.WAITING:
+        seq.status = Status.RUNNING
+        seq.num_computed, seq.block_table = step.start, list(step.hits)
+        seq.num_published = len(step.hits)
+        if seq.num_preemptions == 0:
+            seq.num_cached = min(step.start, seq.num_prompt)
+        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the hits are there already
+        forget_swapped(seq, pool)
+    else:
+        first = len(seq.block_table)
+    seq.block_table += new
+    return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads)
+
+
+def forget_swapped(seq: Seq, pool: BlockPool) -> None:
+    """Give up the host's copies of `seq`: it has its blocks back, or needs none any more."""
+    pool.host.release(seq.host_blocks)
+    seq.host_blocks, seq.num_swapped = [], 0
+
+
+def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
+    """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
+
+    All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
+    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. Returns the blocks
+    that the pool now knows and did not know before, in chain order, a list a sequence.
+    """
+    fresh = []
+    for step in plan.steps:
+        seq = step.seq
+        if seq.status is not Status.RUNNING:
+            continue
+        tokens, seq.draft = sampled.get(seq.id), []
+        known = len(seq.token_ids) - (tokens is None)  # the last is computed again when the rank chose none after it
+        seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
+        seq.token_ids += tokens or ()
+        num_used = num_blocks_of(seq.num_computed, block_size)
+        pool.release(seq.block_table[num_used:])
+        del seq.block_table[num_used:]
+        extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
+        full = range(seq.num_published, seq.num_computed // block_size)
+        fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
+        seq.num_published = seq.num_computed // block_size
+    return [blocks for blocks in fresh if blocks]
+
+
+def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
+    """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
+    if status is Status.FINISHED:
+        forget_swapped(seq, pool)
+    pool.release(seq.block_table)
+    seq.block_table = []
+    seq.num_computed = seq.num_published = 0
+    seq.status, seq.loading = status, ()
+
+
+def forget_rank(seq: Seq) -> None:
+    """The rank is gone, and with it all blocks on device and host: `seq` waits, to be computed again by the next."""
+    seq.num_preemptions += seq.status is Status.RUNNING
+    seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
+    seq.block_table, seq.host_blocks = [], []
+    seq.num_computed = seq.num_published = seq.num_swapped = 0
+
+
+def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
+    """Assert what must hold between steps. `transferred`: blocks held for transfers, once a transfer."""
+    pool.check()
+    held = dict(Counter(transferred))
+    for seq in seqs:
+        assert (seq.status is Status.LOADING) == bool(seq.loading)
+        assert (seq.status is Status.RUNNING) == bool(seq.block_table)
+        assert len(seq.block_table) == num_blocks_of(seq.num_computed, block_size)
+        assert 0 <= seq.num_computed <= len(seq.token_ids)
+        assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
+        assert not (seq.host_blocks and seq.block_table), "swapped out and running"
+        for block in seq.block_table:
+            held[block] = held.get(block, 0) + 1
+    pool.host.check([block for seq in seqs for block in seq.host_blocks])
+    for block in range(pool.num_blocks):
+        assert pool.num_holders(block) == held.get(block, 0), f"block {block}: holders and block tables differ"

@@ -1,0 +1,272 @@
+"""What the next step computes: plan_step decides, and changes nothing. commit.py carries it out.
+
+A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decodes and resumed sequences are all the
+same thing: a sequence with tokens whose keys and values are not computed yet.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvloom.contract.config import Limits
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.seq import LoadStep, Plan, Seq, SeqStep, Status, num_blocks_of
+from kvloom.engine.schedule.swap import SwapCosts, is_swap_cheaper
+
+Key = Callable[[Seq], tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who comes first: keys to sort waiting and running sequences by. None = order of arrival."""
+
+    waiting: Key | None = None
+    running: Key | None = None
+
+
+FCFS = Policy()
+_NOTHING_MEASURED = SwapCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What a plan goes by beside sequences, blocks and limits."""
+
+    policy: Policy = FCFS
+    oldest_wait_s: float = float("inf")  # how long the request has waited that waits longest
+    costs: SwapCosts = _NOTHING_MEASURED
+    asks_tier: bool = False  # whether the outer KV tier may be asked in this step
+    alone: Seq | None = None  # nobody else computes in this step; see suspicion.py
+
+
+PLAIN = Circumstances()
+
+
+@dataclass(slots=True)
+class _Budget:
+    """What a step has left for waiting sequences; each that is admitted takes its part."""
+
+    num_seqs: int  # how many may join
+    num_tokens: int
+    num_free: int  # blocks
+    num_spare: int  # blocks that are promised to no running sequence
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What becomes of the running sequences in a step."""
+
+    seqs: list[Seq]
+    steps: list[SeqStep]
+    preempted: list[Seq]  # last first
+    num_free: int  # blocks left
+
+
+def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circumstances = PLAIN) -> Plan:
+    """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
+
+    Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
+    overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
+    finds no block preempts the last; the first never is, so some sequence always advances. A preempted one is swapped
+    out where `now.costs` say that it is cheaper than computing again, and the host has room. Guesses get what budget
+    and blocks are left over.
+
+    With `now.alone` that sequence, running or waiting, is the only one that computes or is admitted; the others give up
+    blocks for it where they must.
+
+    With `now.asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all that
+    it lacks; others go on meanwhile, but for those that would ask for the same block.
+    """
+    alone = now.alone
+    ordered, waiting = _queues(seqs, now)
+    share = _share_tokens([seq for seq in ordered if alone in (None, seq)], limits)
+    running = _plan_running(ordered, share, pool, limits)
+    if running.preempted:
+        return _preempting(running.steps, running.preempted, pool, now.costs)
+    steps, num_free = running.steps, running.num_free
+    loads: list[LoadStep] = []
+    loading = [seq for seq in seqs if seq.status is Status.LOADING]
+    if alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s):
+        budget = _budget(running, len(loading), pool, limits)
+        coming = {key for seq in loading for key in seq.loading} if now.asks_tier else None
+        admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
+        steps, num_free = steps + admitted, budget.num_free
+    if alone is not None and waiting and ordered and not (steps or loads or loading):
+        return _preempting([], ordered[-1:], pool, now.costs)
+    return Plan(tuple(_with_drafts(steps, num_free, limits)), loads=tuple(loads))
+
+
+def _queues(seqs: Sequence[Seq], now: Circumstances) -> tuple[list[Seq], list[Seq]]:
+    """Running and waiting sequences in their order. One that is to be alone is first and so never preempted."""
+    running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], now.policy.running)
+    waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], now.policy.waiting)
+    if now.alone is not None:
+        running.sort(key=lambda seq: seq is not now.alone)
+        waiting = [seq for seq in waiting if seq is now.alone]
+    return running, waiting
+
+
+def _preempting(steps: Sequence[SeqStep], preempted: Sequence[Seq], pool: BlockPool, costs: SwapCosts) -> Plan:
+    return Plan(tuple(steps), tuple(preempted), tuple(_choose_swapped(preempted, pool, costs)))
+
+
+def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts) -> list[Seq]:
+    chosen, free = [], pool.host.num_free
+    for seq in preempted:
+        count = len(seq.block_table)
+        if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
+            chosen.append(seq)
+            free -= count
+    return chosen
+
+
+def may_admit(num_waiting: int, running: Sequence[Seq], limits: Limits, oldest_wait_s: float) -> bool:
+    """Whether waiting sequences may join this step. Always when nothing runs, so that no rule can stop the engine.
+
+    A static batch ends before the next begins. A waiting batch that is not full is held back up to max_queue_delay_s.
+    With is_selecting, prefill goes first only while it is the longer of the two queues by the configured times.
+    """
+    if not running:
+        return True
+    if not limits.is_continuous:
+        return False
+    if num_waiting < limits.prefill_slots and oldest_wait_s < limits.max_queue_delay_s:
+        return False
+    if not limits.is_selecting:
+        return True
+    return num_waiting * limits.prefill_ms_per_seq >= len(running) * limits.decode_ms_per_seq
+
+
+def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
+    return seqs if key is None else sorted(seqs, key=key)
+
+
+def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
+    """Tokens a running sequence may compute: one for each decode, the rest to prefills in their order."""
+    budget = limits.max_tokens
+    share = {seq.id: 1 for seq in running if seq.num_pending == 1}
+    budget -= len(share)
+    budget = min(budget, limits.prefill_tokens)
+    for seq in running:
+        if seq.num_pending > 1:
+            share[seq.id] = min(seq.num_pending, budget)
+            budget -= share[seq.id]
+    return share
+
+
+def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool, limits: Limits) -> _Running:
+    """A step for each running sequence, in their order, as long as blocks can be had by preempting from the end.
+
+    `share`: tokens that each may compute, by id; one that is not there computes nothing.
+    """
+    steps: list[SeqStep] = []
+    preempted: list[Seq] = []
+    free = pool.num_free
+    end = len(running)  # running[end:] are preempted
+    stop = 1 if limits.max_preempt is None else max(1, end - limits.max_preempt)  # running[:stop] are safe
+    i = 0
+    while i < end:
+        seq, count = running[i], share.get(running[i].id, 0)
+        need = num_blocks_of(seq.num_computed + count, limits.block_size) - len(seq.block_table)
+        while count and need > free and end > stop:
+            end -= 1
+            preempted.append(running[end])
+            free += pool.num_exclusive(running[end].block_table)
+            if end == i:
+                break
+        if i < end and count and need <= free:
+            steps.append(SeqStep(seq, seq.num_computed, count, need))
+            free -= need
+        i += 1
+    return _Running(running, steps, preempted, free)
+
+
+def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits) -> _Budget:
+    """What the running sequences' steps and the transfers under way leave for waiting sequences."""
+    prefills = [step for step in running.steps if step.seq.num_pending > 1]
+    num_seqs = min(
+        limits.max_batch - len(running.seqs) - num_loading,
+        limits.prefill_slots - len(prefills),
+    )
+    num_tokens = min(
+        limits.max_tokens - sum(step.num_tokens for step in running.steps),
+        limits.prefill_tokens - sum(step.num_tokens for step in prefills),
+    )
+    num_owed = sum(_num_promised(seq, pool, limits) - len(seq.block_table) for seq in running.seqs)
+    return _Budget(num_seqs, num_tokens, running.num_free, pool.num_free - num_owed)
+
+
+def _plan_waiting(
+    waiting: Iterable[Seq], budget: _Budget, pool: BlockPool, limits: Limits, coming: set[bytes] | None
+) -> tuple[list[SeqStep], list[LoadStep]]:
+    """Admit waiting sequences in order while `budget` has room for all their known and promised tokens; it shrinks.
+
+    `coming`: hashes of the blocks on their way from the outer tier; None = it is not asked. Returns the steps of the
+    admitted, and the loads of those that ask the outer tier first.
+    """
+    steps: list[SeqStep] = []
+    loads: list[LoadStep] = []
+    block_size = limits.block_size
+    for seq in waiting:
+        if len(steps) + len(loads) >= budget.num_seqs or budget.num_tokens == 0:
+            break
+        length = len(seq.token_ids)
+        reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
+        hits = pool.match(reusable)
+        taken = sum(pool.is_idle(block) for block in hits)  # free blocks that become used
+        if taken + num_blocks_of(length, block_size) - len(hits) > budget.num_free:
+            break
+        promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
+        if promised > budget.num_spare:
+            break
+        missing = [] if coming is None or seq.is_asked or seq.host_blocks else reusable[len(hits) :]
+        if coming is not None and missing:
+            if missing[0] not in coming:
+                loads.append(LoadStep(seq, tuple(hits), tuple(missing)))
+                coming.update(missing)
+                budget.num_free -= taken + len(missing)
+                budget.num_spare -= promised
+            continue
+        start = max(len(hits) * block_size, seq.num_swapped)
+        count = min(length - start, budget.num_tokens)
+        need = num_blocks_of(start + count, block_size) - len(hits)
+        steps.append(SeqStep(seq, start, count, need, tuple(hits)))
+        budget.num_tokens -= count
+        budget.num_free -= taken + need
+        budget.num_spare -= promised
+    return steps, loads
+
+
+def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
+    """The steps, those of decoding sequences longer by as much of their drafts as budget and `free` blocks allow."""
+    num_guessing = sum(_may_guess(step) for step in steps)
+    budget = limits.max_tokens - sum(step.num_tokens for step in steps)
+    result = []
+    for step in steps:
+        if _may_guess(step):
+            num_blocks = len(step.seq.block_table) + step.num_new_blocks
+            room = (num_blocks + free) * limits.block_size - step.start - step.num_tokens
+            draft = step.seq.draft[: min(limits.max_draft_tokens // num_guessing, budget, room)]
+            extra = num_blocks_of(step.start + step.num_tokens + len(draft), limits.block_size) - num_blocks
+            step = replace(
+                step,
+                num_tokens=step.num_tokens + len(draft),
+                num_new_blocks=step.num_new_blocks + extra,
+                draft=tuple(draft),
+            )
+            budget -= len(draft)
+            free -= extra
+        result.append(step)
+    return result
+
+
+def _may_guess(step: SeqStep) -> bool:
+    """A decode with guesses for what follows; a prefill has none of its last token yet."""
+    seq = step.seq
+    return bool(seq.draft) and seq.status is Status.RUNNING and seq.num_pending == step.num_tokens == 1
+
+
+def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
+    """Blocks kept for a sequence from its admission on; all it can ever need when nobody may be preempted."""
+    reach = max(seq.max_len, len(seq.token_ids)) if limits.max_preempt == 0 else 0
+    promised = max(num_blocks_of(reach, limits.block_size), min(limits.prealloc_blocks, pool.num_blocks))
+    return max(promised, len(seq.block_table))

@@ -1,0 +1,92 @@
+"""Sequences, and what a plan says of them."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvloom.engine.schedule.repute import Repute
+
+
+class Status(Enum):
+    """Where a sequence is between its arrival and its end."""
+
+    WAITING = "waiting"  # holds no block
+    LOADING = "loading"  # holds no block; a transfer fills some for it from the outer KV tier, then it waits again
+    RUNNING = "running"  # holds the blocks of its computed tokens
+    FINISHED = "finished"  # holds no block, will never run again
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """One sequence. The engine thread owns it; plan_step only reads it."""
+
+    id: int
+    token_ids: list[int]  # prompt, then answer
+    num_prompt: int
+    salt: str = ""
+    may_reuse: bool = True  # False: every prompt token must be computed (their log-probabilities are wanted)
+    status: Status = Status.WAITING
+    num_computed: int = 0  # tokens whose keys and values are in block_table
+    block_table: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
+    num_published: int = 0  # blocks of block_table that the pool knows by hash
+    num_cached: int = 0  # prompt tokens found in the cache at first admission
+    num_preemptions: int = 0
+    host_blocks: list[int] = field(default_factory=list)  # copies of its blocks, while it waits swapped out
+    num_swapped: int = 0  # tokens whose keys and values are in host_blocks
+    priority: int = 0  # of the request
+    max_len: int = 0  # tokens it can reach, answer included; what admission reserves when preemption is off
+    is_asked: bool = False  # the outer tier was asked for its blocks since it last waited
+    loading: tuple[bytes, ...] = ()  # hashes of the blocks on their way from there
+    draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
+    turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
+    repute: Repute = field(default_factory=Repute)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether a rank may have died of it."""
+        return self.repute.is_suspect(len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class SeqStep:
+    """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
+
+    `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied
+    back from the host. The last len(draft) tokens are guesses.
+    """
+
+    seq: Seq
+    start: int
+    num_tokens: int
+    num_new_blocks: int
+    hits: tuple[int, ...] = ()
+    draft: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStep:
+    """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`."""
+
+    seq: Seq
+    hits: tuple[int, ...]
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: what is computed, who gives up blocks for it, what the outer tier is asked for."""
+
+    steps: tuple[SeqStep, ...] = ()
+    preempted: tuple[Seq, ...] = ()
+    swapped: tuple[Seq, ...] = ()  # those of the preempted whose blocks are copied to the host
+    loads: tuple[LoadStep, ...] = ()
+
+
+def num_blocks_of(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold so many tokens."""
+    return -(-num_tokens // block_size)

@@ -1,0 +1,19 @@
+"""Suspicion: a request may be what a rank died of, and must not kill the next one, and the next, for ever. Pure.
+
+Suspects compute alone, one after the other in their order, while all others wait; see repute.py.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvloom.engine.schedule.seq import Seq, Status
+
+
+def accuse(seqs: Iterable[Seq]) -> list[Seq]:
+    """A rank died while it computed `seqs`: they are suspects now. Returns those that were before, the guilty."""
+    return [seq for seq in seqs if seq.repute.accuse(len(seq.token_ids))]
+
+
+def next_alone(seqs: Sequence[Seq]) -> Seq | None:
+    """Whose turn it is to compute alone: the suspect that has begun, else the first of those that wait."""
+    suspects = [seq for seq in seqs if seq.is_suspect and seq.status is not Status.LOADING]
+    return min(suspects, key=lambda seq: (seq.status is not Status.RUNNING, seq.turn, seq.id), default=None)

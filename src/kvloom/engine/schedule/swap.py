@@ -1,0 +1,63 @@
+"""Where a preempted sequence's keys and values go: to host memory and back, or nowhere, to be computed again. Pure.
+
+Both give the same tokens; `is_swap_cheaper` says which takes less time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SwapCosts:
+    """What the two ways cost, as measured. token_s None = no prefill has been measured yet."""
+
+    block_s: float = 0.0  # copying one block, one way
+    token_s: float | None = None  # computing one token of a prefill
+
+
+def is_swap_cheaper(num_blocks: int, num_tokens: int, costs: SwapCosts) -> bool:
+    """Two copies of every block against computing every token once more. Unmeasured, copies are taken."""
+    return costs.token_s is None or 2 * num_blocks * costs.block_s < num_tokens * costs.token_s
+
+
+class HostPool:
+    """Host blocks 0 .. num_blocks-1; each holds a copy of one sequence's block. Owned by the engine's thread."""
+
+    def __init__(self, num_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))[::-1]
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that hold no copy."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks, or None when fewer are free (then nothing changes)."""
+        if count > len(self._free):
+            return None
+        return [self._free.pop() for _ in range(count)]
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """The copies are not needed any more."""
+        self._free += reversed(blocks)
+
+    def check(self, held: Sequence[int]) -> None:
+        """Assert that `held`, the host blocks of all sequences, and the free ones are all there is, each once."""
+        assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "host blocks: held and free differ"
+
+
+class ComputeTimer:
+    """Learns what a token of a prefill costs: the average over recent steps that computed many tokens."""
+
+    MIN_TOKENS = 32  # of a step, so that what a step costs anyway does not count
+    WEIGHT = 0.2  # of the newest step
+
+    def __init__(self) -> None:
+        self.token_s: float | None = None
+
+    def learn(self, num_tokens: int, compute_s: float) -> None:
+        """A step of `num_tokens` took the rank `compute_s`."""
+        if num_tokens >= self.MIN_TOKENS and compute_s > 0:
+            new = compute_s / num_tokens
+            self.token_s = new if self.token_s is None else self.token_s + self.WEIGHT * (new - self.token_s)

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizers, chat templates, detokenising, stop strings."""

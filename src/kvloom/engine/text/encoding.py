@@ -1,0 +1,151 @@
+"""Texts to token ids: bounded, and with special tokens only where they are meant."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import pre_tokenizers
+
+from kvloom.engine.text.pieces import is_divisible, pieces, spec
+
+# bytes that NFC may make one of: the longest text that is canonically equivalent to a character, over its own length,
+# is 3.5 times as long (U+0390; tests/engine/test_encoding.py looks at all of them)
+_NFC_SHRINKS = 4
+_SPACE = "▁"
+MAX_WHOLE_CHARS = 1 << 15  # a shorter text is not cut
+
+
+def byte_alphabet() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else from U+0100 on."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    moved = [byte for byte in range(256) if byte not in kept]
+    return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(moved)}
+
+
+class Encoder:
+    """Of one tokenizer. Safe to call from several threads."""
+
+    def __init__(self, fast: FastTokenizer, is_byte_level: bool) -> None:
+        self._fast = fast
+        self._is_divisible = is_divisible(fast)
+        self._is_byte_level = is_byte_level
+        self._special = {i: token.content for i, token in fast.get_added_tokens_decoder().items() if token.special}
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _max_length(self) -> int:
+        return _max_length(self._fast, self._is_byte_level)
+
+    def least_tokens(self, text: str) -> int:
+        """So many tokens the text has at least, known without tokenising; 0 where the tokenizer promises nothing."""
+        if not self._max_length:
+            return 0
+        length = len(text.encode(errors="replace")) if self._is_byte_level else len(text)
+        return -(-length // self._max_length)
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Lone surrogates become U+FFFD. Where the text can be cut, it is read until it has more than `max_tokens`."""
+        with self._lock:
+            return self._encode(_clean(text), add_special_tokens, max_tokens)
+
+    def encode_marked(
+        self, text: str, marks: Mapping[str, str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        """As `encode` with each character of `marks` replaced, but a special token that holds one is text.
+
+        The tokenizer itself says where the special tokens are: with the marks in it, it takes none of theirs for one.
+        What is between them it reads without special tokens, as it would between them.
+        """
+        clean, table = _clean(text), {ord(mark): original for mark, original in marks.items()}
+        with self._lock:
+            ids: list[int] = []
+            for part, special in self._parts(clean):
+                plain = part.translate(table)
+                if plain:
+                    with self._plain(is_first=not ids):
+                        ids += self._encode(plain, False, None if max_tokens is None else max_tokens - len(ids))
+                ids += special
+                if max_tokens is not None and len(ids) > max_tokens:
+                    break
+            return self._with_ends(ids) if add_special_tokens else ids
+
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int | None) -> list[int]:
+        if not self._is_divisible or len(text) <= MAX_WHOLE_CHARS:
+            whole: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return whole
+        ids: list[int] = []
+        for piece in pieces(text):
+            ids += self._fast.encode(piece, add_special_tokens=False).ids
+            if max_tokens is not None and len(ids) > max_tokens:
+                break
+        return self._with_ends(ids) if add_special_tokens else ids
+
+    def _with_ends(self, ids: list[int]) -> list[int]:
+        """Between the tokens that the tokenizer puts around each text."""
+        bare = self._fast.encode("a", add_special_tokens=False).ids
+        whole = self._fast.encode("a", add_special_tokens=True).ids
+        for at in range(len(whole) - len(bare) + 1):
+            if whole[at : at + len(bare)] == bare:
+                return [*whole[:at], *ids, *whole[at + len(bare) :]]
+        return ids
+
+    def _parts(self, text: str) -> Iterator[tuple[str, list[int]]]:
+        """(text, the special token after it)."""
+        found = self._fast.encode(text, add_special_tokens=False)
+        end = 0
+        for id, (start, stop) in zip(found.ids, found.offsets, strict=True):
+            if id in self._special and text[start:stop].strip() == self._special[id].strip():
+                yield text[end:start], [id]
+                end = stop
+        yield text[end:], []
+
+    @contextmanager
+    def _plain(self, is_first: bool) -> Iterator[None]:
+        """Special tokens are text, and nothing is put before a text that is not the first."""
+        splitter = self._fast.pre_tokenizer
+        is_prefixed = isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first"
+        self._fast.encode_special_tokens = True
+        if is_prefixed and not is_first:
+            self._fast.pre_tokenizer = pre_tokenizers.Metaspace(splitter.replacement, "never", splitter.split)
+        try:
+            yield
+        finally:
+            self._fast.encode_special_tokens = False
+            if is_prefixed and not is_first:
+                self._fast.pre_tokenizer = splitter
+
+
+def _clean(text: str) -> str:
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _max_length(fast: FastTokenizer, is_byte_level: bool) -> int:
+    """The most bytes of text (characters, where tokens are spelt in characters) that a token stands for; 0 = any."""
+    tokens = fast.get_added_tokens_decoder().values()
+    if spec(fast.model)["type"] != "BPE" or any(token.lstrip or token.rstrip for token in tokens):
+        return 0
+    vocab = fast.get_vocab(with_added_tokens=False)
+    longest = max(map(len, vocab), default=0)
+    normalizer = spec(fast.normalizer)
+    if is_byte_level:
+        has_all = all(text in vocab for text in byte_alphabet().values())
+        shrinks = {"": 1, "NFC": _NFC_SHRINKS}.get(normalizer["type"] if normalizer else "", 0)
+        return shrinks * max([longest, *(len(token.content.encode()) for token in tokens)]) if has_all else 0
+    has_all = fast.model.byte_fallback and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    if not has_all or not _only_marks_spaces(normalizer) or not _only_marks_spaces(spec(fast.pre_tokenizer)):
+        return 0
+    return max([longest, *(len(token.content) for token in tokens)])
+
+
+def _only_marks_spaces(part: Any) -> bool:
+    """It keeps every character, or turns a space into U+2581."""
+    if part is None:
+        return True
+    if part["type"] == "Sequence":
+        return all(_only_marks_spaces(each) for each in part.get("normalizers", part.get("pretokenizers")))
+    if part["type"] == "Replace":
+        return bool(part["pattern"] == {"String": " "} and part["content"] == _SPACE)
+    return part["type"] in ("Prepend", "Metaspace")

@@ -1,0 +1,68 @@
+"""When an answer ends: end-of-sequence and stop tokens, its length, stop strings."""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from kvloom.contract.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """When a model's sequences end, whatever a request asks for."""
+
+    eos_ids: AbstractSet[int]
+    max_seq_len: int  # tokens of prompt and answer together
+
+
+def finish_of(
+    token_id: int, num_prompt: int, num_output: int, params: SamplingParams, ends: Ends
+) -> FinishReason | None:
+    """Why a sequence ends with `token_id`, or None. `num_output` counts the answer's tokens, this one included."""
+    if num_output >= params.min_tokens:
+        if token_id in ends.eos_ids and not params.ignore_eos:
+            return FinishReason.EOS
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP
+    if num_prompt + num_output >= ends.max_seq_len:
+        return FinishReason.LENGTH
+    return FinishReason.LENGTH if params.max_tokens is not None and num_output >= params.max_tokens else None
+
+
+class StopStrings:
+    """Finds the first of several stop strings in text that arrives in pieces.
+
+    The first to be complete wins, of those the longest, so the pieces make no difference. Text that may be the
+    beginning of a stop string is held back until it is known not to be.
+    """
+
+    def __init__(self, stops: Sequence[str], is_included: bool = False) -> None:
+        self.matched: str | None = None
+        self._stops = stops
+        self._is_included = is_included
+        self._held = ""
+
+    def add(self, text: str) -> str:
+        """The part of the text that may be given out now. After a match (`matched`) there is nothing more to come."""
+        text = self._held + text
+        found = [(index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
+        if found:
+            end, start, self.matched = min(found)
+            self._held = ""
+            return text[: end if self._is_included else start]
+        keep = max((overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[-length:]):
+            return length
+    return 0

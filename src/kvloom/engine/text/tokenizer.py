@@ -1,0 +1,179 @@
+"""Text <-> token ids, and chat templates."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from kvloom.checkpoints.files import find_weights, open_file, read_json, read_text
+from kvloom.checkpoints.metadata import read_metadata
+from kvloom.contract.errors import ModelError
+from kvloom.engine.text.chat_template import ChatTemplates
+from kvloom.engine.text.encoding import Encoder, byte_alphabet
+from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """Ids of the tokens that are no text."""
+
+    all_ids: frozenset[int]
+    eos_ids: frozenset[int]  # those that end an answer
+    bos_id: int | None  # what a text begins with
+
+
+class Tokenizer:
+    """One model's tokenizer. `is_byte_level`: tokens are spelt in GPT-2's byte alphabet, else with U+2581 spaces."""
+
+    def __init__(
+        self, fast: FastTokenizer, special: SpecialTokens, is_byte_level: bool, templates: ChatTemplates
+    ) -> None:
+        self._fast, self._encoder = fast, Encoder(fast, is_byte_level)
+        self._special = special
+        self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
+        self._is_byte_level = is_byte_level
+        self._templates = templates
+        self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
+        self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
+        self.special_texts = frozenset(self._added[i] for i in special.all_ids if i in self._added)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates)
+
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Lone surrogates become U+FFFD. With `max_tokens` a longer text may be given up: more than these come back."""
+        return self._encoder.encode(text, add_special_tokens, max_tokens)
+
+    def encode_marked(
+        self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """As `encode` with each character of `marks` replaced, but a special token that holds one is text."""
+        return self._encoder.encode_marked(text, marks, add_special_tokens, max_tokens)
+
+    def least_tokens(self, text: str) -> int:
+        """So many tokens the text has at least, known without tokenising; 0 where the tokenizer promises nothing."""
+        return self._encoder.least_tokens(text)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are dropped."""
+        text: str = self._fast.decode(
+            [i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens
+        )
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; "" for an id outside of it."""
+        return self._fast.id_to_token(token_id) or ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token contributes to the text; a special token gives its literal text."""
+        if token_id in self._added:
+            return self._added[token_id].encode()
+        text = self.token_text(token_id)
+        if self._is_byte_level:
+            return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode() for c in text)
+        match = BYTE_TOKEN.match(text)
+        return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token is none of the text's own."""
+        return token_id in self._special.all_ids
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        """The conversation as the model's prompt. Raises BadRequest when the template refuses it or there is none."""
+        return self._templates.apply(messages, tools, add_generation_prompt, **kwargs)
+
+    def chat_template(self, has_tools: bool = False) -> str:
+        """The template's own text; "" when there is none."""
+        return self._templates.source(has_tools)
+
+
+def load_tokenizer(path: Path | str) -> Tokenizer:
+    """Of a Hugging Face folder or a GGUF file. Raises ModelError when it holds none that can be read."""
+    path = find_weights(Path(path))
+    try:
+        return _load_folder(path) if path.is_dir() else _load_gguf(path)
+    except ModelError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception; other kinds are values of a wrong type
+        raise ModelError(f"{path}: the tokenizer cannot be read: {error}") from error
+
+
+def _load_gguf(path: Path) -> Tokenizer:
+    meta = read_metadata(path)
+    fast = build_fast_tokenizer(meta, str(path))
+    ids: dict[str, Any] = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
+    ends = (ids[name] for name in ("eos", "eot", "eom"))
+    prefix = "tokenizer.chat_template"
+    templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
+    if prefix in meta:
+        templates["default"] = meta[prefix]
+    return Tokenizer(
+        fast,
+        SpecialTokens(_special_ids(fast), frozenset(id for id in ends if id is not None), ids["bos"]),
+        is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
+        templates=ChatTemplates(
+            templates,
+            {f"{name}_token": "" if ids[name] is None else fast.id_to_token(ids[name]) for name in ("bos", "eos")},
+        ),
+    )
+
+
+def _load_folder(folder: Path) -> Tokenizer:
+    open_file(folder / "tokenizer.json").close()  # keeps pipes and devices out
+    fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    config = _json(folder / "tokenizer_config.json")
+    eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
+    ids = set(eos) if isinstance(eos, list) else {eos}
+    ids.add(fast.token_to_id(_content(config.get("eos_token"))))
+    bos = _content(config.get("bos_token"))
+    decoder = json.loads(fast.to_str()).get("decoder") or {}
+    return Tokenizer(
+        fast,
+        SpecialTokens(_special_ids(fast), frozenset(id for id in ids if id is not None), fast.token_to_id(bos)),
+        is_byte_level="ByteLevel" in json.dumps(decoder),
+        templates=ChatTemplates(
+            _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
+        ),
+    )
+
+
+def _special_ids(fast: FastTokenizer) -> frozenset[int]:
+    return frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
+
+
+def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Templates by name; a file of its own wins over the configuration."""
+    stored = config.get("chat_template") or {}
+    if isinstance(stored, list):
+        stored = {entry["name"]: entry["template"] for entry in stored}
+    elif isinstance(stored, str):
+        stored = {"default": stored}
+    path = folder / "chat_template.jinja"
+    return dict(stored) | ({"default": read_text(path)} if path.exists() else {})
+
+
+def _content(token: Any) -> str:
+    """A special token as text: configurations hold strings or {"content": ...}."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    value = read_json(path) if path.exists() else {}
+    return value if isinstance(value, dict) else {}
+
+
+_BYTE_OF = {text: byte for byte, text in byte_alphabet().items()}

@@ -1,0 +1,92 @@
+/*
+ * Messages between this library and the engine's host, which is on the same machine: a uint32 with the number of bytes that
+ * follow, one byte that says what it is, and its fields, in the machine's byte order. A text is a uint32 with its length in
+ * bytes, and the bytes. wire.py has the list of messages.
+ */
+#ifndef KVLOOM_WIRE_HPP
+#define KVLOOM_WIRE_HPP
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace kvloom {
+
+constexpr uint32_t PROTOCOL = 1;              /* as wire.py has it: both sides name theirs before anything else */
+constexpr uint32_t MAX_MESSAGE = 64U << 20U;  /* bytes */
+
+/* Makes a message. */
+class Packer {
+public:
+    explicit Packer(char kind) : bytes_(sizeof(uint32_t), '\0')
+    {
+        Put(kind);
+    }
+
+    template <typename Number> Packer &Put(Number number)
+    {
+        static_assert(std::is_arithmetic<Number>::value, "texts go by PutText");
+        bytes_.append(reinterpret_cast<const char *>(&number), sizeof number);
+        return *this;
+    }
+
+    Packer &PutText(const void *bytes, size_t length);
+    Packer &PutText(const std::string &text);
+
+    /* The message, or "" when it is longer than MAX_MESSAGE. Nothing can be put any more. */
+    std::string Take();
+
+private:
+    std::string bytes_;
+};
+
+/* Reads a message. What is read behind its end is zero, and IsGood turns false. */
+class Unpacker {
+public:
+    explicit Unpacker(std::string bytes) : bytes_(std::move(bytes)) {}
+
+    template <typename Number> Number Take()
+    {
+        Number number{};
+        if (const char *from = Take(sizeof number)) {
+            std::memcpy(&number, from, sizeof number);
+        }
+        return number;
+    }
+
+    std::string TakeText();
+
+    template <typename Number> std::vector<Number> TakeNumbers()
+    {
+        const size_t count = Take<uint32_t>();
+        const char *from = Take(count * sizeof(Number));
+        std::vector<Number> numbers(from == nullptr ? 0 : count);
+        if (!numbers.empty()) {
+            std::memcpy(numbers.data(), from, count * sizeof(Number));
+        }
+        return numbers;
+    }
+
+    bool IsGood() const { return is_good_; }
+
+private:
+    const char *Take(size_t length);
+
+    std::string bytes_;
+    size_t at_ = 0;
+    bool is_good_ = true;
+};
+
+enum class Reading { MESSAGE, END, BROKEN };
+
+/* Reads one message, the number before it taken off. BROKEN when that number is out of range. */
+Reading ReadMessage(int fd, std::string *message);
+
+/* Writes all of it. False when the other side has gone. */
+bool WriteMessage(int fd, const std::string &message);
+
+}
+
+#endif

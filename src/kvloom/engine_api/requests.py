@@ -1,0 +1,272 @@
+"""RequestId, SamplingParams, InferenceRequest and InferenceResponse (spec 3.3.1.1 and 3.3.1.2)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kvloom.contract import request as engine_request
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.engine_api.codes import OK, Code, DataType, InferResponseEndFlag, Status, TensorType
+from kvloom.engine_api.tensors import Input, Output
+
+INPUT_IDS, OUTPUT_IDS, EOS_ATTR = "INPUT_IDS", "OUTPUT_IDS", "IBIS_EOS_ATTR"
+_DataType = DataType  # their names inside classes that hold them too
+_Output = Output
+_MAX_UINT64, _MAX_UINT32 = 2**64 - 1, 2**32 - 1
+
+
+class RequestId:
+    """Names a request: a text or a number; the number 1 and the text "1" are two names."""
+
+    DataType = DataType
+
+    def __init__(self, value: "RequestId | str | int") -> None:
+        """Raises BadRequest for a number that has no 64 bits without sign."""
+        self._value: str | int = ""
+        self.assign(value)
+
+    def assign(self, value: "RequestId | str | int") -> "RequestId":
+        """Be this name from now on (the C++ `=`). Returns itself."""
+        if isinstance(value, RequestId):
+            value = value._value
+        if not isinstance(value, str | int) or isinstance(value, bool):
+            raise BadRequest("request_id", f"must be a text or a whole number, got {value!r}")
+        if isinstance(value, int) and not 0 <= value <= _MAX_UINT64:
+            raise BadRequest("request_id", f"must be between 0 and {_MAX_UINT64}, got {value}")
+        self._value = value
+        return self
+
+    def type(self) -> _DataType:
+        return DataType.STRING if isinstance(self._value, str) else DataType.UINT64
+
+    def string_value(self) -> str:
+        """The text; "" when the name is a number."""
+        return self._value if isinstance(self._value, str) else ""
+
+    def unsigned_int_value(self) -> int:
+        """The number; 0 when the name is a text."""
+        return 0 if isinstance(self._value, str) else self._value
+
+    def key(self) -> str:
+        """A text that no other name has."""
+        return f"{self.type().name}:{self._value}"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RequestId) and self.key() == other.key()
+
+    def __hash__(self) -> int:
+        return hash(self.key())
+
+    def __repr__(self) -> str:
+        return f"RequestId({self._value!r})"
+
+    Type, StringValue, UnsignedIntValue = type, string_value, unsigned_int_value
+
+
+class Compare:
+    """Strict order of names: numbers by value, then texts by hash, equal hashes by the text."""
+
+    def __call__(self, lhs: RequestId, rhs: RequestId) -> bool:
+        return self._key(lhs) < self._key(rhs)
+
+    @staticmethod
+    def _key(id: RequestId) -> tuple[int, int, int, str]:
+        text = id.string_value()
+        return (id.type().value, id.unsigned_int_value(), hash(text), text)
+
+
+def _alias(name: str) -> property:
+    def set_field(self: Any, value: Any) -> None:
+        setattr(self, name, value)
+
+    return property(lambda self: getattr(self, name), set_field)
+
+
+@dataclass
+class SamplingParams:
+    """How tokens are chosen. do_sample False is greedy, whatever the rest says; seed 0 lets the engine draw one."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    do_sample: bool = False
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    watermark: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+    topK, topP, typicalP = _alias("top_k"), _alias("top_p"), _alias("typical_p")
+    doSample, repetitionPenalty = _alias("do_sample"), _alias("repetition_penalty")
+    frequencyPenalty, presencePenalty = _alias("frequency_penalty"), _alias("presence_penalty")
+
+    def to_engine(self) -> engine_request.SamplingParams:
+        """Raises BadRequest naming the field that is out of range."""
+        if not 0 <= self.seed <= _MAX_UINT32:
+            raise BadRequest("seed", f"must be between 0 and {_MAX_UINT32}, got {self.seed}")
+        params = engine_request.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            typical_p=self.typical_p,
+            seed=self.seed or None,
+            repetition_penalty=self.repetition_penalty,
+            watermark=self.watermark,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+        )
+        return params if self.do_sample else replace(params, temperature=0.0)
+
+
+GREEDY = SamplingParams()
+
+
+class InferenceResponse:
+    """What one step brought to one request."""
+
+    Output = Output
+
+    def __init__(
+        self, request_id: RequestId, output_ids: Sequence[int], flag: InferResponseEndFlag, error: str = ""
+    ) -> None:
+        self._request_id, self._flag = request_id, flag
+        self.error = error  # not empty with EXEC_ERROR and ILLEGAL_INPUT
+        self._outputs = {
+            OUTPUT_IDS: Output(OUTPUT_IDS, output_ids),
+            EOS_ATTR: Output(EOS_ATTR, [int(flag), len(output_ids)]),
+        }
+
+    def is_eos(self) -> bool:
+        """Whether this is the request's last response, however it ended."""
+        return self._flag is not InferResponseEndFlag.INFER_RESPONSE_CONTINUE
+
+    def get_flags(self) -> InferResponseEndFlag:
+        return self._flag
+
+    def immutable_output(self, name: str) -> tuple[Status, _Output | None]:
+        """OUTPUT_IDS: the tokens of this step; IBIS_EOS_ATTR: the flag and how many tokens."""
+        if name not in self._outputs:
+            return Status(Code.NOT_FOUND, f"no output {name!r}; there are {', '.join(self._outputs)}"), None
+        return OK, self._outputs[name]
+
+    def get_request_id(self) -> RequestId:
+        return self._request_id
+
+    IsEOS, GetFlags, ImmutableOutput, GetRequestId = is_eos, get_flags, immutable_output, get_request_id
+
+
+SendResponseCallback = Callable[[InferenceResponse], object]
+
+
+class InferenceRequest:
+    """A prompt, as token ids or as text, and how to answer it."""
+
+    def __init__(self, request_id: RequestId | str | int) -> None:
+        self._id = RequestId(request_id)
+        self._inputs: dict[str, Input] = {}
+        self._text: str | None = None
+        self._sampling: SamplingParams | None = None
+        self._max_output_len: int | None = None
+        self.callback: SendResponseCallback | None = None  # None = the engine's
+
+    def add_original_input(
+        self, datatype: TensorType, shape: Sequence[int], dim_count: int | None = None, name: str = INPUT_IDS
+    ) -> tuple[Status, Input | None]:
+        """A new input tensor, to be allocated and filled."""
+        if name in self._inputs:
+            return Status(Code.INVALID_ARG, f"input {name!r} is there already"), None
+        try:
+            self._inputs[name] = Input(name, datatype, shape, dim_count)
+        except BadRequest as error:
+            return Status(Code.INVALID_ARG, str(error)), None
+        return OK, self._inputs[name]
+
+    def AddOriginalInput(self, *args: Any) -> tuple[Status, Input | None]:
+        """Both overloads of C++: with and without a name as the first argument."""
+        if args and isinstance(args[0], str):
+            name, datatype, shape, dim_count = args
+            return self.add_original_input(datatype, shape, dim_count, name)
+        return self.add_original_input(*args)
+
+    def remove_original_input(self, name: str) -> Status:
+        if self._inputs.pop(name, None) is None:
+            return Status(Code.NOT_FOUND, f"no input {name!r}")
+        return OK
+
+    def set_input_ids(self, ids: Sequence[int]) -> None:
+        """Short for an INPUT_IDS tensor of [1, n] int64, filled. Raises BadRequest when `ids` is empty."""
+        tensor = Input(INPUT_IDS, TensorType.TYPE_INT64, [1, len(ids)])
+        tensor.allocate(8 * len(ids))
+        tensor.buffer()[:] = ids
+        self._inputs[INPUT_IDS] = tensor
+
+    def max_output_len(self) -> int:
+        """Most tokens of the answer; 0 when only the engine's limits count."""
+        return self._max_output_len or 0
+
+    def set_max_output_len(self, max_output_len: int) -> bool:
+        """False, and nothing changes, unless it is between 1 and 2^32 - 1."""
+        if not 1 <= max_output_len <= _MAX_UINT32:
+            return False
+        self._max_output_len = max_output_len
+        return True
+
+    def get_request_id(self) -> RequestId:
+        return self._id
+
+    def get_sampling_params(self) -> SamplingParams:
+        """What was set, else greedy."""
+        return replace(self._sampling or GREEDY)
+
+    def set_sampling_params(self, params: SamplingParams) -> None:
+        self._sampling = replace(params)
+
+    def has_sampling(self) -> bool:
+        return self._sampling is not None
+
+    def set_send_response_callback(self, callback: SendResponseCallback) -> None:
+        """For this request in place of the engine's."""
+        self.callback = callback
+
+    def set_input_text(self, text: str) -> None:
+        self._text = text
+
+    def get_input_text(self) -> str:
+        return self._text or ""
+
+    def is_input_text(self) -> bool:
+        return self._text is not None
+
+    def get_request_inner(self, encoder: Tokenizer | None = None) -> engine_request.Request:
+        """The engine's own form; a text needs `encoder`. Raises BadRequest naming what is wrong."""
+        params = self.get_sampling_params().to_engine()
+        if self._max_output_len is not None:
+            params = replace(params, max_tokens=min(self._max_output_len, 2**31 - 1))
+        return engine_request.Request(self._id.key(), self._prompt(encoder), params)
+
+    def _prompt(self, encoder: Tokenizer | None) -> tuple[int, ...]:
+        others = sorted(self._inputs.keys() - {INPUT_IDS})
+        if others:
+            raise BadRequest(others[0], f"is not an input of the engine; it takes {INPUT_IDS}")
+        tensor = self._inputs.get(INPUT_IDS)
+        if self._text is not None:
+            if tensor is not None:
+                raise BadRequest(INPUT_IDS, "and an input text are both given; give one")
+            if encoder is None:
+                raise BadRequest("input_text", "needs a tokenizer")
+            return tuple(encoder.encode(self._text))
+        if tensor is None or not tensor.byte_size():
+            raise BadRequest(INPUT_IDS, "is missing: add and fill it, or set a text")
+        if not np.issubdtype(tensor.buffer().dtype, np.integer) or tensor.dtype() is TensorType.TYPE_BF16:
+            raise BadRequest(INPUT_IDS, f"must hold integers, got {tensor.dtype().name}")
+        return tuple(tensor.buffer().tolist())
+
+    RemoveOriginalInput, MaxOutputLen, SetMaxOutputLen = remove_original_input, max_output_len, set_max_output_len
+    GetRequestId, GetSamplingParams, SetSamplingParams = get_request_id, get_sampling_params, set_sampling_params
+    HasSampling, SetSendResponseCallback = has_sampling, set_send_response_callback
+    SetInputText, GetInputText, IsInputText = set_input_text, get_input_text, is_input_text
+    GetRequestInner = get_request_inner

@@ -1,0 +1,120 @@
+"""Prober: the daemon's end of the process that looks at model files. One at a time, each for a limited time."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+
+import msgspec
+
+from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles
+from kvloom.gewu.prober.main import MAX_MESSAGE_BYTES, Answer, Question
+from kvloom.gewu.prober.probe import Found
+
+_LOOK_S = 3.0  # a model takes a millisecond
+_START_S = 30.0
+_END_S = 1.0
+_Packet = tuple[bytes, list[int]]
+
+
+class Prober:
+    """Starts the process when it is needed, and again when it has died or was killed."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+        self._lock = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._sock: socket.socket | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the process, when there is one."""
+        return [] if self._process is None else [self._process.pid]
+
+    async def look(self, fd: int, pid: int) -> tuple[Found, ModelFiles]:
+        """What is at the descriptor that process `pid` passed; the files are the caller's. Raises Refused."""
+        async with self._lock:
+            sock = self._sock or await self._start()
+            try:
+                question = msgspec.msgpack.encode(Question(pid, self._backend))
+                socket.send_fds(sock, [question], [fd])
+                data, fds = await _receive(sock, _LOOK_S)
+            except TimeoutError:
+                await self.close()
+                raise Refused(Code.FAULT, f"the model could not be looked at within {_LOOK_S:g} s") from None
+            except OSError:
+                await self.close()
+                raise Refused(Code.FAULT, "the process that looked at the model has died of it") from None
+        answer = msgspec.msgpack.decode(data, type=Answer)
+        if answer.found is not None and len(fds) == len(answer.names):
+            return answer.found, ModelFiles(answer.found.path, dict(zip(answer.names, fds, strict=True)))
+        for opened in fds:
+            os.close(opened)
+        if answer.found is None:
+            raise Refused(answer.code, answer.reason)
+        raise Refused(Code.NOMEM, "the service is out of descriptors")
+
+    async def start(self) -> None:
+        """Ahead of the first question."""
+        async with self._lock:
+            if self._sock is None:
+                with contextlib.suppress(Refused):  # the question will say so
+                    await self._start()
+
+    async def close(self) -> None:
+        """End the process; the next question starts another."""
+        process, self._process = self._process, None
+        if self._sock is not None:
+            self._sock.close()
+            self._sock = None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            with contextlib.suppress(TimeoutError):  # a dead file system may hold it
+                await asyncio.wait_for(process.wait(), _END_S)
+
+    async def _start(self) -> socket.socket:
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._sock = ours
+            ours.setblocking(False)
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "kvloom.gewu.prober.main",
+                    str(theirs.fileno()),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            await _receive(ours, _START_S)
+        except OSError as error:
+            await self.close()
+            raise Refused(Code.NOMEM, f"the process that looks at models cannot be started: {error}") from None
+        return ours
+
+
+async def _receive(sock: socket.socket, limit_s: float) -> _Packet:
+    """The next packet. Raises TimeoutError, OSError."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Packet] = loop.create_future()
+
+    def read() -> None:
+        try:
+            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_FILES, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            future.set_exception(error)
+        else:
+            if data:
+                future.set_result((data, list(fds)))
+            else:
+                future.set_exception(ConnectionResetError())
+        loop.remove_reader(sock)
+
+    loop.add_reader(sock, read)
+    try:
+        return await asyncio.wait_for(future, limit_s)
+    finally:
+        loop.remove_reader(sock)

@@ -1,0 +1,88 @@
+"""The files of a model, opened: what was looked at is what is loaded, whatever happens to their paths meanwhile."""
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvloom.gewu.codes import Code, Refused
+
+SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
+MAX_FILES = 250  # as many descriptors as one message carries
+
+
+@dataclass(slots=True, eq=False)
+class ModelFiles:
+    """Owns its descriptors."""
+
+    path: str  # as opened, for people
+    fds: dict[str, int]  # by name within the folder; "" alone = the path is a file
+
+    def close(self) -> None:
+        for fd in self.fds.values():
+            os.close(fd)
+        self.fds.clear()
+
+    def identity(self) -> str:
+        """The same for every path to the same unchanged files. Another once one was written to. Raises OSError."""
+        digest = hashlib.sha256()
+        for name, fd in sorted(self.fds.items()):
+            file = os.fstat(fd)
+            digest.update(f"{name}\0{file.st_dev}\0{file.st_ino}\0{file.st_size}\0{file.st_mtime_ns}\n".encode())
+        return digest.hexdigest()[:32]
+
+    @contextmanager
+    def lay_out(self) -> Iterator[str]:
+        """A path at which a process that inherits the descriptors finds the model while this lasts. Raises OSError."""
+        if "" in self.fds:
+            yield _path_of(self.fds[""])
+            return
+        with tempfile.TemporaryDirectory(prefix="gewu-") as folder:
+            for name, fd in self.fds.items():
+                os.symlink(_path_of(fd), os.path.join(folder, name))
+            yield folder
+
+
+def open_files(fd: int) -> ModelFiles:
+    """Those of an open folder, or the open file itself; `fd` stays the caller's. Raises Refused."""
+    path = os.readlink(_path_of(fd))
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    if flags & (os.O_PATH | os.O_WRONLY):  # opening it again would take this process's permissions, not the app's
+        raise Refused(Code.NOPERM, f"{path} was not opened to be read")
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISREG(mode):
+        return ModelFiles(path, {"": os.dup(fd)})
+    if not stat.S_ISDIR(mode):
+        raise Refused(Code.INVAL, f"{path} is neither a folder nor a plain file")
+    files = ModelFiles(path, {})
+    name = ""
+    try:
+        names = sorted(name for name in os.listdir(fd) if name.endswith(SUFFIXES))
+        if len(names) > MAX_FILES:
+            raise Refused(Code.INVAL, f"{path} holds {len(names)} model files, more than {MAX_FILES}")
+        for name in names:
+            _add(files, name, os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd))
+    except OSError as error:
+        files.close()
+        code = Code.NOPERM if isinstance(error, PermissionError) else Code.INVAL
+        raise Refused(code, f"{os.path.join(path, name)}: {error.strerror}") from None
+    except Refused:
+        files.close()
+        raise
+    return files
+
+
+def _add(files: ModelFiles, name: str, fd: int) -> None:
+    """A folder, a pipe or a device of such a name is none of the model's."""
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        files.fds[name] = fd
+    else:
+        os.close(fd)
+
+
+def _path_of(fd: int) -> str:
+    return f"/proc/self/fd/{fd}"

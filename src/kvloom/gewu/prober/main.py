@@ -1,0 +1,82 @@
+"""The prober: `python -m kvloom.gewu.prober.main FD` opens and looks at model files for the daemon.
+
+Nobody knows what is in them. Here it costs neither the daemon's time nor its memory, and this process can be killed.
+"""
+
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
+from kvloom.gewu.prober.capabilities import only_those_of
+from kvloom.gewu.prober.probe import Found, probe
+
+MAX_MESSAGE_BYTES = 128 << 10
+_MAX_BYTES = 512 << 20  # of address space; Python and what it reads take 100 to 300 MiB of it
+
+
+class Question(msgspec.Struct, array_like=True):
+    """A descriptor of the path comes with it."""
+
+    pid: int  # of the app
+    backend: str  # of EngineConfig
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The descriptors of the files come with it, in the order of `names`, when there is something found."""
+
+    found: Found | None
+    names: list[str] = []
+    code: Code = Code.OK
+    reason: str = ""
+
+
+def look(question: Question, fd: int) -> tuple[Answer, list[int]]:
+    """The answer, and the descriptors that go with it, which the caller closes."""
+    try:
+        with only_those_of(question.pid):
+            files = open_files(fd)
+    except Refused as refused:
+        return Answer(None, code=refused.code, reason=str(refused)), []
+    answer = _judge(files, question.backend)
+    if answer.found is None:
+        files.close()
+    return answer, list(files.fds.values())
+
+
+def _judge(files: ModelFiles, backend: str) -> Answer:
+    try:
+        return Answer(probe(files, backend), list(files.fds))
+    except Refused as refused:
+        return Answer(None, code=refused.code, reason=str(refused))
+    except Exception as error:  # files may hold anything; whatever it is, the app gets its answer
+        why = f"{files.path} cannot be read: {type(error).__name__}: {error!s:.200}"
+        return Answer(None, code=Code.FAULT, reason=why)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which then closes the socket
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    with suppress(BrokenPipeError, ConnectionResetError):
+        sock.send(b"ready")
+        while True:
+            data, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            answer, opened = look(msgspec.msgpack.decode(data, type=Question), fds[0])
+            socket.send_fds(sock, [msgspec.msgpack.encode(answer)], opened)
+            for fd in (*fds, *opened):
+                os.close(fd)
+
+
+assert MAX_FILES < 253, "the kernel's SCM_MAX_FD"
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""What opened model files hold, found out without loading them: which model, what it will cost, whether it can run."""
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvloom.checkpoints import footprint
+from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, only_gguf, read_object, refuse_quantized
+from kvloom.checkpoints.metadata import read_shape
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
+from kvloom.gewu.codes import Code, Refused
+from kvloom.gewu.modelfiles import ModelFiles
+
+_UNKNOWN_KV_BYTES = 128 << 10  # a token, where the shape is not known: a model of some 4 billion weights
+_VOCAB_SIZE = 152_000  # where the file does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model. Two paths to the same unchanged files have the same key."""
+
+    key: str
+    path: str  # as opened, for people
+    weight_bytes: int
+    kv_bytes_per_token: int
+    max_seq_len: int | None = None  # tokens; None = not known before loading
+
+
+def probe(files: ModelFiles, backend: str = "auto") -> Found:
+    """Raises Refused: INVAL when it is no model, NOSYS when the engine cannot run it. `backend`: of EngineConfig."""
+    try:
+        arch, config = _configuration(files)
+    except ModelError as error:
+        raise Refused(Code.INVAL, _with_names(str(error), files)) from None
+    key = files.identity()
+    if arch is None:
+        size = sum(os.fstat(fd).st_size for name, fd in files.fds.items() if not name.endswith((".json", ".jinja")))
+        return Found(key, files.path, size, _UNKNOWN_KV_BYTES, _positive(config.get("max_position_embeddings")))
+    if arch not in FAMILIES:
+        raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {', '.join(FAMILIES)}")
+    try:
+        spec = FAMILIES[arch].spec({"vocab_size": _VOCAB_SIZE, **config})
+    except ModelError as error:
+        raise Refused(Code.INVAL, f"{files.path}: {error}") from None
+    backend = "reference" if backend == "reference" else "cpu"
+    taken = EngineConfig(model=files.path, backend=backend)
+    return Found(
+        key,
+        files.path,
+        footprint.weight_bytes(taken, backend, spec),
+        footprint.kv_token_bytes(taken, backend, spec),
+        spec.max_seq_len,
+    )
+
+
+def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:
+    """Architecture, None where the files name none, and configuration. Raises ModelError, Refused."""
+    name: str | None = ""
+    if "" not in files.fds and not any(name.endswith(".safetensors") for name in files.fds):
+        name = only_gguf(list(files.fds), files.path)
+    if name is None:
+        raise Refused(Code.INVAL, f"{files.path} holds no .safetensors or .gguf file")
+    if name in files.fds:
+        return read_shape(_path_of(files.fds[name]))
+    if "config.json" not in files.fds:
+        raise Refused(Code.INVAL, f"{files.path} is not a model folder: it has no config.json")
+    config = read_object(_path_of(files.fds["config.json"]), MAX_CONFIG_BYTES)
+    try:
+        refuse_quantized(config, "config.json")
+    except ModelError as error:
+        raise Refused(Code.NOSYS, f"{files.path}: {error}") from None
+    names = config.get("architectures") or config.get("model_type")
+    arch = names[0] if isinstance(names, list) and names else names
+    return None if arch is None else str(arch), config
+
+
+def _with_names(text: str, files: ModelFiles) -> str:
+    """The descriptors' paths as the app knows them."""
+    for name, fd in sorted(files.fds.items(), key=lambda item: -item[1]):  # 12 before 1
+        text = text.replace(str(_path_of(fd)), os.path.join(files.path, name) if name else files.path)
+    return text
+
+
+def _path_of(fd: int) -> Path:
+    return Path(f"/proc/self/fd/{fd}")
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def code_of_errno(number: int) -> Code:
+    """What Create answers when the path could not be opened."""
+    return Code.NOPERM if number in (errno.EACCES, errno.EPERM) else Code.INVAL

@@ -1,0 +1,1 @@
+"""The daemon: connections, sessions, models in memory, and the decisions about them."""

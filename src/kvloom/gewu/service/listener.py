@@ -1,0 +1,138 @@
+"""The socket that apps connect to: one daemon has it, and running out of descriptors does not make it spin."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import resource
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_FIRST_PASSED_FD = 3  # systemd's socket activation
+_PAUSE_S = 0.5
+
+
+class Listener:
+    """A listening socket: systemd's, or a new one at `path`, for this user only.
+
+    A locked file beside the socket says that a daemon lives; what a killed one left is taken over. Raises OSError when
+    another daemon listens there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock_fd: int | None = None
+        self._inode: tuple[int, int] | None = None
+        self._path = path
+        if os.environ.get("LISTEN_PID") == str(os.getpid()):
+            self.socket = socket.socket(fileno=_FIRST_PASSED_FD)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_fd = _lock(path)
+        try:
+            _clear(path)
+            self.socket = _bind(path)
+        except OSError:
+            os.close(self._lock_fd)
+            raise
+        self._inode = _inode_of(path)
+
+    def close(self) -> None:
+        """Nobody else's socket is removed, should somebody have put one there."""
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            if self._inode is not None and _inode_of(self._path) == self._inode:
+                self._path.unlink()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+
+
+def _lock(path: Path) -> int:
+    """A descriptor that holds the lock as long as it is open. The file stays: to remove it would be a race."""
+    fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise OSError(f"a daemon listens on {path} already") from None
+    return fd
+
+
+def _clear(path: Path) -> None:
+    """Remove the socket of a daemon that was killed. Raises OSError when something that takes no lock listens there."""
+    with socket.socket(socket.AF_UNIX) as old:
+        try:
+            old.connect(str(path))
+        except FileNotFoundError:
+            return
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise OSError(f"a daemon listens on {path} already")
+
+
+def _bind(path: Path) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    mask = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    finally:
+        os.umask(mask)
+    return listener
+
+
+def _inode_of(path: Path) -> tuple[int, int]:
+    status = path.lstat()
+    return status.st_dev, status.st_ino
+
+
+class Acceptor:
+    """Calls `on_client` with each socket that was accepted. Without descriptors it waits, and says so once."""
+
+    def __init__(self, listener: socket.socket, on_client: Callable[[socket.socket], None]) -> None:
+        self._listener = listener
+        self._on_client = on_client
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._has_said_so = False
+        listener.setblocking(False)
+        self._resume()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener)
+        if self._pause is not None:
+            self._pause.cancel()
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            if not self._has_said_so:
+                log.warning("cannot accept more clients (%s): they wait", error.strerror)
+                self._has_said_so = True
+            self._loop.remove_reader(self._listener)
+            self._pause = self._loop.call_later(_PAUSE_S, self._resume)
+            return
+        self._has_said_so = False
+        self._on_client(sock)
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as this user may have: a client takes one, a model one for each of its files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,47 @@
+"""Opening: a process for a model, of the files that were looked at; patiently where one died before."""
+
+import asyncio
+import logging
+
+from kvloom.contract.errors import ModelError
+from kvloom.gewu.protocol.messages import Host, Listeners, Open, Opener
+from kvloom.gewu.service.model import Model
+
+log = logging.getLogger(__name__)
+
+CHANGED = "the model's files were changed since this session was created; create a new session"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
+
+
+class FilesChanged(ModelError):
+    """Trying again does not help."""
+
+
+async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, patience_s: float) -> Host:
+    """Raises ModelError, also when the files are, or become, others than those that were looked at.
+
+    Where a process died, and its requests wait, it is tried again until `patience_s` have passed since then.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        try:
+            return await _open_unchanged(model, opener, setup, on)
+        except FilesChanged:
+            raise
+        except ModelError as error:
+            left_s = model.patience_left_s(patience_s)
+            if not left_s:
+                raise
+            log.warning("%s: %s; the next try is in %g s", model.found.path, error, pause_s)
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+async def _open_unchanged(model: Model, opener: Opener, setup: Open, on: Listeners) -> Host:
+    if not await asyncio.to_thread(model.is_unchanged):
+        raise FilesChanged(CHANGED)
+    host = await opener(setup, model.files, on)
+    if not model.is_unchanged():
+        await host.close()
+        raise FilesChanged(CHANGED)
+    return host

@@ -1,0 +1,105 @@
+"""The daemon's knobs: environment variables for what tests and devices set, options for what people set."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from kvloom.contract.config import BACKENDS, MAX_CRASH_PATIENCE_S
+from kvloom.contract.errors import BadRequest
+from kvloom.gewu.hosts.fake import FakeSettings
+from kvloom.gewu.service.memory import parse_bytes
+
+SYSTEM_SOCKET = Path("/run/gewu/gewu.sock")
+_IDLE_UNLOAD_S = 60.0
+_WORKER_SILENCE_S = 30.0
+_CRASH_PATIENCE_S = 120.0
+_PSI_FILE = Path("/proc/pressure/memory")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    socket: Path
+    budget_bytes: int | None = None
+    idle_unload_s: float = _IDLE_UNLOAD_S
+    worker_silence_s: float = (
+        _WORKER_SILENCE_S  # a model process that is asked and gives no sign of life for so long is ended
+    )
+    crash_patience_s: float = _CRASH_PATIENCE_S  # requests wait so long for a model process in the stead of a dead one
+    psi_file: Path = _PSI_FILE  # its folder's "cpu" is the processor's
+    backend: str = "auto"  # of the engine
+    fake: FakeSettings | None = None
+    aliases: Mapping[str, str] = field(default_factory=dict)  # path prefix -> what stands there
+
+    def resolve(self, path: str) -> str:
+        """What stands at a path: the longest alias that is a prefix, at a slash, is replaced. Without one, the path.
+
+        A path that climbs out of an alias is none of it.
+        """
+        for prefix in sorted(self.aliases, key=len, reverse=True):
+            rest = path.removeprefix(prefix)
+            is_below = rest != path and (not rest or rest.startswith("/") or prefix.endswith("/"))
+            if is_below and ".." not in rest.split("/"):
+                return self.aliases[prefix] + rest
+        return path
+
+
+def find_socket(environ: Mapping[str, str]) -> Path:
+    """Where the service listens: $GEWU_SOCKET, else the user's, else the system's."""
+    if environ.get("GEWU_SOCKET"):
+        return Path(environ["GEWU_SOCKET"])
+    if environ.get("XDG_RUNTIME_DIR"):
+        return Path(environ["XDG_RUNTIME_DIR"]) / "gewu.sock"
+    return SYSTEM_SOCKET
+
+
+def find_service(environ: Mapping[str, str]) -> Path:
+    """Where a client finds the service, as libqos.so does: the system's when this user has none of his own."""
+    path = find_socket(environ)
+    return path if environ.get("GEWU_SOCKET") or path.exists() else SYSTEM_SOCKET
+
+
+def read_settings(
+    aliases: Mapping[str, str], backend: str = "auto", environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Raises BadRequest naming the variable or option that is wrong."""
+    if backend not in BACKENDS:
+        raise BadRequest("backend", f"must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    return Settings(
+        find_socket(environ),
+        _read(environ, "GEWU_MEM_BUDGET", parse_bytes, None),
+        _read(environ, "GEWU_IDLE_UNLOAD_S", float, _IDLE_UNLOAD_S),
+        _read(environ, "GEWU_WORKER_SILENCE_S", float, _WORKER_SILENCE_S),
+        _read(environ, "GEWU_CRASH_PATIENCE_S", _parse_patience, _CRASH_PATIENCE_S),
+        _read(environ, "GEWU_PSI_FILE", Path, _PSI_FILE),
+        backend,
+        _read(environ, "GEWU_FAKE_ENGINE", _parse_fake, None),
+        aliases,
+    )
+
+
+def _read(environ: Mapping[str, str], variable: str, parse: Callable[[str], T], default: T) -> T:
+    text = environ.get(variable)
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except (ValueError, msgspec.DecodeError) as error:
+        raise BadRequest(variable, str(error)) from None
+
+
+def _parse_patience(text: str) -> float:
+    """Seconds, from 0 on."""
+    if not 0 <= (patience_s := float(text)) <= MAX_CRASH_PATIENCE_S:
+        raise ValueError(f"must be between 0 and {MAX_CRASH_PATIENCE_S}, got {text}")
+    return patience_s
+
+
+def _parse_fake(text: str) -> FakeSettings:
+    """JSON of FakeSettings; "1" for the defaults."""
+    return FakeSettings() if text == "1" else msgspec.json.decode(text, type=FakeSettings)

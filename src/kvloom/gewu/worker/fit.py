@@ -1,0 +1,18 @@
+"""What a model's files say of a worker's sizes. It needs torch, which a worker of the fake model does without."""
+
+from dataclasses import replace
+
+from kvloom.checkpoints import footprint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.contract.config import EngineConfig
+from kvloom.rank.loading import choose_backend
+
+
+def fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
+    """`config` with its back end, the bytes of a token's keys and values, and the model's longest sequence.
+
+    Raises ModelError.
+    """
+    spec = open_checkpoint(config.model).spec
+    config = replace(config, backend=choose_backend(config, spec))
+    return config, footprint.kv_token_bytes(config, config.backend, spec), spec.max_seq_len

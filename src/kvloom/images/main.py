@@ -1,0 +1,115 @@
+"""The process of a text-to-image model: loads a pipeline, paints what it is asked for until its socket closes.
+
+`python -m kvloom.images.main SOCKET LEVEL`: the number of an open socket, and the level of logging.
+"""
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections import deque
+
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.engine.link import ranklog
+from kvloom.engine.link.channel import Channel
+from kvloom.images.messages import Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
+from kvloom.images.pipeline import Cancelled, Pipeline, open_pipeline
+
+_NICENESS = 5  # a picture takes seconds; tokens that others wait for come first
+
+
+class _Desk:
+    """Orders as they come: paints wait in turn, a cancel reaches the one that runs at its next step."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._paints: deque[Paint] = deque()
+        self._cancelled: set[int] = set()
+
+    def next(self) -> Paint:
+        """The next order that is still wanted. Raises EOFError when the server is gone."""
+        while True:
+            while not self._paints:
+                self._take()
+            self._take_all()
+            paint = self._paints.popleft()
+            if paint.id not in self._cancelled:
+                self._cancelled = {id for id in self._cancelled if id > paint.id}  # the others are over
+                return paint
+
+    def check(self, id: int) -> None:
+        """Raises Cancelled when the order is no longer wanted, EOFError when the server is gone."""
+        self._take_all()
+        if id in self._cancelled:
+            raise Cancelled
+
+    def _take_all(self) -> None:
+        while self._channel.is_readable():
+            self._take()
+
+    def _take(self) -> None:
+        order: Order = self._channel.receive()
+        if isinstance(order, Cancel):
+            self._cancelled.add(order.id)
+        else:
+            self._paints.append(order)
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer orders until the server closes the socket."""
+    channel = Channel(sock, Setup)
+    setup: Setup = channel.receive()
+    channel.expect(Order)
+    if setup.cores:
+        os.sched_setaffinity(0, setup.cores)  # of this thread and those that it will start
+    try:
+        pipeline = open_pipeline(setup)
+    except ModelError as error:
+        channel.send(Failed(str(error)))
+        return
+    channel.send(Ready(pipeline.info))
+    desk = _Desk(channel)
+    while True:
+        paint = desk.next()
+        channel.send(_painted(paint, pipeline, desk, channel))
+
+
+def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) -> Ended:
+    """Sends the pictures of one order; how it ended."""
+
+    def on_step(picture: int, step: int, num_steps: int) -> None:
+        channel.send(Progress(paint.id, picture, step, num_steps))
+        desk.check(paint.id)
+
+    def on_picture(picture: int, data: bytes, partial: int | None) -> None:
+        channel.send(Picture(paint.id, picture, data, partial, count))
+
+    try:
+        count = pipeline.check(paint)
+        for number in range(len(paint.seeds)):
+            pipeline.paint(paint, number, on_step, on_picture)
+    except Cancelled:
+        return Ended(paint.id, error="cancelled")
+    except BadRequest as error:
+        return Ended(paint.id, error=error.problem, field=error.field)
+    except (EOFError, OSError):  # the server is gone
+        raise
+    except Exception as error:  # whatever it is, the client is told; the pipeline goes on with the next
+        traceback.print_exc()
+        return Ended(paint.id, error=f"the pipeline failed: {type(error).__name__}: {error}")
+    return Ended(paint.id, count)
+
+
+def main() -> None:
+    ranklog.begin(int(sys.argv[2]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    os.nice(_NICENESS)
+    try:
+        serve(socket.socket(fileno=int(sys.argv[1])))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

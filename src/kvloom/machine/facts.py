@@ -1,0 +1,201 @@
+"""Facts about a machine, read where Linux tells them. What is not told is None, 0 or empty; nothing here judges."""
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from kvloom.checkpoints.demo_models import MODELS, pulled
+from kvloom.contract.errors import UserError
+from kvloom.rank.kernels import build
+from kvloom.rank.kernels.kept import kept_weights
+
+BASE = (  # what serving on the CPU needs; docs/install.md has the reasons
+    *("numpy", "gguf", "tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "httptools", "msgspec"),
+    *("typer", "rich", "prometheus-client", "cryptography", "xxhash", "llguidance", "httpx"),
+)
+EXTRAS = (
+    *("torch", "diffusers", "valkey", "mooncake-transfer-engine-non-cuda", "opentelemetry-sdk", "pyarrow"),
+    "matplotlib",
+)
+_UNLIMITED_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a huge number
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Bytes, numbers of cores, texts as the system spells them."""
+
+    version: str = ""  # of kvloom
+    python: str = ""
+    system: str = ""  # kernel and C library
+    architecture: str = ""
+    cpu: str = ""  # its name
+    cpu_flags: frozenset[str] = frozenset()
+    is_virtual: bool = False
+    num_cores: int = 0  # of the machine
+    num_usable: int = 0  # by this process
+    quota_cores: float | None = None  # of its control group
+    load: float = 0.0  # processes that want a core, mean of a minute
+    governor: str = ""
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    swap_bytes: int = 0
+    limit_bytes: int | None = None  # of its control group
+    limit_used_bytes: int = 0
+    huge_pages: str = ""  # always, madvise or never
+    shm_bytes: int = 0  # free for shared memory
+    cuda_devices: tuple[str, ...] = ()
+    npu_devices: tuple[str, ...] = ()
+    compiler: str = ""  # of C++
+    kernels: Mapping[str, str] = field(default_factory=dict)  # instruction set -> its library, where there is one
+    cache: str = ""  # folder of packed weights; "" = off
+    cache_problem: str = ""
+    cache_bytes: int = 0
+    disk_free_bytes: int = 0
+    demo_model: str = ""  # its file
+    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, of those that are installed
+
+
+def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Facts:
+    """Of this machine. `root` stands for /, of which proc, sys and dev are read."""
+    meminfo = _pairs(_text(root / "proc/meminfo"))
+    cpuinfo = _pairs(_text(root / "proc/cpuinfo").partition("\n\n")[0])
+    flags = build.cpu_flags(root / "proc/cpuinfo")
+    limit, used = _memory_limit(root / "sys/fs/cgroup", root / "proc/self/cgroup")
+    cache, problem, cache_bytes, free = _cache(environ)
+    return Facts(
+        version=_versions(("kvloom",)).get("kvloom", ""),
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()}, {' '.join(platform.libc_ver()) or 'unknown C library'}",
+        architecture=platform.machine(),
+        cpu=cpuinfo.get("model name", ""),
+        cpu_flags=flags,
+        is_virtual="hypervisor" in flags,
+        num_cores=_text(root / "proc/cpuinfo").count("processor\t"),
+        num_usable=len(os.sched_getaffinity(0)),
+        quota_cores=_quota(root / "sys/fs/cgroup", root / "proc/self/cgroup"),
+        load=float((_text(root / "proc/loadavg").split() or ["0"])[0]),
+        governor=_text(root / "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor").strip(),
+        memory_bytes=_kib(meminfo, "MemTotal"),
+        available_bytes=_kib(meminfo, "MemAvailable"),
+        swap_bytes=_kib(meminfo, "SwapTotal"),
+        limit_bytes=limit,
+        limit_used_bytes=used,
+        huge_pages=_chosen(_text(root / "sys/kernel/mm/transparent_hugepage/enabled")),
+        shm_bytes=_free(root / "dev/shm"),
+        cuda_devices=_names(root / "proc/driver/nvidia/gpus"),
+        npu_devices=tuple(name for name in _names(root / "dev") if name.startswith("davinci") and name[7:].isdigit()),
+        compiler=build.find_compiler() or "",
+        kernels={isa: str(path) for isa in build.ISAS if (path := build.found(isa)) is not None},
+        cache=cache,
+        cache_problem=problem,
+        cache_bytes=cache_bytes,
+        disk_free_bytes=free,
+        demo_model=next((str(path) for name in MODELS if (path := pulled(name)) is not None), ""),
+        packages=_versions((*BASE, *EXTRAS)),
+    )
+
+
+def _cache(environ: Mapping[str, str]) -> tuple[str, str, int, int]:
+    """Folder of packed weights, what is wrong with it, its bytes, and what its disk has free."""
+    try:
+        kept = kept_weights(environ)
+    except UserError as error:
+        return "", str(error), 0, 0
+    if kept is None:
+        return "", "", 0, 0
+    there = next(folder for folder in (kept.folder, *kept.folder.parents) if folder.exists())
+    try:
+        held = sum(entry.num_bytes for entry in kept.entries())
+    except OSError as error:
+        return str(kept.folder), error.strerror or str(error), 0, _free(there)
+    problem = "" if os.access(there, os.W_OK) else "it cannot be written to"
+    return str(kept.folder), problem, held, _free(there)
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _quota(root: Path, membership: Path) -> float | None:
+    """Cores that the control group may use, version 2 or 1; the least of it and those above it."""
+    found = []
+    for group in _groups(root, membership):
+        limit, _, period = _text(group / "cpu.max").partition(" ")
+        found.append((limit, period))
+    for group in _groups(root / "cpu", membership):
+        found.append((_text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")))
+    cores = [int(limit) / int(period) for limit, period in found if limit.strip().isdigit() and int(period or 0)]
+    return min(cores, default=None)
+
+
+def _memory_limit(root: Path, membership: Path) -> tuple[int | None, int]:
+    """Limit and use of the control group, version 2 or 1; the tightest of it and those above it."""
+    found = []
+    for group in _groups(root, membership):
+        found.append((_text(group / "memory.max"), _text(group / "memory.current")))
+    for group in _groups(root / "memory", membership):
+        found.append((_text(group / "memory.limit_in_bytes"), _text(group / "memory.usage_in_bytes")))
+    limits = [
+        (int(limit), int(used or 0))
+        for limit, used in found
+        if limit.strip().isdigit() and int(limit) < _UNLIMITED_BYTES
+    ]
+    return min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
+
+
+def _groups(root: Path, membership: Path) -> Iterator[Path]:
+    """Folders of this process's control group and of those above it, as far as they are mounted at `root`."""
+    seen = set()
+    for line in _text(membership).splitlines():
+        inner = root / line.split(":", 2)[2].lstrip("/")
+        for group in (inner, *inner.parents):
+            if group in seen or not group.is_relative_to(root):
+                continue
+            seen.add(group)
+            yield group
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _names(folder: Path) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except OSError:
+        return ()
+
+
+def _pairs(text: str) -> dict[str, str]:
+    lines = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def _kib(pairs: Mapping[str, str], name: str) -> int:
+    number = pairs.get(name, "").partition(" ")[0]
+    return int(number) << 10 if number.isdigit() else 0
+
+
+def _chosen(text: str) -> str:
+    """Of "always [madvise] never" what stands in brackets."""
+    return text.partition("[")[2].partition("]")[0]
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return 0

@@ -1,0 +1,95 @@
+"""A shared library: prebuilt next to its package (a wheel), or compiled once into the user's cache.
+
+From the cache only kvloom itself loads it; programs link with what install.py lays down. A wheel build runs this too,
+with nothing but the standard library.
+"""
+
+import hashlib
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class BuildError(Exception):
+    """The compiler is missing or failed; the message says what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    language: str  # for people
+    variable: str  # of the environment, that names another
+    command: str
+    flags: tuple[str, ...]
+
+
+_FLAGS = ("-D_GNU_SOURCE", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared")
+C = Compiler("C", "CC", "cc", ("-std=c11", *_FLAGS))
+CPP = Compiler("C++", "CXX", "c++", ("-std=c++17", *_FLAGS))
+# nodelete: the library's threads outlive a dlclose
+_LINK_FLAGS = ("-Wl,-z,nodelete", "-Wl,-z,defs")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLibrary:
+    name: str  # its folder in the cache and in the user's data
+    package: Path  # the folder with include/, the sources and, in a wheel, lib/
+    soname: str  # its number rises when programs that were linked before no longer work
+    sources: str  # glob, in `package`
+    exports: str  # version script, in `package`
+    compiler: Compiler
+
+    @property
+    def include(self) -> Path:
+        return self.package / "include"
+
+    @property
+    def prebuilt(self) -> str:
+        """Where a wheel has it, in `package`."""
+        return f"lib/{self.soname}"
+
+    def source_files(self) -> list[Path]:
+        return sorted(self.package.glob(self.sources))
+
+    def path(self) -> Path:
+        """Of the library, compiled first if need be. Raises BuildError."""
+        prebuilt = self.package / self.prebuilt
+        if prebuilt.exists():
+            return prebuilt
+        path = _cache() / "kvloom" / self.name / self._digest() / self.soname
+        if not path.exists():
+            self.compile(path)
+        return path
+
+    def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
+        """Compile it to `path`, whole or not at all. Raises BuildError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            built = Path(folder) / self.soname
+            compiler = os.environ.get(self.compiler.variable, self.compiler.command)
+            sources = [str(source) for source in self.source_files()]
+            command = [compiler, *self.compiler.flags, f"-I{self.include}", *sources, *self._link_flags()]
+            try:
+                subprocess.run([*command, "-o", str(built), *extra_flags], check=True, capture_output=True, text=True)
+            except FileNotFoundError:
+                what = f"there is no {self.compiler.language} compiler {compiler!r}"
+                raise BuildError(f"{what}; install one or set {self.compiler.variable}") from None
+            except subprocess.CalledProcessError as error:
+                raise BuildError(f"compiling {self.soname} failed:\n{error.stderr}") from None
+            built.rename(path)
+
+    def _link_flags(self) -> tuple[str, ...]:
+        script = f"-Wl,--version-script={self.package / self.exports}"
+        return (*_LINK_FLAGS, f"-Wl,-soname,{self.soname}", script)
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(" ".join((*self.compiler.flags, *_LINK_FLAGS, self.soname)).encode())
+        folder = (self.package / self.exports).parent
+        for source in sorted([*folder.iterdir(), *self.include.rglob("*.h")]):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

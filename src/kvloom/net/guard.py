@@ -1,0 +1,33 @@
+"""SiteMiddleware: sites.py before an ASGI app."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.net.sites import Policy, Refusal, refusal
+
+
+class SiteMiddleware:
+    """Answers what is refused by `reply(path, refusal)`; it stands before everything that a request may change."""
+
+    def __init__(self, app: ASGIApp, policy: Policy, reply: Callable[[str, Refusal], Response]) -> None:
+        self._app, self._policy, self._reply = app, policy, reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            pairs = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+            refused = refusal(self._policy, scope["method"], scope["path"], joined(pairs))
+            if refused is not None:
+                await self._reply(scope["path"], refused)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def joined(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    """Headers by lower-case name, as HTTP reads those that come several times."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, value in pairs:
+        found[name.lower()].append(value)
+    return {name: ", ".join(values) for name, values in found.items()}

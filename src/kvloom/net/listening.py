@@ -1,0 +1,172 @@
+"""Listening, once and in one way: what is returned here listens, and an address that is taken is told at once.
+
+SO_REUSEADDR, without which a server could not start again for a minute, lets two programs bind one address as long as
+neither listens, and an event loop that listens later may hide the error. So bind and listen belong together, before
+anything slow.
+"""
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvloom.contract.errors import UserError
+
+BACKLOG = 2048  # connections that wait to be accepted, while a model is loaded too
+_TRIES = 20  # two that listen in the same instant may both be refused, although neither then listens
+_PROBE_S = 1.0
+_PROBLEMS = {
+    errno.EADDRINUSE: "port {port} of {host} is in use by another program; stop that one or choose another port",
+    errno.EACCES: "port {port} of {host} needs a right that this user does not have; choose a port above 1023",
+    errno.EADDRNOTAVAIL: "{host} is not an address of this machine",
+}
+
+
+class ListenError(UserError, OSError):
+    """An address cannot be had; one sentence names it."""
+
+
+def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
+    """A listening TCP socket on an address or a name (its IPv4 address first); port 0 takes a free one.
+
+    Raises ListenError.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError):
+        raise ListenError(f"{host} is neither an address nor a known name") from None
+    family, _, _, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    for _ in range(_TRIES):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        is_bound = False
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            is_bound = True
+            listener.listen(backlog)
+            return listener
+        except OSError as error:
+            listener.close()
+            if not (is_bound and error.errno == errno.EADDRINUSE):
+                raise ListenError(_problem(host, port, error)) from None
+    raise ListenError(_PROBLEMS[errno.EADDRINUSE].format(host=host, port=port))
+
+
+def _problem(host: str, port: int, error: OSError) -> str:
+    text = _PROBLEMS.get(error.errno or 0, "port {port} of {host} cannot be listened on: {reason}")
+    return text.format(host=host, port=port, reason=error.strerror or error)
+
+
+def own_names(hosts: Iterable[str]) -> frozenset[str]:
+    """Names that this machine has by itself, lower case; none when `hosts` are loopback addresses only."""
+    if all(is_loopback(host) for host in hosts):
+        return frozenset()
+    name = socket.gethostname().lower()
+    short = name.partition(".")[0]
+    return frozenset({name, short, f"{short}.local"})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address; of names it knows "localhost"."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_address(host: str) -> bool:
+    """Whether it is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def bracketed(host: str) -> str:
+    """A host as URLs have it: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+class UnixListener:
+    """A listening Unix socket, `socket`, at a path that is this process's own until `close`.
+
+    A lock beside it, which ends with its holder, decides who has the path; what a holder that was killed left behind
+    is replaced.
+    """
+
+    def __init__(self, path: Path, mode: int, backlog: int = BACKLOG, group: int = -1) -> None:
+        """`mode` of the socket, as 0o660; group: its number, -1 = this process's. Raises ListenError.
+
+        A folder that is missing is made, for the group, and for all where all may connect.
+        """
+        self._path = path
+        self._group = group
+        try:
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o770)
+                os.chown(path.parent, -1, group)
+                path.parent.chmod(0o755 if mode & 0o006 else 0o750)
+            self._lock = _lock_of(path)
+        except OSError as error:
+            raise ListenError(f"{path} cannot be listened on: {error.strerror or error}") from None
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._take(mode, backlog)
+        except OSError as error:
+            self.socket.close()
+            os.close(self._lock)
+            if isinstance(error, ListenError):
+                raise
+            raise ListenError(f"{path} cannot be listened on: {error.strerror or error}") from None
+
+    def _take(self, mode: int, backlog: int) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ListenError(f"{self._path} is in use by another program") from None
+        if self._path.exists() and not stat.S_ISSOCK(self._path.stat().st_mode):
+            raise ListenError(f"{self._path} is there and is not a socket")
+        if is_serving(self._path):  # by one that takes no lock
+            raise ListenError(f"{self._path} is in use by another program")
+        hidden = self._path.with_name(f"{self._path.name}.{os.getpid()}")  # whoever finds the name can connect to it
+        hidden.unlink(missing_ok=True)
+        self.socket.bind(str(hidden))
+        try:
+            os.chown(hidden, -1, self._group)
+            hidden.chmod(mode)
+            self._inode = hidden.stat().st_ino
+            self.socket.listen(backlog)
+            hidden.replace(self._path)
+        except OSError:
+            hidden.unlink(missing_ok=True)
+            raise
+
+    def close(self) -> None:
+        """Stops listening and removes the path if it is still this socket's."""
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+        self.socket.close()
+        os.close(self._lock)
+
+
+def _lock_of(path: Path) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return os.open(path.with_name(f"{path.name}.lock"), flags, 0o600)
+
+
+def is_serving(path: Path) -> bool:
+    """Whether anybody accepts connections at a Unix socket's path."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_S)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

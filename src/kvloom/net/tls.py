@@ -1,0 +1,220 @@
+"""Files of mutual TLS: CA, certificate, encrypted key, its password and revocation lists, all checked."""
+
+import socket
+import ssl
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+from cryptography.x509.oid import ExtendedKeyUsageOID
+
+from kvloom.contract.errors import UserError
+from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted
+from kvloom.net.tlsconfig import TlsConfig
+
+MIN_RSA_BITS = 2048
+MIN_EC_BITS = 256
+MAX_FILE_BYTES = 10 * 1024 * 1024
+CIPHERS_TLS12 = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secrecy and AEAD only; TLS 1.3 has no others
+READABLE_BY_GROUP = 0o037  # bits that a secret may not have: 0640 at most
+WRITABLE_BY_OWNER = 0o022  # bits that a public file may not have
+
+PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
+
+
+class TlsError(UserError):
+    """One sentence that names the file and what to do. Never holds a secret."""
+
+
+def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
+    """A context of ssl.PROTOCOL_TLS_SERVER or _CLIENT: TLS 1.2 or later, the other side shows a certificate of the CA.
+
+    It checks no host name. Raises TlsError, one sentence, for the first thing that is wrong.
+    """
+    now = datetime.now(UTC)
+    authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
+    if not authorities:
+        raise TlsError("tlsCaFile: at least one CA certificate is needed to check the other side")
+    password = _password(config)
+    _check_pair(config, password, now)
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(CIPHERS_TLS12)
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(config.cert, config.key, password or b"")
+        for path in config.ca_files:
+            context.load_verify_locations(path)
+        if config.crls:
+            _check_crls(config.crls, authorities, now)
+            for path in config.crls:
+                context.load_verify_locations(path)
+            context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
+    except (ssl.SSLError, OSError) as error:
+        raise TlsError(f"the TLS files cannot be loaded: {error}") from error
+    return context
+
+
+class MutualTls:
+    """Both ends of connections between equals: TLS 1.3, and each side shows a certificate of the CA, for either role.
+
+    Names in certificates are not compared with addresses: who has a certificate of the CA belongs. Any thread may call.
+    """
+
+    def __init__(self, config: TlsConfig) -> None:
+        """Raises TlsError, one sentence."""
+        self._config = config
+        self.reload()
+
+    def reload(self) -> None:
+        """New connections use the files as they are now. Raises TlsError and keeps what is in use if they are bad."""
+        contexts = [load_context(self._config, side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
+        _check_usage(self._config)
+        for context in contexts:
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+        contexts[1].num_tickets = 0  # a resumed session would not be checked against a newer revocation list
+        self._revoked = _revoked(self._config)
+        self._client, self._server = contexts
+
+    def is_revoked(self, certificate: bytes) -> bool:
+        """Whether the lists now in use name a certificate, in DER form, that a connection was made with before."""
+        shown = x509.load_der_x509_certificate(certificate)
+        return (shown.issuer, shown.serial_number) in self._revoked
+
+    def wrap(self, sock: socket.socket, is_server: bool) -> ssl.SSLSocket:
+        """Takes over a connected socket; the handshake has not begun. Raises OSError when it is connected no more."""
+        context = self._server if is_server else self._client
+        return context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
+
+
+def _check_usage(config: TlsConfig) -> None:
+    certificate = x509.load_pem_x509_certificates(config.cert.read_bytes())[0]
+    try:
+        usage = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    if not {ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH} <= set(usage):
+        raise TlsError(f"tlsCert: the certificate in {config.cert} must be for servers and clients, a node is both")
+
+
+def _read(option: str, path: Path, forbidden_mode: int) -> bytes:
+    try:
+        status = path.stat()
+        if not 0 < status.st_size <= MAX_FILE_BYTES:
+            raise TlsError(f"{option}: {path} must hold 1 to {MAX_FILE_BYTES} bytes, it has {status.st_size}")
+        if status.st_mode & forbidden_mode:
+            raise TlsError(f"{option}: {path} has mode {status.st_mode & 0o777:04o}, at most "
+                           f"{0o777 & ~forbidden_mode & 0o666:04o} is allowed")  # fmt: skip
+        return path.read_bytes()
+    except OSError as error:
+        raise TlsError(f"{option}: {path} cannot be read: {error.strerror}") from error
+
+
+def _certificates(option: str, path: Path, now: datetime) -> list[x509.Certificate]:
+    try:
+        certificates = x509.load_pem_x509_certificates(_read(option, path, WRITABLE_BY_OWNER))
+    except ValueError as error:
+        raise TlsError(f"{option}: {path} holds no certificate in PEM form") from error
+    for certificate in certificates:
+        if certificate.not_valid_after_utc < now:
+            raise TlsError(f"{option}: the certificate in {path} expired on {certificate.not_valid_after_utc:%F}")
+        if certificate.not_valid_before_utc > now:
+            raise TlsError(f"{option}: the certificate in {path} is valid only from {certificate.not_valid_before_utc}")
+        _check_strength(option, path, certificate)
+    return certificates
+
+
+def _check_strength(option: str, path: Path, certificate: x509.Certificate) -> None:
+    key = certificate.public_key()
+    if isinstance(key, rsa.RSAPublicKey) and key.key_size < MIN_RSA_BITS:
+        raise TlsError(f"{option}: the RSA key of {path} has {key.key_size} bits, at least {MIN_RSA_BITS} are needed")
+    if isinstance(key, ec.EllipticCurvePublicKey) and key.key_size < MIN_EC_BITS:
+        raise TlsError(f"{option}: the EC key of {path} has {key.key_size} bits, at least {MIN_EC_BITS} are needed")
+    if not isinstance(key, PublicKey):
+        raise TlsError(f"{option}: the key of {path} is neither RSA, EC nor Ed25519/Ed448")
+
+
+def _authorities(path: Path, now: datetime) -> list[x509.Certificate]:
+    certificates = _certificates("tlsCaFile", path, now)
+    for certificate in certificates:
+        try:
+            is_authority = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+        except x509.ExtensionNotFound:
+            is_authority = False
+        if not is_authority:
+            raise TlsError(f"tlsCaFile: {path} is not the certificate of a CA")
+    return certificates
+
+
+def _password(config: TlsConfig) -> bytes | None:
+    if config.key_password is None:
+        return None
+    text = _read("tlsPkPwd", config.key_password, READABLE_BY_GROUP).decode(errors="replace").strip()
+    if not is_encrypted(text):
+        raise TlsError(f"tlsPkPwd: {config.key_password} is not encrypted: write it with seceasy_encrypt --encrypt")
+    try:
+        return KeyStore(config.keystore_master, config.keystore_standby).decrypt(text).rstrip(b"\r\n")
+    except (KeyStoreError, OSError) as error:
+        raise TlsError(f"tlsPkPwd: {config.key_password} cannot be decrypted: {error}") from error
+
+
+def _check_pair(config: TlsConfig, password: bytes | None, now: datetime) -> None:
+    certificate = _certificates("tlsCert", config.cert, now)[0]
+    pem = _read("tlsPk", config.key, READABLE_BY_GROUP)
+    try:
+        key = load_pem_private_key(pem, password)
+    except TypeError as error:  # a password for a key that has none, or none for one that has
+        needs = "is not encrypted, but tlsPkPwd is given" if password else "is encrypted, but tlsPkPwd is not given"
+        raise TlsError(f"tlsPk: {config.key} {needs}") from error
+    except ValueError as error:
+        raise TlsError(f"tlsPk: {config.key} is not a private key in PEM form, or tlsPkPwd does not fit") from error
+    form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    if key.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
+        raise TlsError(f"tlsPk: {config.key} is not the key of the certificate {config.cert}")
+
+
+def _check_crls(paths: tuple[Path, ...], authorities: list[x509.Certificate], now: datetime) -> None:
+    """Every CA needs a list of its own: OpenSSL refuses the clients of a CA that has none."""
+    lists = [revoked for path in paths for revoked in _crls(path, now)]
+    for authority in authorities:
+        if not any(_is_signed(revoked, authority) for revoked in lists):
+            raise TlsError(
+                f"tlsCrl: {', '.join(map(str, paths))} has no revocation list of {authority.subject.rfc4514_string()}"
+            )
+
+
+def _revoked(config: TlsConfig) -> frozenset[tuple[x509.Name, int]]:
+    """Issuer and serial number of each certificate that a list of its CA names."""
+    now = datetime.now(UTC)
+    authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
+    lists = [each for path in config.crls for each in _crls(path, now)]
+    signed = [each for each in lists if any(_is_signed(each, authority) for authority in authorities)]
+    return frozenset((each.issuer, one.serial_number) for each in signed for one in each)
+
+
+def _crls(path: Path, now: datetime) -> list[x509.CertificateRevocationList]:
+    pem = _read("tlsCrl", path, WRITABLE_BY_OWNER)
+    end = b"-----END X509 CRL-----"
+    try:
+        lists = [x509.load_pem_x509_crl(part + end) for part in pem.split(end)[:-1]]
+    except ValueError as error:
+        raise TlsError(f"tlsCrl: {path} holds no revocation list in PEM form") from error
+    for revoked in lists:
+        if revoked.next_update_utc is not None and revoked.next_update_utc < now:
+            raise TlsError(f"tlsCrl: the revocation list in {path} expired on {revoked.next_update_utc:%F}")
+    return lists
+
+
+def _is_signed(revoked: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
+    key = authority.public_key()
+    if revoked.issuer != authority.subject or not isinstance(key, PublicKey):
+        return False
+    try:
+        return revoked.is_signature_valid(key)
+    except InvalidSignature:
+        return False

@@ -1,0 +1,233 @@
+"""PeerLink: this node's calls to one other node: a line for loads, one for pushes, a breaker, a queue of pushes."""
+
+import contextlib
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import xxhash
+
+from ems.common.breaker import Breaker
+from ems.common.channel import Channel, remaining_ms
+from ems.keys import KEY_BYTES
+from ems.wire import messages as m
+from ems.wire.frames import WireError
+from ems.wire.messages import Cause, Status
+from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
+from kvloom.pool.cluster.tls_channel import Complaints
+from kvloom.pool.config import Address
+from kvloom.pool.node import Fetched, Outgoing
+from kvloom.pool.storage.entries import Entry, Reservation, Written
+from kvloom.pool.storage.store import TenantPool
+
+_PUSH_S = 5.0
+_MAX_QUEUE = 256  # blocks waiting to be pushed; who has more waits
+_PUSH_BLOCKS = 32  # in one message
+_PUSH_BYTES = 4 << 20  # in one message, the last block apart
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    pool: TenantPool
+    entry: Entry
+    parent: bytes
+
+    def outgoing(self) -> Outgoing:
+        entry = self.entry
+        return Outgoing(entry.key, self.pool.view(entry.offset, entry.length).data, entry.checksum, self.parent)
+
+
+class PeerLink:
+    """Any thread may call. Nothing here raises for what happens on the other machine or in between."""
+
+    def __init__(self, own: Own, address: Address) -> None:
+        self.address = address
+        self.breaker = Breaker()
+        complaints = Complaints()
+        self._loads = PeerLine(address, own, self.breaker, complaints)
+        self._saves = PeerLine(address, own, self.breaker, complaints)
+        self._pushes: queue.Queue[_Push | None] = queue.Queue(_MAX_QUEUE)
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._push_all, name="ems-push", daemon=True)
+        self._thread.start()
+
+    def get(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+        """Brings the blocks the peer has into the pool. problem: TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM."""
+        entries: list[Entry] = []
+        problem = self._loads.call(deadline_s, lambda channel: _get(channel, pool, keys, entries, deadline_s))
+        return Fetched(problem, entries)
+
+    def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
+        """For each key whether the peer has it; all False when it does not answer."""
+        found: list[bool] = [False] * len(keys)
+
+        def ask_for(channel: Channel) -> Cause:
+            answer = ask(channel, m.PeerGet(tenant, b"".join(keys), has_only=True), deadline_s)
+            if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
+                raise WireError("expected blocks")
+            found[:] = [length > 0 for length in answer.lengths]
+            return Cause.NONE
+
+        self._loads.call(deadline_s, ask_for)
+        return found
+
+    def put(self, tenant: str, blocks: list[Outgoing], deadline_s: float) -> list[bool]:
+        """Stores blocks on the peer. Of each, whether it has it now."""
+        statuses = b""
+
+        def send(channel: Channel) -> Cause:
+            nonlocal statuses
+            message = m.PeerPut(
+                tenant,
+                b"".join(block.key for block in blocks),
+                [len(block.data) for block in blocks],
+                b"".join(block.checksum for block in blocks),
+                blocks[0].parent,
+                b"".join(block.parent or bytes(KEY_BYTES) for block in blocks),
+            )
+            channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
+            for block in blocks:
+                channel.send_bytes(block.data, deadline_s)
+            answer = channel.receive(deadline_s).message
+            if not isinstance(answer, m.Saved):
+                raise WireError("expected the result of a save")
+            statuses = answer.statuses
+            return Cause.NONE
+
+        if self._saves.call(deadline_s, send) or len(statuses) != len(blocks):
+            return [False] * len(blocks)
+        return [Status(status).is_success for status in statuses]
+
+    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+        """Queues a pinned block for the peer, waiting for room until the deadline; False when there was none.
+
+        Takes over the pin, which ends when the block is sent or given up.
+        """
+        try:
+            self._pushes.put(_Push(pool, entry, parent), timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Full:
+            pool.counts["push_dropped"] += 1
+            pool.unpin([entry])
+            return False
+        if self._is_closed:
+            self._drain()
+        return True
+
+    def _push_all(self) -> None:
+        push = self._pushes.get()
+        while push is not None and not self._is_closed:
+            batch, size, following = [push], push.entry.length, None
+            while len(batch) < _PUSH_BLOCKS and size < _PUSH_BYTES:
+                try:
+                    following = self._pushes.get_nowait()
+                except queue.Empty:
+                    break
+                if following is None or following.pool is not push.pool:
+                    break
+                batch.append(following)
+                size += following.entry.length
+                following = None
+            self._push(batch)
+            push = following or (None if self._is_closed else self._pushes.get())
+        if push is not None:
+            _give_up(push)
+        self._drain()
+
+    def _drain(self) -> None:
+        """Gives up what still waits."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                push = self._pushes.get_nowait()
+                if push is not None:
+                    _give_up(push)
+
+    def _push(self, batch: list[_Push]) -> None:
+        """Sends blocks of one tenant home, and ends their pins."""
+        pool = batch[0].pool
+        blocks = [each.outgoing() for each in batch]
+        for each, is_done in zip(batch, self.put(pool.tenant, blocks, time.monotonic() + _PUSH_S), strict=True):
+            each.entry.is_home = is_done
+            pool.counts["push_done" if is_done else "push_failed"] += 1
+        pool.unpin([each.entry for each in batch])
+
+    def end_revoked(self) -> int:
+        """Ends connections if the peer's certificate is revoked by now. How many."""
+        return sum(line.end_revoked() for line in (self._loads, self._saves))
+
+    def close(self) -> None:
+        """Ends the pushes and the connections; a call under way fails."""
+        self._is_closed = True
+        with contextlib.suppress(queue.Full):
+            self._pushes.put_nowait(None)
+        self._loads.close()
+        self._saves.close()
+
+
+def _give_up(push: _Push) -> None:
+    push.pool.counts["push_failed"] += 1
+    push.pool.unpin([push.entry])
+
+
+class Incoming(NamedTuple):
+    """A block that another node announces; its bytes follow. parent: the key before it in its chain, or empty.
+
+    is_rcache: its home is elsewhere, and it stays here as a copy.
+    """
+
+    key: bytes
+    length: int
+    checksum: bytes
+    parent: bytes = b""
+    is_rcache: bool = False
+
+
+class Received(NamedTuple):
+    """What became of it. problem: NONE, CORRUPT or NO_ROOM; entry: the block of its key, pinned, if there is one."""
+
+    problem: Cause
+    status: Status
+    entry: Entry | None
+
+
+def _get(channel: Channel, pool: TenantPool, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
+    answer = ask(channel, m.PeerGet(pool.tenant, b"".join(keys)), deadline_s)
+    if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
+        raise WireError("expected blocks")
+    problem = Cause.NONE
+    for key, length, checksum in zip(keys, answer.lengths, m.split_sums(answer.sums), strict=True):
+        if length:
+            block = Incoming(key, length, checksum, is_rcache=True)
+            received = receive_block(channel, pool, block, deadline_s)
+            problem = received.problem or problem
+            if received.entry is not None:
+                received.entry.is_home = True
+                entries.append(received.entry)
+    return problem
+
+
+def receive_block(channel: Channel, pool: TenantPool, block: Incoming, deadline_s: float) -> Received:
+    """Reads one block's bytes from the channel into the pool and publishes it if its checksum holds.
+
+    Raises as the channel does; then nothing is kept.
+    """
+    key, length, checksum, parent, is_rcache = block
+    begun = pool.begin(key, length, is_rcache)
+    if not isinstance(begun, Reservation):
+        channel.receive_into(memoryview(bytearray(length)), deadline_s)
+        if isinstance(begun, Entry):
+            is_same = begun.checksum == checksum and begun.length == length
+            return Received(Cause.NONE, Status.DUPLICATE if is_same else Status.CONFLICT, begun)
+        return Received(Cause.NO_ROOM, begun.status, None)
+    try:
+        view = pool.view(begun.offset, length).data
+        channel.receive_into(view, deadline_s)
+    except BaseException:
+        pool.abandon(begun)
+        raise
+    if xxhash.xxh3_128_digest(view) != checksum:
+        pool.abandon(begun)
+        pool.counts["corrupt_on_wire"] += 1
+        return Received(Cause.CORRUPT, Status.NO_ROOM, None)
+    return Received(Cause.NONE, *pool.publish(Written(begun, checksum, parent)))

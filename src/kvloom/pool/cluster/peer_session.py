@@ -1,0 +1,89 @@
+"""PeerSession: one connected other node. It proves that it knows the cluster's secret; then its frames are tagged."""
+
+import time
+from collections.abc import Callable
+
+from ems.common.channel import CHANNEL_ERRORS, Channel
+from ems.common.exception import EmsErrorCode
+from ems.keys import NONCE_BYTES, proof, same
+from ems.wire import messages as m
+from ems.wire.frames import WireError
+from kvloom.pool.cluster.peer_line import session_keys
+from kvloom.pool.cluster.peer_link import Incoming, receive_block
+from kvloom.pool.node import Node
+
+_HANDSHAKE_S = 5.0
+_MIN_BUDGET_S = 0.05
+_MAX_BUDGET_S = 30.0
+
+
+class PeerSession:
+    """Runs in its own thread."""
+
+    def __init__(self, channel: Channel, node: Node, new_nonce: Callable[[int], bytes]) -> None:
+        self._channel = channel
+        self._node = node
+        self._new_nonce = new_nonce
+
+    def run(self, hello: m.Hello) -> None:
+        """From the peer's Hello to the end of the connection. Never raises for what the peer does."""
+        try:
+            if not self._authenticate(hello):
+                return
+            while True:
+                frame = self._channel.receive()
+                budget_s = min(_MAX_BUDGET_S, max(_MIN_BUDGET_S, frame.deadline_ms / 1000))
+                deadline_s = time.monotonic() + budget_s
+                if isinstance(frame.message, m.PeerGet):
+                    self._get(frame.message, deadline_s)
+                elif isinstance(frame.message, m.PeerPut):
+                    self._put(frame.message, deadline_s)
+                else:
+                    raise WireError("not a request of a peer")
+        except CHANNEL_ERRORS:
+            self._node.counts["peer_sessions_ended"] += 1
+
+    def _authenticate(self, hello: m.Hello) -> bool:
+        deadline_s = time.monotonic() + _HANDSHAKE_S
+        secret, nonce = self._node.config.secret, self._new_nonce(NONCE_BYTES)
+        self._channel.send(m.Challenge(nonce, b"peer"), deadline_s)
+        claim = self._channel.receive(deadline_s).message
+        expected = proof(secret, "peer caller", hello.access_id, hello.nonce, nonce)
+        if not secret or not isinstance(claim, m.Proof) or not same(claim.proof, expected):
+            self._node.counts["auth_failures"] += 1
+            self._node.refused.note(f"node {hello.access_id!r}, which does not know the cluster's secret")
+            self._channel.send(m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "wrong proof"), deadline_s)
+            return False
+        answer = proof(secret, "peer called", hello.access_id, hello.nonce, nonce)
+        welcome = m.Welcome(self._node.incarnation, b"", answer, 0, self._node.config.slab_bytes, False)
+        self._channel.send(welcome, deadline_s)
+        theirs, ours = session_keys(secret, hello.nonce, nonce)
+        self._channel.use_key(ours, theirs)
+        return True
+
+    def _get(self, message: m.PeerGet, deadline_s: float) -> None:
+        pool = self._node.pool(message.tenant)
+        entries = pool.pin_each(m.split_keys(message.keys))
+        try:
+            sums = b"".join(entry.checksum if entry else bytes(m.SUM_BYTES) for entry in entries)
+            self._channel.send(m.PeerBlocks([entry.length if entry else 0 for entry in entries], sums), deadline_s)
+            for entry in entries:
+                if entry is not None and not message.has_only:
+                    self._channel.send_bytes(pool.view(entry.offset, entry.length).data, deadline_s)
+                    pool.counts["peer_reads"] += 1
+        finally:
+            pool.unpin([entry for entry in entries if entry is not None])
+
+    def _put(self, message: m.PeerPut, deadline_s: float) -> None:
+        pool = self._node.pool(message.tenant)
+        statuses = bytearray()
+        keys = m.split_keys(message.keys)
+        parents = m.split_keys(message.parents) or [message.parent, *keys[:-1]]
+        blocks = zip(keys, message.lengths, m.split_sums(message.sums), parents, strict=True)
+        for key, length, checksum, parent in blocks:
+            received = receive_block(self._channel, pool, Incoming(key, length, checksum, parent), deadline_s)
+            if received.entry is not None:
+                pool.unpin([received.entry])
+            pool.counts["peer_writes"] += received.status == m.Status.STORED
+            statuses.append(received.status)
+        self._channel.send(m.Saved(bytes(statuses)), deadline_s)

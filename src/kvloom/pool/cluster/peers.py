@@ -1,0 +1,119 @@
+"""Peers: the other nodes of the cluster, as sessions use them. Static ones, or as the control plane says."""
+
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from ems.wire.messages import Cause
+from kvloom.net.tls import MutualTls
+from kvloom.pool.cluster.peer_line import Own
+from kvloom.pool.cluster.peer_link import PeerLink
+from kvloom.pool.cluster.placement import home
+from kvloom.pool.config import Address
+from kvloom.pool.node import Fetched, Outgoing, Route
+from kvloom.pool.storage.entries import Entry
+from kvloom.pool.storage.store import TenantPool
+
+_FETCH_THREADS = 8
+
+
+class Peers:
+    """Implements `kvloom.pool.node.Others`. Any thread may call."""
+
+    def __init__(self, own_id: str, secret: bytes, tls: MutualTls | None = None) -> None:
+        """tls: how links are encrypted; None = not."""
+        self._own_id = own_id
+        self._own = Own(own_id, secret, tls)
+        self._lock = threading.Lock()
+        self._links: dict[str, PeerLink] = {}
+        self._active: tuple[str, ...] = (own_id,)
+        self._all: tuple[str, ...] = (own_id,)
+        self._executor = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="ems-fetch")
+
+    def set_members(self, others: Iterable[Address], draining: frozenset[str] = frozenset()) -> None:
+        """The other nodes from now on. Draining ones (this one may be among them) are read from, not written to."""
+        addresses = {address.id: address for address in others if address.id != self._own_id}
+        with self._lock:
+            for gone in [i for i, link in self._links.items() if addresses.get(i) != link.address]:
+                self._links.pop(gone).close()
+            for node_id, address in addresses.items():
+                if node_id not in self._links:
+                    self._links[node_id] = PeerLink(self._own, address)
+            self._all = (self._own_id, *addresses)
+            self._active = tuple(i for i in self._all if i not in draining) or (self._own_id,)
+
+    def _link(self, key: bytes, node_ids: tuple[str, ...]) -> PeerLink | None:
+        node_id = home(key, node_ids)
+        return self._links.get(node_id)
+
+    def route(self, key: bytes) -> Route:
+        """Where a new block of this key belongs."""
+        with self._lock:
+            link = self._link(key, self._active)
+        if link is None:
+            return Route.HERE
+        return Route.CUT_OFF if link.breaker.is_open(time.monotonic()) else Route.AWAY
+
+    def _by_link(self, keys: list[bytes]) -> dict[PeerLink, list[bytes]]:
+        """Whom to ask for which key: its home, and the home it had before nodes began to drain."""
+        groups: dict[PeerLink, list[bytes]] = {}
+        with self._lock:
+            for key in keys:
+                links = {self._link(key, self._active)}
+                if len(self._all) > len(self._active):
+                    links.add(self._link(key, self._all))
+                for link in links:
+                    if link is not None:
+                        groups.setdefault(link, []).append(key)
+        return groups
+
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+        """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
+        calls = [self._executor.submit(link.get, pool, part, deadline_s) for link, part in self._by_link(keys).items()]
+        results = [call.result() for call in calls]
+        problem = next((each.problem for each in results if each.problem), Cause.NONE)
+        return Fetched(problem, [entry for each in results for entry in each.entries])
+
+    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
+        """Length of the prefix of `keys` that other nodes have."""
+        groups = self._by_link(keys)
+        calls = {link: self._executor.submit(link.has, tenant, part, deadline_s) for link, part in groups.items()}
+        found = set()
+        for link, call in calls.items():
+            found |= {key for key, has in zip(groups[link], call.result(), strict=True) if has}
+        return next((i for i, key in enumerate(keys) if key not in found), len(keys))
+
+    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+        """Sends a block to its home in the background; False when too many wait for that until the deadline.
+
+        Takes over one pin.
+        """
+        with self._lock:
+            link = self._link(entry.key, self._active)
+        if link is None:  # its home since the members changed
+            pool.unpin([entry])
+            return True
+        return link.push_later(pool, entry, parent, deadline_s)
+
+    def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
+        """Sends a block to its home; False when it did not arrive in time."""
+        with self._lock:
+            link = self._link(block.key, self._active)
+        return link is not None and link.put(tenant, [block], deadline_s) == [True]
+
+    def status(self) -> dict[str, bool]:
+        """For each other node whether it is being called at present."""
+        now_s = time.monotonic()
+        with self._lock:
+            return {node_id: not link.breaker.is_open(now_s) for node_id, link in self._links.items()}
+
+    def end_revoked(self) -> int:
+        """Ends connections to nodes whose certificate is revoked by now. How many."""
+        with self._lock:
+            links = list(self._links.values())
+        return sum(link.end_revoked() for link in links)
+
+    def close(self) -> None:
+        self.set_members(())
+        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,120 @@
+"""TlsChannel: a Channel inside TLS; and what is said, once, of peers that cannot be spoken to."""
+
+import logging
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ems.common.channel import Channel, remaining_s
+from ems.wire.frames import Frame, WireError
+from kvloom.net.tls import MutualTls
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_MAX_COMPLAINTS = 1024  # remembered; whoever comes from more addresses is told of again
+
+
+class RevokedError(WireError):
+    """The other side's certificate was revoked since the connection was begun."""
+
+
+class TlsChannel(Channel):
+    """As Channel, without descriptors. What TLS has decrypted already is no longer in the socket, and either direction
+    may have to wait for the other one: so each call is tried first, and waits for what TLS says it lacks."""
+
+    def __init__(self, files: MutualTls, sock: socket.socket, is_server: bool) -> None:
+        """Takes over a connected socket. Raises OSError when it is connected no more."""
+        self._files = files
+        self._tls = files.wrap(sock, is_server)
+        super().__init__(self._tls)
+        self._tls.setblocking(False)
+        self._certificate = b""
+
+    def handshake(self, deadline_s: float) -> None:
+        """Before anything else. The other side's refusal of our certificate comes with the first `receive` only."""
+        self._tried(deadline_s, self._tls.do_handshake)
+        self._certificate = self._tls.getpeercert(binary_form=True) or b""
+
+    @property
+    def is_revoked(self) -> bool:
+        """Whether the other side's certificate is revoked by now. Any thread may ask."""
+        return bool(self._certificate) and self._files.is_revoked(self._certificate)
+
+    def refuse_revoked(self) -> None:
+        """Raises RevokedError. For when whoever ends revoked connections can see this one: files may have been read
+        again since the handshake began."""
+        if self.is_revoked:
+            raise RevokedError("its certificate is refused, certificate revoked")
+
+    def _tried(self, deadline_s: float | None, call: Callable[..., T], *arguments: Any) -> T:
+        while True:
+            try:
+                return call(*arguments)
+            except ssl.SSLWantReadError:
+                self._wait(self._readable, deadline_s)
+            except ssl.SSLWantWriteError:
+                self._wait(self._writable, deadline_s)
+
+    def has_frame(self) -> bool:
+        return self._tls.pending() > 0 or super().has_frame()
+
+    def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
+        while len(data):
+            remaining_s(deadline_s)
+            data = data[self._tried(deadline_s, self._tls.send, data) :]
+
+    def receive(self, deadline_s: float | None = None) -> Frame:
+        while (frame := self._reader.next_frame()) is None:
+            data = self._tried(deadline_s, self._tls.recv, self._reader.missing)
+            if not data:
+                raise ConnectionResetError("the other side closed the connection")
+            self._reader.feed(data)
+        return frame
+
+    def receive_into(self, view: memoryview, deadline_s: float | None) -> None:
+        while len(view):
+            remaining_s(deadline_s)
+            count = self._tried(deadline_s, self._tls.recv_into, view)
+            if count == 0:
+                raise ConnectionResetError("the other side closed the connection")
+            view = view[count:]
+
+
+class Complaints:
+    """Warnings in the log, one for each thing that is wrong with somebody. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def warn(self, who: str, problem: str) -> None:
+        """Says "who: problem", unless that was the last thing said of them."""
+        with self._lock:
+            if self._said.get(who) == problem:
+                return
+            if len(self._said) >= _MAX_COMPLAINTS:
+                self._said.clear()
+            self._said[who] = problem
+        logger.warning("%s: %s", who, problem)
+
+    def forget(self, who: str) -> None:
+        """All is well with them: the next problem is news."""
+        with self._lock:
+            self._said.pop(who, None)
+
+
+def problem_of(error: Exception, has_tls: bool) -> str:
+    """What was wrong with a handshake, in words that stay the same from one try to the next. has_tls: we speak TLS."""
+    text = str(error)
+    if isinstance(error, RevokedError):
+        return text
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is refused, {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        text = f"the TLS handshake failed, {(error.reason or 'broken').lower().replace('_', ' ')}"
+        if "certificate" in text:
+            return text
+    return f"{text}; this node speaks {'TLS' if has_tls else 'plain text'}, does the other one too?"

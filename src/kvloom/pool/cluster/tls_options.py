@@ -1,0 +1,31 @@
+"""What the agent's options of TLS between nodes name."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvloom.net.devcerts import node_paths
+from kvloom.net.keystore import DEFAULT_MASTER, DEFAULT_STANDBY
+from kvloom.net.tlsconfig import TlsConfig
+
+
+def tls_from(given: Mapping[str, Any]) -> TlsConfig | None:
+    """The files of the options tls_dir, tls_ca (a sequence), tls_cert, tls_key and tls_crl; None when none is given.
+
+    Raises ValueError naming the option.
+    """
+    names = ("tls_dir", "tls_ca", "tls_cert", "tls_key", "tls_crl")
+    named = {f"--{name.replace('_', '-')}": given[name] for name in names if given.get(name)}
+    folder: Path | None = named.pop("--tls-dir", None)
+    if folder is not None:
+        if named:
+            raise ValueError(f"{next(iter(named))}: --tls-dir names all files; give one of the two")
+        return node_paths(folder)
+    if not named:
+        return None
+    missing = [name for name in ("--tls-ca", "--tls-cert", "--tls-key") if name not in named]
+    if missing:
+        raise ValueError(f"{missing[0]}: needed beside {next(iter(named))}")
+    crls = (named["--tls-crl"],) if "--tls-crl" in named else ()
+    ca_files, cert, key = tuple(named["--tls-ca"]), named["--tls-cert"], named["--tls-key"]
+    return TlsConfig(ca_files, cert, key, None, DEFAULT_MASTER, DEFAULT_STANDBY, crls)

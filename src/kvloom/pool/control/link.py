@@ -1,0 +1,159 @@
+"""ControlLink: an agent's heartbeat to the control plane; applies what it is told, and goes on without it."""
+
+import hashlib
+import hmac
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from ems.keys import derive, same
+from kvloom.pool.auth import Credential, node_token, write_private
+from kvloom.pool.cluster.peers import Peers
+from kvloom.pool.config import Address, TenantLimits, parse_address
+from kvloom.pool.control.state import Heartbeat, Orders
+from kvloom.pool.metrics import collect
+from kvloom.pool.node import Node
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 3.0  # of a connection, and of each pause within an answer
+_ANSWER_S = 30.0
+_MAX_ANSWER_BYTES = 64 << 20
+_SIGNATURE_BYTES = 32
+
+
+class ControlLink:
+    """A thread that beats every `interval_s` until `close`."""
+
+    def __init__(self, node: Node, peers: Peers, address: Callable[[], str], interval_s: float = 2.0) -> None:
+        """address: host:port under which other nodes reach this one, "" when they cannot."""
+        self.is_connected = False
+        self._node = node
+        self._peers = peers
+        self._address = address
+        self._interval_s = interval_s
+        self._kept: Orders | None = None
+        self._complaint = ""
+        self._refused: list[TenantLimits] = []
+        self._stop = threading.Event()
+        self._client = httpx.Client(timeout=_TIMEOUT_S, verify=ssl.create_default_context())  # the system's authorities
+        self._thread = threading.Thread(target=self._run, name="ems-control", daemon=True)
+
+    def start(self) -> None:
+        """Begins with what an earlier life of this node was told, if it kept that, until the first answer comes."""
+        state = self._node.config.state
+        kept = read_orders(state, self._node.config.secret) if state is not None else None
+        if kept is not None:
+            self._apply(kept)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.is_connected = self.beat()
+            self._stop.wait(self._interval_s)
+
+    def beat(self) -> bool:
+        """One heartbeat; False, and nothing changed, when the control plane did not give a valid answer."""
+        config = self._node.config
+        beat = Heartbeat(self._address(), collect(self._node, self._peers.status()))
+        try:
+            orders = msgspec.json.decode(self._post(msgspec.json.encode(beat)), type=Orders)
+            self._apply(orders)
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, ValueError) as error:
+            self._node.counts["control_failures"] += 1
+            self._complain(f"the control plane {config.control_url} gave no valid answer: {one_line(error)}")
+            return False
+        self._complain("")
+        for tenant, size in orders.evict:
+            self._node.pool(tenant).evict(size)
+        if config.state is not None:
+            self._keep(config.state, orders)
+        return True
+
+    def _post(self, beat: bytes) -> bytes:
+        """The answer to a heartbeat. Raises HTTPError, or ValueError for one that is too long or too slow."""
+        config = self._node.config
+        url = f"{config.control_url.rstrip('/')}/v1/nodes/{config.node_id}:heartbeat"
+        headers = {"Authorization": f"Bearer {node_token(config.secret)}", "Content-Type": "application/json"}
+        answer, deadline_s = bytearray(), time.monotonic() + _ANSWER_S
+        with self._client.stream("POST", url, content=beat, headers=headers) as response:
+            response.raise_for_status()
+            for chunk in response.iter_bytes():
+                answer += chunk
+                if len(answer) > _MAX_ANSWER_BYTES or time.monotonic() > deadline_s:
+                    raise ValueError(f"more than {_MAX_ANSWER_BYTES} bytes or {_ANSWER_S:g} seconds of answer")
+        return bytes(answer)
+
+    def _complain(self, problem: str) -> None:
+        """Says what is wrong when it begins, and when it is over."""
+        if problem != self._complaint:
+            log.warning("%s", problem or "the control plane answers again")
+        self._complaint = problem
+
+    def _keep(self, state: Path, orders: Orders) -> None:
+        kept = msgspec.structs.replace(orders, evict=[])
+        if kept == self._kept:
+            return
+        try:
+            write_orders(state, self._node.config.secret, kept)
+            self._kept = kept
+        except OSError as error:
+            if not self._node.counts["state_failures"]:
+                log.error("what the control plane said is not kept for a restart: %s", error)
+            self._node.counts["state_failures"] += 1
+
+    def _apply(self, orders: Orders) -> None:
+        """Raises ValueError, and changes nothing, when the orders make no sense."""
+        credentials = [Credential.from_json(each) for each in orders.credentials]
+        members = [Address(name, *parse_address(address)) for name, address in orders.members.items()]
+        self._node.replace_credentials(credentials)
+        self._peers.set_members(members, frozenset(orders.draining))
+        refused = self._node.set_limits(*(TenantLimits(*each) for each in orders.tenants))
+        self._node.counts["limits_refused"] += len(refused)
+        if refused != self._refused:
+            self._refused = refused
+            for each in refused:
+                log.error(
+                    "the limits of tenant %s are not set: %d bytes guaranteed of %d, and this node has %d, less what "
+                    "others are guaranteed", each.tenant, each.guarantee, each.quota, self._node.config.pool_bytes,
+                )  # fmt: skip
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(_TIMEOUT_S + 1)
+        self._client.close()
+
+
+def one_line(error: Exception) -> str:
+    """What went wrong with a call over HTTP; httpx says more in further lines, or nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def write_orders(path: Path, secret: bytes, orders: Orders) -> None:
+    """Keeps orders in a file that only its owner reads, signed with the cluster's secret; the old file or the new one.
+
+    It holds verifiers of access keys, never keys. Raises OSError.
+    """
+    body = msgspec.json.encode(orders)
+    write_private(path, _signature(secret, body) + body)
+
+
+def read_orders(path: Path, secret: bytes) -> Orders | None:
+    """The orders kept in a file; None when there is none or the cluster's secret did not sign it."""
+    try:
+        data = path.read_bytes()
+        signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
+        return msgspec.json.decode(body, type=Orders) if same(signature, _signature(secret, body)) else None
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _signature(secret: bytes, body: bytes) -> bytes:
+    return hmac.new(derive(secret, "kept orders"), body, hashlib.sha256).digest()

@@ -1,0 +1,190 @@
+"""ControlState: credentials, tenants and nodes of a cluster, in one SQLite file. The data path never waits for it."""
+
+import re
+import secrets
+import sqlite3
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ems.keys import verifier
+from kvloom.pool.metrics import NodeStats
+
+ACCESS_ID = re.compile(r"[0-9a-z._-]{1,512}")
+_ALIVE_S = 10.0  # a node that has not been heard of for longer is not offered to others
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS credentials (access_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, salt BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS keys (access_id TEXT NOT NULL REFERENCES credentials ON DELETE CASCADE,
+  verifier BLOB NOT NULL, expires_s REAL);
+CREATE TABLE IF NOT EXISTS tenants (tenant TEXT PRIMARY KEY, guarantee INTEGER NOT NULL, quota INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS nodes (node_id TEXT PRIMARY KEY, address TEXT NOT NULL, is_draining INTEGER NOT NULL,
+  seen_s REAL NOT NULL, stats TEXT NOT NULL);
+"""
+
+
+class Conflict(Exception):
+    """There is one of that name already."""
+
+
+class Missing(Exception):
+    """There is none of that name."""
+
+
+class Heartbeat(msgspec.Struct):
+    """What a node tells: where it can be reached (host:port, empty = nowhere) and its numbers."""
+
+    address: str
+    stats: NodeStats
+
+
+class Orders(msgspec.Struct):
+    """What a node is told. members: node id -> host:port; evict: [tenant, bytes] pairs, once."""
+
+    credentials: list[dict[str, Any]]
+    tenants: list[tuple[str, int, int]]
+    members: dict[str, str]
+    draining: list[str]
+    evict: list[tuple[str, int]]
+
+
+class ControlState:
+    """Any thread may call. `now` gives the time in seconds since the epoch."""
+
+    def __init__(self, path: Path | str, now: Callable[[], float]) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+        self._evict: dict[str, list[tuple[str, int]]] = defaultdict(list)
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._db.execute("PRAGMA foreign_keys = ON")
+        self._db.executescript(_SCHEMA)
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def issue(self, access_id: str, tenant: str) -> str:
+        """Makes a credential and returns its access key, which is kept nowhere. Raises Conflict."""
+        access_key, salt = secrets.token_hex(32), secrets.token_bytes(16)
+        with self._lock, self._db:
+            try:
+                self._db.execute("BEGIN")
+                self._db.execute("INSERT INTO credentials VALUES (?, ?, ?)", (access_id, tenant, salt))
+            except sqlite3.IntegrityError:
+                raise Conflict(f"access_id {access_id} exists") from None
+            self._db.execute("INSERT INTO keys VALUES (?, ?, NULL)", (access_id, verifier(access_key, salt)))
+        return access_key
+
+    def rotate(self, access_id: str, overlap_s: float) -> str:
+        """A new access key; older ones are valid for `overlap_s` more seconds. Raises Missing."""
+        access_key = secrets.token_hex(32)
+        with self._lock, self._db:
+            self._db.execute("BEGIN")
+            row = self._db.execute("SELECT salt FROM credentials WHERE access_id = ?", (access_id,)).fetchone()
+            if row is None:
+                raise Missing(f"no access_id {access_id}")
+            end_s = self._now() + overlap_s
+            self._db.execute(
+                "UPDATE keys SET expires_s = min(?, coalesce(expires_s, ?)) WHERE access_id = ?",
+                (end_s, end_s, access_id),
+            )
+            self._db.execute("INSERT INTO keys VALUES (?, ?, NULL)", (access_id, verifier(access_key, row[0])))
+        return access_key
+
+    def revoke(self, access_id: str) -> None:
+        """Nodes end its sessions at their next heartbeat. Raises Missing."""
+        with self._lock:
+            done = self._db.execute("DELETE FROM credentials WHERE access_id = ?", (access_id,))
+            if done.rowcount == 0:
+                raise Missing(f"no access_id {access_id}")
+
+    def credentials(self) -> list[dict[str, Any]]:
+        """In the form of `Credential.to_json`: verifiers, never keys. Expired keys are gone."""
+        with self._lock:
+            self._db.execute("DELETE FROM keys WHERE expires_s <= ?", (self._now(),))
+            rows = self._db.execute("SELECT access_id, tenant, salt FROM credentials ORDER BY access_id").fetchall()
+            keys: dict[str, list[str]] = defaultdict(list)
+            for access_id, value in self._db.execute("SELECT access_id, verifier FROM keys ORDER BY rowid"):
+                keys[access_id].append(value.hex())
+        return [{"access_id": i, "tenant": t, "salt": salt.hex(), "verifiers": keys[i]} for i, t, salt in rows]
+
+    def set_tenant(self, tenant: str, guarantee: int, quota: int) -> None:
+        with self._lock:
+            self._db.execute("INSERT OR REPLACE INTO tenants VALUES (?, ?, ?)", (tenant, guarantee, quota))
+
+    def tenants(self) -> list[dict[str, Any]]:
+        """Limits a node, and what the tenant uses on all nodes that are alive."""
+        with self._lock:
+            rows = self._db.execute("SELECT * FROM tenants ORDER BY tenant").fetchall()
+        used: dict[str, int] = defaultdict(int)
+        for node in self.nodes():
+            for pool in node["stats"].pools if node["is_alive"] else []:
+                used[pool.tenant] += pool.usage.get("used_bytes", 0)
+        limits = {tenant: (guarantee, quota) for tenant, guarantee, quota in rows}
+        return [
+            {
+                "tenant": tenant,
+                "guarantee_bytes": limits.get(tenant, (0, None))[0],
+                "quota_bytes": limits.get(tenant, (0, None))[1],
+                "used_bytes": used[tenant],
+            }
+            for tenant in sorted(limits.keys() | used.keys())
+        ]
+
+    def heartbeat(self, node_id: str, beat: Heartbeat) -> Orders:
+        """Notes a node's numbers and says what it needs to know."""
+        stats = msgspec.json.encode(beat.stats).decode()
+        with self._lock:
+            self._db.execute(
+                "INSERT INTO nodes VALUES (?, ?, 0, ?, ?) ON CONFLICT (node_id) DO UPDATE SET"
+                " address = excluded.address, seen_s = excluded.seen_s, stats = excluded.stats",
+                (node_id, beat.address, self._now(), stats),
+            )
+            tenants = self._db.execute("SELECT * FROM tenants").fetchall()
+            evict = self._evict.pop(node_id, [])
+        alive = [node for node in self.nodes() if node["is_alive"]]
+        return Orders(
+            credentials=self.credentials(),
+            tenants=tenants,
+            members={node["node_id"]: node["address"] for node in alive if node["address"]},
+            draining=[node["node_id"] for node in alive if node["is_draining"]],
+            evict=evict,
+        )
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """All nodes ever heard of and not removed; `stats` as last told."""
+        with self._lock:
+            rows = self._db.execute("SELECT * FROM nodes ORDER BY node_id").fetchall()
+        now_s = self._now()
+        return [
+            {
+                "node_id": node_id,
+                "address": address,
+                "is_draining": bool(is_draining),
+                "is_alive": now_s - seen_s <= _ALIVE_S,
+                "stats": msgspec.json.decode(stats, type=NodeStats),
+            }
+            for node_id, address, is_draining, seen_s, stats in rows
+        ]
+
+    def drain(self, node_id: str, is_draining: bool) -> None:
+        """Whether new blocks stay away from the node. Raises Missing."""
+        self._change("UPDATE nodes SET is_draining = ? WHERE node_id = ?", (is_draining, node_id), node_id)
+
+    def remove_node(self, node_id: str) -> None:
+        """Forgets a node until it is heard of again. Raises Missing."""
+        self._change("DELETE FROM nodes WHERE node_id = ?", (node_id,), node_id)
+
+    def evict(self, node_id: str, tenant: str, size: int) -> None:
+        """Has the node drop that many bytes of a tenant at its next heartbeat. Raises Missing."""
+        self._change("UPDATE nodes SET node_id = node_id WHERE node_id = ?", (node_id,), node_id)
+        with self._lock:
+            self._evict[node_id].append((tenant, size))
+
+    def _change(self, statement: str, values: tuple[str | bool, ...], node_id: str) -> None:
+        with self._lock:
+            if self._db.execute(statement, values).rowcount == 0:
+                raise Missing(f"no node {node_id}")

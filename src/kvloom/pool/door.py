@@ -1,0 +1,112 @@
+"""Door: lets callers in while there is room for them. Who comes when there is none waits in the kernel's queue."""
+
+import errno
+import logging
+import selectors
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024  # callers that wait to be let in, at each address
+_PAUSE_S = 0.1  # without descriptors or memory for a caller, unless a session ends before
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Door:
+    """`serve` runs in a thread of its own until `close`; any thread may call the rest."""
+
+    def __init__(self, max_sessions: int, begin: Callable[[socket.socket, Any], None]) -> None:
+        """max_sessions: at once at each listener. begin: takes over a caller's socket, with its address."""
+        self.counts: Counter[str] = Counter()
+        self._max_sessions = max_sessions
+        self._begin = begin
+        self._selector = selectors.DefaultSelector()
+        self._listeners: dict[int, socket.socket] = {}  # by address family
+        self._open: set[int] = set()
+        self._num_inside: Counter[int] = Counter()
+        self._is_short = False
+        self._is_closing = False
+        self._lock = threading.Lock()
+        self._woken, self._wake = socket.socketpair()
+        self._woken.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+
+    def add(self, listener: socket.socket) -> None:
+        """Before `serve`. The listener is the door's to close."""
+        listener.setblocking(False)
+        self._listeners[listener.family] = listener
+
+    def serve(self) -> None:
+        """Accepts callers."""
+        while not self._is_closing:
+            for family, listener in self._listeners.items():
+                self._watch(family, listener, not self._is_short and self._num_inside[family] < self._max_sessions)
+            events = self._selector.select(_PAUSE_S if self._is_short else None)
+            self._is_short = False
+            for key, _events in events:
+                if key.fileobj is self._woken:
+                    self._woken.recv(4096)
+                elif isinstance(key.fileobj, socket.socket):
+                    self._accept(key.fileobj)
+
+    def _watch(self, family: int, listener: socket.socket, is_open: bool) -> None:
+        if is_open and family not in self._open:
+            self._selector.register(listener, selectors.EVENT_READ)
+            self._open.add(family)
+        elif not is_open and family in self._open:
+            self._selector.unregister(listener)
+            self._open.discard(family)
+            self.counts["sessions_waited"] += 1
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            sock, address = listener.accept()
+        except OSError as error:
+            self._is_short = error.errno in _SHORT_OF
+            if self._is_short:
+                self.counts["accept_failures"] += 1
+                if self.counts["accept_failures"] == 1:
+                    log.error("callers wait: %s", error)
+            return
+        with self._lock:
+            self._num_inside[sock.family] += 1
+        try:
+            self._begin(sock, address)
+        except OSError:  # the caller is gone
+            sock.close()
+            self.left(sock.family)
+        except RuntimeError as error:  # no thread for it
+            log.error("a caller is sent away: %s", error)
+            sock.close()
+            self.left(sock.family)
+
+    def left(self, family: int) -> None:
+        """A session of that address family ended."""
+        with self._lock:
+            self._num_inside[family] -= 1
+        self._ring()
+
+    def num_inside(self, family: int) -> int:
+        """Sessions at present."""
+        return self._num_inside[family]
+
+    def _ring(self) -> None:
+        try:
+            self._wake.send(b"x", socket.MSG_DONTWAIT)
+        except OSError:
+            return  # it is full, or closed: it wakes or has ended anyway
+
+    def stop(self) -> None:
+        """Has `serve` return."""
+        self._is_closing = True
+        self._ring()
+
+    def close(self) -> None:
+        """Stops listening, after `serve` returned."""
+        self._selector.close()
+        for sock in (*self._listeners.values(), self._woken, self._wake):
+            sock.close()

@@ -1,0 +1,33 @@
+"""Staging: how much memory all sessions' staging areas take together. Any thread may call."""
+
+import threading
+import time
+
+_SHARE = 4  # a session gets at most this part of what is left, so that others find some too
+
+
+class Staging:
+    """Bytes for staging areas; who finds too little waits until others end."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.used_bytes = 0
+        self._changed = threading.Condition()
+
+    def take(self, size: int, least: int, deadline_s: float) -> int:
+        """Books `size` bytes, or fewer where little is left, but `least`. How many; 0 = none until the deadline."""
+        with self._changed:
+            if least > self.total_bytes:
+                return 0
+            left_s = max(0.0, deadline_s - time.monotonic())
+            if not self._changed.wait_for(lambda: self.total_bytes - self.used_bytes >= least, left_s):
+                return 0
+            taken = max(least, min(size, (self.total_bytes - self.used_bytes) // _SHARE))
+            self.used_bytes += taken
+            return taken
+
+    def give_back(self, size: int) -> None:
+        """Ends the booking of `size` bytes."""
+        with self._changed:
+            self.used_bytes -= size
+            self._changed.notify_all()

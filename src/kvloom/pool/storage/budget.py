@@ -1,0 +1,133 @@
+"""Budget: how a node's memory is shared between tenants.
+
+A tenant's guarantee is set aside for it and never lent. What is left is given out to whoever comes first, up to each
+tenant's quota. A tenant that finds nothing left evicts its own blocks, never another's: so nobody can push out, or
+learn about, what others keep. When limits change, `excess` says who has to give memory back for them to hold at once.
+"""
+
+import threading
+from dataclasses import dataclass
+from enum import StrEnum
+
+PAGE_BYTES = 4096  # memory is given out in whole pages
+
+
+class Refusal(StrEnum):
+    """Why a block found no room."""
+
+    QUOTA = "quota"  # it is larger than what the tenant may use
+    NODE_FULL = "node_full"  # others have the memory, and nothing is guaranteed to the tenant
+    PINNED = "pinned"  # what could go is being read or written
+    NO_MEMORY = "no_memory"  # the system gave none
+    TOO_LARGE = "too_large"  # larger than --slab
+    RATE = "rate"  # the tenant saves faster than it may
+
+
+def _whole_pages(size: int) -> int:
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+@dataclass(slots=True)
+class _Share:
+    guarantee: int
+    quota: int
+    used: int = 0
+
+    @property
+    def reserved(self) -> int:
+        return max(self.guarantee, self.used)
+
+
+class Budget:
+    """Bytes of a node. Any thread may call."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self._shares: dict[str, _Share] = {}
+        self._lock = threading.Lock()
+
+    def set_limits(self, tenant: str, guarantee: int, quota: int) -> bool:
+        """Sets or changes a tenant's limits, bytes; False, and no change, when the node cannot keep all guarantees.
+
+        Others may hold more than is left for them now: `excess` says how much.
+        """
+        with self._lock:
+            others = sum(share.guarantee for name, share in self._shares.items() if name != tenant)
+            if guarantee > quota or others + guarantee > self.total_bytes:
+                return False
+            share = self._shares.setdefault(tenant, _Share(guarantee, quota))
+            share.guarantee, share.quota = guarantee, quota
+            return True
+
+    def knows(self, tenant: str) -> bool:
+        return tenant in self._shares
+
+    def guarantee(self, tenant: str) -> int:
+        """0 for a tenant without limits."""
+        return self._shares[tenant].guarantee if tenant in self._shares else 0
+
+    def quota(self, tenant: str) -> int:
+        return self._shares[tenant].quota
+
+    def take(self, tenant: str, size: int) -> int:
+        """Books up to `size` bytes for a tenant, whole pages, as its quota and the node allow. How many; 0 = none."""
+        with self._lock:
+            share = self._shares[tenant]
+            free = max(0, self.total_bytes - sum(each.reserved for each in self._shares.values()))
+            allowed = min(size, share.quota - share.used, free + share.reserved - share.used)
+            taken = max(0, allowed) // PAGE_BYTES * PAGE_BYTES
+            share.used += taken
+            return taken
+
+    def give_back(self, tenant: str, size: int) -> None:
+        """Ends the booking of `size` bytes."""
+        with self._lock:
+            self._shares[tenant].used -= size
+
+    def excess(self) -> dict[str, int]:
+        """Bytes that each tenant must give back, so that all keep to their quotas and all guarantees can be used.
+
+        What guarantees lack comes from all who use more than theirs, each in proportion to that, in whole pages: a part
+        of a page that is given back is nobody's, and a guarantee that counts on it could not be used to its end.
+        """
+        with self._lock:
+            over = {name: _whole_pages(max(0, share.used - share.quota)) for name, share in self._shares.items()}
+            kept = {name: share.used - over[name] for name, share in self._shares.items()}
+            beyond = {name: max(0, kept[name] - share.guarantee) for name, share in self._shares.items()}
+            lacking = sum(max(share.guarantee, kept[name]) for name, share in self._shares.items()) - self.total_bytes
+            if lacking > 0:
+                total = sum(beyond.values())
+                for name, size in beyond.items():
+                    over[name] += min(size, _whole_pages(-(-lacking * size // total)))
+            return {name: size for name, size in over.items() if size}
+
+    def why_refused(self, tenant: str, size: int) -> Refusal:
+        """Why a tenant cannot have `size` bytes, which `take` did not give it, beside what it has."""
+        share = self._shares[tenant]
+        return Refusal.QUOTA if share.used + size > share.quota else Refusal.NODE_FULL
+
+    def check(self) -> None:
+        """States the invariant: what is guaranteed and what is in use fit into the node, unless `excess` says so."""
+        assert sum(share.guarantee for share in self._shares.values()) <= self.total_bytes
+        over = self.excess()
+        assert sum(max(s.guarantee, s.used - over.get(n, 0)) for n, s in self._shares.items()) <= self.total_bytes
+
+
+class RateLimit:
+    """Bytes a second on average, one second's worth at once. Any thread may call; times in seconds of one clock."""
+
+    def __init__(self, bytes_per_s: int) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._level = float(bytes_per_s)
+        self._at_s = 0.0
+        self._lock = threading.Lock()
+
+    def take(self, size: int, now_s: float) -> bool:
+        """Whether `size` bytes may go now. The last ones that fit may overdraw, so that no size waits for ever."""
+        with self._lock:
+            self._level = min(self._bytes_per_s, self._level + max(0.0, now_s - self._at_s) * self._bytes_per_s)
+            self._at_s = now_s
+            if self._level <= 0:
+                return False
+            self._level -= size
+            return True

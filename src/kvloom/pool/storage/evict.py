@@ -1,0 +1,177 @@
+"""Which block goes when room is needed: S3-FIFO or least recently used. Pure.
+
+S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue and move to the main one only if they are
+used again before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the
+small queue are remembered; coming back, they enter the main queue at once.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+_MAX_USES = 3  # more hits than this do not make a key stay longer
+_SMALL_SHARE = 10  # the small queue holds at least one in ten keys
+
+
+class Order(Protocol):
+    """Order of departure of a set of keys of equal cost."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: bytes) -> bool: ...
+
+    def add(self, key: bytes) -> None:
+        """A key that is not in yet."""
+
+    def touch(self, key: bytes) -> None:
+        """The key was used."""
+
+    def remove(self, key: bytes) -> None:
+        """The key is gone, for whatever reason; no-op when it is not in."""
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        """The key that should go, still in the set; None when all are kept. Each call ends."""
+
+    def check(self) -> None:
+        """States the invariants."""
+
+
+class Lru:
+    """The key that was not used for the longest time goes: for loads that come back to what they used last."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def add(self, key: bytes) -> None:
+        assert key not in self._keys, "added twice"
+        self._keys[key] = None
+
+    def touch(self, key: bytes) -> None:
+        self._keys.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        self._keys.pop(key, None)
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        return next((key for key in self._keys if not is_kept(key)), None)
+
+    def check(self) -> None:
+        """Nothing to state: a key is in once by construction."""
+
+
+class S3Fifo:
+    """Scans do not push out what is used again."""
+
+    def __init__(self) -> None:
+        self._small: OrderedDict[bytes, int] = OrderedDict()  # key -> uses since it entered or was passed over
+        self._main: OrderedDict[bytes, int] = OrderedDict()
+        self._ghost: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._small or key in self._main
+
+    def add(self, key: bytes) -> None:
+        """A key that is not in yet."""
+        assert key not in self._small, "added twice"
+        assert key not in self._main, "added twice"
+        if key in self._ghost:
+            del self._ghost[key]
+            self._main[key] = 0
+        else:
+            self._small[key] = 0
+
+    def touch(self, key: bytes) -> None:
+        """The key was used."""
+        queue = self._small if key in self._small else self._main
+        if queue[key] < _MAX_USES:
+            queue[key] += 1
+
+    def remove(self, key: bytes) -> None:
+        """The key is gone, for whatever reason; no-op when it is not in."""
+        if self._small.pop(key, None) is not None:
+            self._ghost[key] = None
+            limit = max(16, len(self._small) + len(self._main))
+            while len(self._ghost) > limit:
+                self._ghost.popitem(last=False)
+        else:
+            self._main.pop(key, None)
+
+    def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
+        """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
+        small, main = self._small, self._main
+        total = len(small) + len(main)
+        for _ in range(len(small)):
+            if len(small) * _SMALL_SHARE < total:
+                break  # what is left in the small queue is new: give it time to be used
+            key = next(iter(small))
+            if is_kept(key):
+                small.move_to_end(key)
+            elif small[key]:
+                del small[key]
+                main[key] = 0
+            else:
+                return key
+        for _ in range((_MAX_USES + 1) * len(main)):
+            key = next(iter(main))
+            uses = main[key]
+            if not uses and not is_kept(key):
+                return key
+            main[key] = max(0, uses - 1)
+            main.move_to_end(key)
+        return next((key for keys in (small, main) for key in keys if not is_kept(key)), None)
+
+    def check(self) -> None:
+        """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
+        assert not self._small.keys() & self._main.keys()
+        assert not self._ghost.keys() & (self._small.keys() | self._main.keys())
+        assert all(0 <= uses <= _MAX_USES for queue in (self._small, self._main) for uses in queue.values())
+
+
+class Classes:
+    """The orders of all size classes, of the tenant's own blocks apart from copies of other nodes' blocks."""
+
+    def __init__(self, new_order: Callable[[], Order]) -> None:
+        self._new_order = new_order
+        self._copies: dict[int, Order] = {}
+        self._own: dict[int, Order] = {}
+
+    def of(self, slot: int, is_rcache: bool) -> Order:
+        """The order of blocks that take `slot` bytes of memory."""
+        orders = self._copies if is_rcache else self._own
+        if slot not in orders:
+            orders[slot] = self._new_order()
+        return orders[slot]
+
+    def of_slot(self, slot: int) -> list[Order]:
+        """Those of one class, copies first."""
+        return [orders[slot] for orders in (self._copies, self._own) if slot in orders]
+
+    def copies(self) -> list[Order]:
+        """Those of the copies, the class that takes the most memory first."""
+        return _heaviest_first(self._copies)
+
+    def every(self) -> list[Order]:
+        """All, copies first."""
+        return _heaviest_first(self._copies) + _heaviest_first(self._own)
+
+    def check(self) -> None:
+        """States the invariants."""
+        for order in self.every():
+            order.check()
+
+
+def _heaviest_first(orders: dict[int, Order]) -> list[Order]:
+    return [orders[slot] for slot in sorted(orders, key=lambda slot: -slot * len(orders[slot]))]
+
+
+ORDERS: dict[str, type[S3Fifo] | type[Lru]] = {"s3fifo": S3Fifo, "lru": Lru}
+"""By the name that an agent is configured with."""

@@ -1,0 +1,263 @@
+"""TenantMemory: the memory of one tenant on one node, and of what use each part of it is.
+
+Segments are shared with clients, so they go back to the node whole; slabs are what size classes have. Use fades with
+the bytes saved since a block was last used: a class that is not used any more loses its slabs to those that are, within
+about as many bytes of saves as the tenant has memory.
+"""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from kvloom.pool.storage.allocator import SlabAllocator
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Entry, Geometry
+from kvloom.pool.storage.segments import Bytes, SharedMemory
+
+_MARGIN = 15 / 16  # a class takes another's slab when that is worth less than this share of its own memory
+
+
+@dataclass(slots=True)
+class _Use:
+    """Of a slab or a class: bytes of its blocks, and the sum of bytes * the time they were used at."""
+
+    bytes: int = 0
+    stamps: int = 0
+
+    def add(self, size: int, used_at: int) -> None:
+        self.bytes += size
+        self.stamps += size * used_at
+
+    def worth(self, now: int, capacity: int) -> float:
+        """Its bytes, less the older they are: half when they were used as long ago as `capacity` bytes take to save."""
+        if not self.bytes:
+            return 0.0
+        age = now - self.stamps / self.bytes
+        return self.bytes * capacity / (capacity + age)
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """The published blocks of one slab."""
+
+    entries: set[Entry] = field(default_factory=set)
+    use: _Use = field(default_factory=_Use)
+
+
+class TenantMemory:
+    """Guarded by the lock of its tenant's pool, but for `view`."""
+
+    def __init__(self, tenant: str, budget: Budget, geometry: Geometry) -> None:
+        self._tenant = tenant
+        self._budget = budget
+        self._geometry = geometry
+        self._slabs_a_segment = geometry.segment_bytes // geometry.slab_bytes
+        self._allocator = SlabAllocator(geometry.slab_bytes)
+        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never used again
+        self._leaving: set[int] = set()  # segments that go when what is handed out of them is freed
+        self._spoiled: Counter[int] = Counter()  # slots of a segment whose bytes changed by themselves
+        self._shelves: list[_Shelf] = []
+        self._of_class: defaultdict[int, _Use] = defaultdict(_Use)
+        self._clock = 0  # bytes saved
+        self.num_given_back = 0  # segments
+
+    @property
+    def used_bytes(self) -> int:
+        return self._allocator.used_bytes
+
+    @property
+    def capacity(self) -> int:
+        return self._allocator.capacity
+
+    def view(self, offset: int, length: int) -> Bytes:
+        """The bytes of reserved memory or of a pinned block."""
+        number, inner = divmod(offset, self._geometry.segment_bytes)
+        segment = self._segments[number]
+        assert segment is not None, "nothing is handed out of it"
+        return segment.data[inner : inner + length]
+
+    def segment_fd(self, number: int) -> int | None:
+        """Descriptor of a segment; None when there is none of that number."""
+        segment = self._segments[number] if 0 <= number < len(self._segments) else None
+        return segment.fd if segment is not None else None
+
+    # Slots
+
+    def allocate(self, slot: int, count: int) -> list[int]:
+        """Offsets of up to `count` slots that are free; none = no room."""
+        return self._allocator.allocate(slot, count)
+
+    def free(self, offset: int) -> None:
+        """Gives a slot back, and its segment to the system if it is the last of one that leaves."""
+        self._allocator.free(offset)
+        if self._leaving:
+            self._let_go(offset // self._geometry.segment_bytes)
+
+    def spoil(self, offset: int) -> None:
+        """Never hands a slot out again."""
+        number = offset // self._geometry.segment_bytes
+        self._spoiled[number] += 1
+        self._let_go(number)
+
+    def room(self, slot: int) -> int:
+        """Bytes that blocks of a class could take without anything being freed."""
+        return self._allocator.room(slot)
+
+    def is_leaving(self, offset: int) -> bool:
+        """Whether the slot is in a segment that is being given back."""
+        return self._allocator.is_closed(self._allocator.slab_of(offset))
+
+    # Use
+
+    def add(self, entry: Entry) -> None:
+        """A block was published."""
+        self._clock += entry.slot
+        entry.used_at = self._clock
+        shelf = self._shelves[self._allocator.slab_of(entry.offset)]
+        shelf.entries.add(entry)
+        shelf.use.add(entry.slot, self._clock)
+        self._of_class[entry.slot].add(entry.slot, self._clock)
+
+    def touch(self, entry: Entry) -> None:
+        """A block was used."""
+        passed = (self._clock - entry.used_at) * entry.slot
+        if passed:
+            entry.used_at = self._clock
+            self._shelves[self._allocator.slab_of(entry.offset)].use.stamps += passed
+            self._of_class[entry.slot].stamps += passed
+
+    def discard(self, entry: Entry) -> None:
+        """A block lost its key."""
+        shelf = self._shelves[self._allocator.slab_of(entry.offset)]
+        shelf.entries.discard(entry)
+        shelf.use.add(-entry.slot, entry.used_at)
+        self._of_class[entry.slot].add(-entry.slot, entry.used_at)
+
+    # Slabs
+
+    def grow(self) -> bool:
+        """Takes more memory of the node: what the last slab lacks, or one more. Raises OSError when it has none."""
+        missing = self._allocator.num_missing
+        size = self._budget.take(self._tenant, missing or self._geometry.slab_bytes)
+        if not size:
+            return False
+        try:
+            if not missing and self._allocator.num_slabs == len(self._segments) * self._slabs_a_segment:
+                geometry = self._geometry
+                is_sealed, has_huge_pages = geometry.is_sealed, geometry.has_huge_pages
+                self._segments.append(SharedMemory("ems-pool", geometry.segment_bytes, is_sealed, has_huge_pages))
+        except BaseException:
+            self._budget.give_back(self._tenant, size)
+            raise
+        if not missing:
+            self._shelves.append(_Shelf())
+        self._allocator.grow(size)
+        return True
+
+    def prefault(self) -> bool:
+        """Has the kernel provide the pages of the last slab; False when it cannot. Not under the lock."""
+        segment = self._segments[-1]
+        index = (self._allocator.num_slabs - 1) % self._slabs_a_segment
+        return segment is not None and segment.prefault(index * self._geometry.slab_bytes, self._geometry.slab_bytes)
+
+    def wants_slab(self, slot: int) -> bool:
+        """Whether a class should have a slab of another class, rather than evict its own blocks."""
+        return bool(self._lesser(slot))
+
+    def slab_to_clear(self, slot: int, is_forced: bool = False) -> list[Entry]:
+        """The blocks of the slab that a class should have of another one; empty when it should evict its own.
+
+        is_forced: it has none that can go. A slab that somebody reads or writes in is no candidate.
+        """
+        lesser = self._lesser(slot)
+        if not lesser and not is_forced:
+            return []
+        found, least = None, 0.0
+        for index, shelf in enumerate(self._shelves):
+            of = self._allocator.slot(index)
+            if of in (0, slot) or (of not in lesser and not is_forced) or self._allocator.is_closed(index):
+                continue
+            worth = shelf.use.worth(self._clock, self.capacity)
+            is_whole = len(shelf.entries) == self._allocator.count(index) and self._allocator.size(index) >= slot
+            if (found is None or worth < least) and is_whole and not any(entry.pins for entry in shelf.entries):
+                found, least = shelf, worth
+        return list(found.entries) if found is not None else []
+
+    def _lesser(self, slot: int) -> set[int]:
+        """The classes whose memory is clearly of less use than that of this one."""
+        worth = {
+            each: use.worth(self._clock, self.capacity) / memory
+            for each, use in self._of_class.items()
+            if (memory := self._allocator.class_bytes(each))
+        }
+        limit = worth[slot] * _MARGIN if slot in worth else float("inf")
+        return {each for each, value in worth.items() if value < limit and each != slot}
+
+    # Giving back
+
+    def coldest_segment(self, is_idle: bool = False) -> int | None:
+        """The segment whose blocks are of the least use; is_idle: of those that nobody reads or writes in.
+
+        None when there is none that could be given back.
+        """
+        worth = {
+            number: sum(self._shelves[index].use.worth(self._clock, self.capacity) for index in self._slabs_of(number))
+            for number, segment in enumerate(self._segments)
+            if segment is not None and number not in self._leaving and (not is_idle or self._is_idle(number))
+        }
+        return min(worth, key=worth.__getitem__, default=None)
+
+    def _is_idle(self, segment: int) -> bool:
+        blocks = self.blocks_of(segment)
+        num_used = sum(map(self._allocator.count, self._slabs_of(segment))) - self._spoiled[segment]
+        return len(blocks) == num_used and not any(entry.pins for entry in blocks)
+
+    def _slabs_of(self, segment: int) -> range:
+        start = segment * self._slabs_a_segment
+        return range(start, min(start + self._slabs_a_segment, self._allocator.num_slabs))
+
+    def blocks_of(self, segment: int) -> list[Entry]:
+        """The published blocks of a segment."""
+        return [entry for index in self._slabs_of(segment) for entry in self._shelves[index].entries]
+
+    def give_back(self, segment: int) -> int:
+        """Takes a segment out of use, and gives it to the system when nobody reads or writes in it any more.
+
+        Its blocks must have lost their keys. Returns its bytes, which others may use from now on.
+        """
+        while self._allocator.num_slabs < (segment + 1) * self._slabs_a_segment:  # slabs that were never taken
+            self._allocator.skip()
+            self._shelves.append(_Shelf())
+        size = sum(map(self._allocator.close, self._slabs_of(segment)))
+        self._budget.give_back(self._tenant, size)
+        self._leaving.add(segment)
+        self._let_go(segment)
+        return size
+
+    def _let_go(self, number: int) -> None:
+        segment = self._segments[number]
+        num_used = sum(map(self._allocator.count, self._slabs_of(number))) - self._spoiled[number]
+        if number in self._leaving and segment is not None and num_used == 0:
+            self._leaving.discard(number)
+            self._segments[number] = None
+            self.num_given_back += 1
+            segment.close()
+
+    def close(self) -> None:
+        """Closes the segments' descriptors; mappings of clients stay valid until they unmap."""
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+
+    def check(self, entries: list[Entry]) -> None:
+        """States the invariants: shelves and sums of use are those of `entries`, the published blocks."""
+        self._allocator.check()
+        uses = [_Use() for _ in self._shelves]
+        for entry in entries:
+            index = self._allocator.slab_of(entry.offset)
+            assert entry in self._shelves[index].entries
+            assert not self._allocator.is_closed(index)
+            uses[index].add(entry.slot, entry.used_at)
+        assert uses == [shelf.use for shelf in self._shelves]
+        assert sum(use.bytes for use in self._of_class.values()) == sum(entry.slot for entry in entries)
+        assert sum(use.stamps for use in self._of_class.values()) == sum(e.slot * e.used_at for e in entries)
+        assert len(self._shelves) == self._allocator.num_slabs

@@ -1,0 +1,116 @@
+"""Segments: the memory of a tenant's pool, as anonymous files that clients can map but not change.
+
+No name in any file system: when the agent is gone and the last client unmaps, the kernel takes the memory back.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import resource
+
+import numpy as np
+import numpy.typing as npt
+
+_F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_PREFAULT_STEP_BYTES = 2 << 20  # a step holds the interpreter lock for about a millisecond
+
+_MFD_HUGETLB = 0x4
+HUGE_PAGE_BYTES = 2 << 20
+_MADV_HUGEPAGE = 14
+_SHMEM_SWITCH = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SharedMemory:
+    """A mapped memfd of `size` bytes. `data` is the agent's writable view; `fd` goes to clients."""
+
+    def __init__(self, name: str, size: int, is_sealed: bool, has_huge_pages: bool = False) -> None:
+        """is_sealed: whoever receives `fd` may map it for reading only. Its size is fixed either way.
+
+        has_huge_pages: of pages that the administrator reserved, else of those that the kernel merges, else not.
+        """
+        self.size = size
+        self.fd, self._map = _reserved(name, size) if has_huge_pages else _ordinary(name, size)
+        try:
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | (_F_SEAL_FUTURE_WRITE if is_sealed else 0))
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.data: Bytes = np.frombuffer(self._map, np.uint8)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether it consists of reserved huge pages."""
+        return os.fstat(self.fd).st_blksize >= HUGE_PAGE_BYTES
+
+    def prefault(self, start: int, size: int) -> bool:
+        """Has the kernel provide the pages of a range now; a first write later would pay ten times over.
+
+        Returns False where the kernel cannot (before 5.14, or out of memory): then pages come when touched.
+        """
+        for offset in range(start, start + size, _PREFAULT_STEP_BYTES):
+            try:
+                self._map.madvise(_MADV_POPULATE_WRITE, offset, min(_PREFAULT_STEP_BYTES, start + size - offset))
+            except (OSError, ValueError):
+                return False
+        return True
+
+    def close(self) -> None:
+        """Closes the descriptor; the mapping goes with the last view of it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _ordinary(name: str, size: int) -> tuple[int, mmap.mmap]:
+    return _mapped(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size)
+
+
+def _reserved(name: str, size: int) -> tuple[int, mmap.mmap]:
+    """Of reserved huge pages; without enough of them, ordinary memory that the kernel may merge into huge pages."""
+    try:
+        if size % HUGE_PAGE_BYTES:
+            raise OSError(f"a segment of {size} bytes is not made of pages of {HUGE_PAGE_BYTES}")
+        return _mapped(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | _MFD_HUGETLB), size)
+    except OSError:
+        fd, memory = _ordinary(name, size)
+        with contextlib.suppress(OSError):
+            memory.madvise(_MADV_HUGEPAGE)
+        return fd, memory
+
+
+def _mapped(fd: int, size: int) -> tuple[int, mmap.mmap]:
+    try:
+        os.ftruncate(fd, size)
+        return fd, mmap.mmap(fd, size)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def allow_descriptors() -> None:
+    """As many open descriptors as the system allows: each segment and each connection is one."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def huge_pages_in_use() -> str:
+    """What memory with huge pages would be made of now, for people."""
+    probe = SharedMemory("ems-probe", HUGE_PAGE_BYTES, is_sealed=True, has_huge_pages=True)
+    is_reserved = probe.is_reserved
+    probe.close()
+    if is_reserved:
+        return "reserved huge pages of 2 MiB"
+    try:
+        with open(_SHMEM_SWITCH) as switch:
+            mode = switch.read().partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = "never"
+    if mode in ("advise", "always", "within_size", "force"):
+        return "huge pages that the kernel merges; none are reserved (vm.nr_hugepages)"
+    return f"ordinary pages: no huge pages are reserved (vm.nr_hugepages), and {_SHMEM_SWITCH} says {mode}"

@@ -1,0 +1,378 @@
+"""TenantPool: the blocks of one tenant on one node: index, memory, pins, eviction.
+
+A block is written in two steps: `begin` reserves memory that nobody else sees, `publish` makes it readable; a writer
+that dies in between leaves nothing behind. A read pins its blocks, and a pinned block keeps its bytes whatever happens
+to its key. One lock a tenant guards the index; bytes are copied outside of it.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import xxhash
+
+from ems.wire.messages import Cause, Status
+from kvloom.pool.storage.allocator import slot_bytes
+from kvloom.pool.storage.budget import Budget, Refusal
+from kvloom.pool.storage.entries import Begun, Entry, Geometry, NoRoom, Published, Reservation, Written
+from kvloom.pool.storage.evict import Classes, Order, S3Fifo
+from kvloom.pool.storage.index import Index
+from kvloom.pool.storage.memory import TenantMemory
+from kvloom.pool.storage.segments import Bytes
+
+log = logging.getLogger(__name__)
+
+_MAX_EVICTIONS = 4096  # to make room for one block
+_AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
+_AHEAD_BLOCKS = 8  # evicted at a time: a request that comes meanwhile waits for that long
+
+
+class TenantPool:
+    """All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        tenant: str,
+        budget: Budget,
+        geometry: Geometry,
+        rcache_share: float,
+        new_order: Callable[[], Order] = S3Fifo,
+    ) -> None:
+        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1.
+
+        new_order: who goes first among the blocks of a size class.
+        """
+        self.tenant = tenant
+        self.geometry = geometry
+        self.counts: Counter[str] = Counter()
+        self._budget = budget
+        self._rcache_share = rcache_share
+        self._lock = threading.Lock()
+        self._memory = TenantMemory(tenant, budget, geometry)
+        self._index = Index(self._memory, Classes(new_order))
+        self._has_no_memory = False  # the system's answer when memory was last asked for
+
+    # Reading
+
+    def pin_prefix(self, keys: list[bytes]) -> list[Entry]:
+        """The blocks of the longest prefix of `keys` that is here, each pinned until `unpin`."""
+        found = []
+        with self._lock:
+            for key in keys:
+                entry = self._index.get(key)
+                if entry is None:
+                    break
+                entry.pins += 1
+                self._index.touch(entry)
+                found.append(entry)
+        return found
+
+    def pin_each(self, keys: list[bytes]) -> list[Entry | None]:
+        """Each block that is here, pinned; None for the others."""
+        with self._lock:
+            entries = [self._index.get(key) for key in keys]
+            for entry in entries:
+                if entry is not None:
+                    entry.pins += 1
+                    self._index.touch(entry)
+            return entries
+
+    def pin_again(self, entry: Entry) -> None:
+        """One more pin for a block that is pinned."""
+        with self._lock:
+            entry.pins += 1
+
+    def count_prefix(self, keys: list[bytes]) -> int:
+        """Length of the longest prefix of `keys` that is here; does not count as a use."""
+        with self._lock:
+            return next((i for i, key in enumerate(keys) if self._index.get(key) is None), len(keys))
+
+    def unpin(self, entries: list[Entry]) -> None:
+        """Ends pins; the memory of blocks that lost their key meanwhile is free from here on."""
+        with self._lock:
+            for entry in entries:
+                entry.pins -= 1
+                if entry.pins == 0 and not entry.is_live:
+                    self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        """The memory of a block that has neither key nor pins can have another."""
+        if entry.is_spoiled:
+            self._memory.spoil(entry.offset)
+        else:
+            self._memory.free(entry.offset)
+
+    def missing(self, keys: list[bytes]) -> list[bytes]:
+        """Those keys that are not here, in order."""
+        with self._lock:
+            return [key for key in keys if self._index.get(key) is None]
+
+    def why_missing(self, key: bytes) -> Cause:
+        """COLD when it was never here, as far as remembered."""
+        with self._lock:
+            return self._index.why_missing(key)
+
+    def view(self, offset: int, length: int) -> Bytes:
+        """The bytes of reserved memory or of a pinned block."""
+        return self._memory.view(offset, length)
+
+    def locate(self, offset: int) -> tuple[int, int]:
+        """Segment number and offset within it."""
+        return divmod(offset, self.geometry.segment_bytes)
+
+    def segment_fd(self, segment: int) -> int | None:
+        """Descriptor of a segment for a client of this tenant."""
+        return self._memory.segment_fd(segment)
+
+    @property
+    def num_given_back(self) -> int:
+        """Segments that went back to the system: who has mapped one may let go of it."""
+        return self._memory.num_given_back
+
+    # Writing
+
+    def begin(self, key: bytes, length: int, is_rcache: bool = False) -> Begun:
+        """Memory for a block; or the block of that key, pinned; or that there is no room."""
+        return self.begin_all([key], [length], [is_rcache])[0]
+
+    def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
+        """As `begin` for each in order; ends after the first that finds no room."""
+        found: list[Begun] = []
+        is_alike = len(set(lengths)) == 1 and not any(is_rcache)
+        free: list[int] = []  # offsets that were emptied together, for the keys to come
+        with self._lock:
+            num_new = sum(self._index.get(key) is None for key in keys) if is_alike else 1
+            for key, length, is_copy in zip(keys, lengths, is_rcache, strict=True):
+                entry = self._index.get(key)
+                if entry is not None:
+                    entry.pins += 1
+                    found.append(entry)
+                    continue
+                slot = slot_bytes(length)
+                if not free and slot <= self.geometry.slab_bytes:
+                    free = self._make_room(slot, is_copy, max(1, num_new) * slot)[::-1]
+                if not free:
+                    found.append(NoRoom(self._refuse(key, slot)))
+                    break
+                found.append(Reservation(key, free.pop(), length, slot, is_copy))
+                num_new -= 1
+            for offset in free:
+                self._memory.free(offset)
+        return found
+
+    def _refuse(self, key: bytes, slot: int) -> Status:
+        """Counts a block that found no room, by why that is."""
+        if slot > self.geometry.slab_bytes:
+            cause = Refusal.TOO_LARGE
+        elif slot <= self._memory.capacity:
+            cause = Refusal.PINNED
+        elif self._has_no_memory:
+            cause = Refusal.NO_MEMORY
+        else:
+            cause = self._budget.why_refused(self.tenant, slot - self._memory.capacity)
+        self.counts[f"refused_{cause}"] += 1
+        if cause is Refusal.TOO_LARGE:
+            return Status.TOO_LARGE
+        self.counts["no_room"] += 1
+        self._index.remember(key, Cause.QUOTA)
+        return Status.NO_ROOM
+
+    def publish(self, written: Written) -> Published:
+        """Makes a written block readable."""
+        with self._lock:
+            return self._publish(written)
+
+    def publish_all(self, written: list[Written]) -> list[Published]:
+        """As `publish` for each in order."""
+        with self._lock:
+            return list(map(self._publish, written))
+
+    def _publish(self, written: Written) -> Published:
+        key, offset, length, slot, is_rcache = written.reservation
+        entry = self._index.get(key)
+        if entry is not None:
+            self._memory.free(offset)
+            entry.pins += 1
+            is_same = entry.length == length and entry.checksum == written.checksum
+            return Published(Status.DUPLICATE if is_same else Status.CONFLICT, entry)
+        if self._memory.is_leaving(offset):
+            queue = self._index.orders.of(slot, is_rcache)
+            entry = Entry(key, offset, length, slot, written.checksum, is_rcache, None, queue, pins=1, is_live=False)
+            return Published(self._refuse(key, slot), entry)
+        return Published(Status.STORED, self._index.add(written))
+
+    def abandon(self, reservation: Reservation) -> None:
+        """Gives memory back unwritten."""
+        with self._lock:
+            self._memory.free(reservation.offset)
+
+    def distrust(self, entry: Entry) -> bool:
+        """Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again."""
+        if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length).data) == entry.checksum:
+            return False
+        with self._lock:
+            if entry.is_live:
+                self.counts["corrupt"] += 1
+                self._index.forget(entry, Cause.CORRUPT)
+                entry.is_spoiled = True
+        return True
+
+    def evict(self, size: int) -> int:
+        """Drops blocks of `size` bytes, or all that are not pinned. Bytes freed.
+
+        First the segments of least use, which go back to the node, then single blocks, least useful first.
+        """
+        with self._lock:
+            freed = 0
+            while (segment := self._memory.coldest_segment(is_idle=True)) is not None:
+                held = sum(entry.slot for entry in self._memory.blocks_of(segment))
+                if held > size - freed:
+                    break
+                self._give_back(segment)
+                freed += held
+            while freed < size and (gone := self._evict(self._index.orders.every(), size - freed)):
+                freed += self._free(gone)
+            return freed
+
+    def shrink(self, size: int) -> None:
+        """Gives `size` bytes back to the node, or somewhat more: whole segments, those of least use first.
+
+        Others may use them at once. What is being read of them stays readable until then.
+        """
+        while size > 0:
+            with self._lock:
+                segment = self._memory.coldest_segment()
+                if segment is None:
+                    return
+                size -= self._give_back(segment)
+
+    def _give_back(self, segment: int) -> int:
+        gone = self._memory.blocks_of(segment)
+        for entry in gone:
+            self._index.forget(entry, Cause.EVICTED)
+        self.counts["evicted"] += len(gone)
+        self._free(entry for entry in gone if not entry.pins)
+        return self._memory.give_back(segment)
+
+    def _free(self, gone: Iterable[Entry]) -> int:
+        """The memory of blocks that lost their key and are not pinned can have another. How many bytes."""
+        freed = 0
+        for entry in gone:
+            self._memory.free(entry.offset)
+            freed += entry.slot
+        return freed
+
+    # Room
+
+    def make_room_ahead(self, slot: int, count: int) -> bool:
+        """Evicts some of what a batch of `count` blocks would evict, before it comes. Whether more is to go.
+
+        At most a small share of the memory is kept free.
+        """
+        with self._lock:
+            share = int(min(self._budget.quota(self.tenant), self._memory.capacity) * _AHEAD_SHARE)
+            lacking = min(count, share // slot) * slot - self._memory.room(slot)
+            if lacking <= 0:
+                return False
+            if self._grow():
+                return True
+            if self._memory.wants_slab(slot):
+                return False  # a whole slab will do for long, and takes its time: when it is needed
+            gone = self._evict(self._index.orders.of_slot(slot), min(lacking, _AHEAD_BLOCKS * slot))
+            self._free(gone)
+            return bool(gone)
+
+    def _make_room(self, slot: int, is_rcache: bool, wanted: int) -> list[int]:
+        """Offsets of slots of that size, one at least, within the tenant's limits; none when only pinned blocks are in
+        the way. wanted: bytes that are worth emptying at once."""
+        for _ in range(_MAX_EVICTIONS):
+            if is_rcache and self._has_many_copies(slot):
+                gone = self._evict(self._index.orders.copies(), wanted)
+                if not gone:  # all copies are being read: one more only where nobody uses the memory
+                    return self._memory.allocate(slot, 1) or (self._memory.allocate(slot, 1) if self._grow() else [])
+            else:
+                offsets = self._memory.allocate(slot, 1 if is_rcache else max(1, wanted // slot))
+                if offsets:
+                    return offsets
+                if self._grow() or self._clear_slab(slot):
+                    continue
+                gone = self._evict(self._index.orders.of_slot(slot), wanted)
+                if not gone and not self._clear_slab(slot, is_forced=True):
+                    return []
+            is_within = not is_rcache or not self._has_many_copies(slot)
+            fitting = [entry.offset for entry in gone if entry.slot == slot] if is_within else []
+            self._free(entry for entry in gone if not is_within or entry.slot != slot)
+            if fitting:
+                return fitting
+        return []
+
+    def _evict(self, orders: list[Order], wanted: int) -> list[Entry]:
+        """Forgets blocks of the first order that has one to go, until `wanted` bytes; their memory is the caller's."""
+        gone = self._index.evict(orders, wanted)
+        self.counts["evicted"] += len(gone)
+        return gone
+
+    def _has_many_copies(self, slot: int) -> bool:
+        """Whether one more copy of another node's block would exceed their share."""
+        return self._index.rcache_bytes + slot > self._budget.quota(self.tenant) * self._rcache_share
+
+    def _grow(self) -> bool:
+        """Takes more memory, if the tenant may have it."""
+        try:
+            is_grown = self._memory.grow()
+        except OSError as error:
+            if not self._has_no_memory:
+                log.warning("tenant %s: the system gives no more memory for blocks: %s", self.tenant, error)
+            self._has_no_memory = True
+            return False
+        self._has_no_memory = self._has_no_memory and not is_grown
+        return is_grown
+
+    def _clear_slab(self, slot: int, is_forced: bool = False) -> bool:
+        """Empties the slab of another class that is of less use than this class's; is_forced: of the least use."""
+        gone = self._memory.slab_to_clear(slot, is_forced)
+        for entry in gone:
+            self._index.forget(entry, Cause.EVICTED)
+        self.counts["evicted"] += len(gone)
+        self._free(gone)
+        return bool(gone)
+
+    # Knowing
+
+    def warm(self) -> None:
+        """Takes all memory the quota allows and has the kernel provide its pages now; for a thread of its own."""
+        while True:
+            with self._lock:
+                if not self._grow():
+                    return
+            if not self._memory.prefault():
+                return
+
+    def block_keys(self) -> list[bytes]:
+        """The keys of all blocks, oldest first: a prefix before what follows it."""
+        with self._lock:
+            return list(self._index.entries)
+
+    def usage(self) -> dict[str, int]:
+        """Blocks, bytes in use, bytes of segments, bytes of read cache, quota."""
+        with self._lock:
+            return {
+                "blocks": len(self._index.entries),
+                "used_bytes": self._memory.used_bytes,
+                "capacity_bytes": self._memory.capacity,
+                "rcache_bytes": self._index.rcache_bytes,
+                "quota_bytes": self._budget.quota(self.tenant),
+            }
+
+    def close(self) -> None:
+        """Closes the segments' descriptors; mappings of clients stay valid until they unmap."""
+        with self._lock:
+            self._memory.close()
+
+    def check(self) -> None:
+        """States the invariants: index, queues and slabs list the same blocks; chains are linked both ways."""
+        with self._lock:
+            self._memory.check(list(self._index.entries.values()))
+            self._budget.check()
+            self._index.check()

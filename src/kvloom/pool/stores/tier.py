@@ -1,0 +1,224 @@
+"""EngineTier: the rest of the cluster as one distributed store, instead of nodes that ask each other.
+
+Calls run in a few threads of their own. One that outlives its deadline is abandoned, not interrupted: what it returns
+later is dropped, and the blocks it reads from stay pinned until it returns, so its memory is never anyone else's.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import xxhash
+
+from ems.common.breaker import Breaker
+from ems.wire.messages import SUM_BYTES, Cause
+from kvloom.pool.node import Fetched, Outgoing, Route
+from kvloom.pool.storage.entries import Entry, Reservation, Written
+from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.stores.engine import Engine, EngineError
+
+_WORKERS = 4  # calls at once, abandoned ones included
+_PUSH_BLOCKS = 16  # stored by one call
+_MAX_QUEUE = 1024  # blocks waiting to be stored; who has more waits
+_PUSH_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    pool: TenantPool
+    entry: Entry
+
+
+class _Answer(NamedTuple, Generic[T]):
+    """Of the store. problem: NONE, TIMEOUT or PEER_DOWN; then there is no result."""
+
+    problem: Cause
+    result: T | None
+
+
+class EngineTier:
+    """Implements `kvloom.pool.node.Others`. Any thread may call; nothing here raises for what the store does."""
+
+    def __init__(self, engine: Engine, now: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._now = now
+        self._breaker = Breaker()
+        self._lock = threading.Lock()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._num_busy = 0
+        self._pushes: queue.Queue[_Push | None] = queue.Queue(_MAX_QUEUE)
+        self._is_closed = False
+        for _ in range(_WORKERS):
+            threading.Thread(target=self._work, name="ems-engine", daemon=True).start()
+        threading.Thread(target=self._push_all, name="ems-engine-push", daemon=True).start()
+
+    # Others
+
+    def route(self, key: bytes) -> Route:
+        """All blocks belong into the store, unless it is being left alone."""
+        with self._lock:
+            return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
+
+    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+        """Brings those blocks that the store has into the pool, as copies; they are pinned."""
+        names = _names(pool.tenant, keys)
+        problem, values = self._call(lambda: self._engine.get(names), deadline_s)
+        entries: list[Entry] = []
+        for key, value in zip(keys, values or [], strict=False):
+            if value is not None:
+                one, entry = _keep(pool, key, value)
+                problem = one or problem
+                if entry is not None:
+                    entry.is_home = True
+                    entries.append(entry)
+        return Fetched(problem, entries)
+
+    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
+        """Length of the prefix of `keys` that the store has."""
+        names = _names(tenant, keys)
+        _problem, found = self._call(lambda: self._engine.has(names), deadline_s)
+        return next((i for i, has in enumerate(found or []) if not has), len(found or []))
+
+    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+        """Stores a block in the background; False when too many wait for that until the deadline.
+
+        Takes over one pin; the store keeps no chains.
+        """
+        try:
+            self._pushes.put(_Push(pool, entry), timeout=max(0.0, deadline_s - self._now()))
+        except queue.Full:
+            pool.counts["push_dropped"] += 1
+            pool.unpin([entry])
+            return False
+        return True
+
+    def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
+        """Stores a block; False when that did not end in time."""
+        names, values = _names(tenant, [block.key]), [b"".join((block.checksum, block.data))]
+        return self._call(lambda: self._engine.put(names, values), deadline_s).problem is Cause.NONE
+
+    def status(self) -> dict[str, bool]:
+        """Whether the store is being called at present."""
+        return {"engine": self.route(b"") is Route.AWAY}
+
+    def close(self) -> None:
+        """Ends the threads as they come back; calls under way fail."""
+        self._is_closed = True
+        for _ in range(_WORKERS):
+            self._calls.put(None)
+        with contextlib.suppress(queue.Full):
+            self._pushes.put_nowait(None)
+        self._engine.close()
+
+    # Threads
+
+    def _call(self, call: Callable[[], T], deadline_s: float) -> "_Answer[T]":
+        """Runs a call until the deadline."""
+        future = self._submit(call)
+        if future is None:
+            return _Answer(Cause.PEER_DOWN, None)
+        return self._wait(future, deadline_s)
+
+    def _submit(self, call: Callable[[], T]) -> "Future[T] | None":
+        """Has a thread run the call; None when the store is being left alone or abandoned calls hold all threads."""
+        with self._lock:
+            if self._num_busy >= _WORKERS or not self._breaker.allows(self._now()):
+                return None
+            self._num_busy += 1
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def _wait(self, future: "Future[T]", deadline_s: float) -> "_Answer[T]":
+        try:
+            result = future.result(max(0.0, deadline_s - self._now()))
+        except (FutureTimeoutError, EngineError) as error:
+            with self._lock:
+                self._breaker.fail(self._now())
+            return _Answer(Cause.PEER_DOWN if isinstance(error, EngineError) else Cause.TIMEOUT, None)
+        with self._lock:
+            self._breaker.succeed()
+        return _Answer(Cause.NONE, result)
+
+    def _work(self) -> None:
+        while (task := self._calls.get()) is not None:
+            future, call = task
+            try:
+                result, error = call(), None
+            except EngineError as raised:
+                result, error = None, raised
+            except Exception as raised:  # a client library's own bug must not take a worker away
+                result, error = None, EngineError(repr(raised))
+            with self._lock:
+                self._num_busy -= 1
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+    def _push_all(self) -> None:
+        while (push := self._pushes.get()) is not None and not self._is_closed:
+            batch = [push]
+            while len(batch) < _PUSH_BLOCKS:
+                try:
+                    more = self._pushes.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    return
+                batch.append(more)
+            self._push(batch)
+
+    def _push(self, batch: list[_Push]) -> None:
+        """Stores a batch; its pins end when the call returns, however late."""
+        names = [name for push in batch for name in _names(push.pool.tenant, [push.entry.key])]
+
+        def put() -> None:
+            try:
+                blocks = [push.pool.view(push.entry.offset, push.entry.length).data for push in batch]
+                sums = [push.entry.checksum for push in batch]
+                self._engine.put(names, [b"".join(value) for value in zip(sums, blocks, strict=True)])
+            finally:
+                for push in batch:
+                    push.pool.unpin([push.entry])
+
+        future = self._submit(put)
+        is_done = future is not None and self._wait(future, self._now() + _PUSH_S).problem is Cause.NONE
+        for push in batch:
+            push.entry.is_home = is_done
+            push.pool.counts["push_done" if is_done else "push_failed"] += 1
+            if future is None:
+                push.pool.unpin([push.entry])
+
+
+def _names(tenant: str, keys: list[bytes]) -> list[str]:
+    """Names in the store: the tenant first, so that its access rules can tell tenants apart."""
+    return [f"ems:{tenant}:{key.hex()}" for key in keys]
+
+
+def _keep(pool: TenantPool, key: bytes, value: memoryview) -> tuple[Cause, Entry | None]:
+    """Publishes a value of the store if its checksum holds. Returns what went wrong, and the block, pinned."""
+    data = value[SUM_BYTES:]
+    if len(data) == 0:
+        pool.counts["corrupt_on_wire"] += 1
+        return Cause.CORRUPT, None
+    begun = pool.begin(key, len(data), is_rcache=True)
+    if isinstance(begun, Entry):
+        return Cause.NONE, begun
+    if not isinstance(begun, Reservation):
+        return Cause.NO_ROOM, None
+    view = pool.view(begun.offset, begun.length).data
+    view[:] = data
+    checksum = bytes(value[:SUM_BYTES])
+    if xxhash.xxh3_128_digest(view) != checksum:
+        pool.abandon(begun)
+        pool.counts["corrupt_on_wire"] += 1
+        return Cause.CORRUPT, None
+    return Cause.NONE, pool.publish(Written(begun, checksum)).entry

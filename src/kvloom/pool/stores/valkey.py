@@ -1,0 +1,64 @@
+"""Valkey or Redis, alone or as a cluster, with TLS and ACL users as its client knows them (extra `valkey`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import valkey
+import valkey.cluster
+
+from kvloom.pool.stores.engine import EngineError
+
+_ERRORS = (valkey.ValkeyError, valkey.exceptions.ValkeyClusterException, OSError)
+_CONNECT_S = 2.0
+_CALL_S = 10.0  # of one socket operation: a call that the agent gave up ends at last
+
+
+def connect(address: str, password: str) -> "ValkeyEngine":
+    """A client of the server or cluster at a URL. Raises EngineError when it does not answer."""
+    scheme, _, location = address.partition("://")
+    kind: Any = valkey.Valkey
+    if scheme.endswith("+cluster"):
+        scheme, kind = scheme.removesuffix("+cluster"), valkey.cluster.ValkeyCluster
+    options: dict[str, Any] = {"socket_timeout": _CALL_S}
+    if scheme != "unix":
+        options["socket_connect_timeout"] = _CONNECT_S
+    if password:
+        options["password"] = password
+    try:
+        client = kind.from_url(f"{scheme}://{location}", **options)
+        client.ping()
+    except (*_ERRORS, ValueError) as error:
+        raise EngineError(f"engine {address}: {error}") from error
+    return ValkeyEngine(client)
+
+
+class ValkeyEngine:
+    """Implements `Engine`. Pipelines, so that a cluster may hold each name elsewhere."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
+        self._run("set", [(name, value) for name, value in zip(names, values, strict=True)])
+
+    def get(self, names: Sequence[str]) -> list[memoryview | None]:
+        answers = self._run("get", [(name,) for name in names])
+        return [None if answer is None else memoryview(answer) for answer in answers]
+
+    def has(self, names: Sequence[str]) -> list[bool]:
+        return [bool(answer) for answer in self._run("exists", [(name,) for name in names])]
+
+    def _run(self, command: str, arguments: list[tuple[str | bytes, ...]]) -> list[Any]:
+        try:
+            pipeline = self._client.pipeline()
+            if isinstance(self._client, valkey.Valkey):
+                pipeline = self._client.pipeline(transaction=False)
+            for each in arguments:
+                getattr(pipeline, command)(*each)
+            answers: list[Any] = pipeline.execute()
+        except _ERRORS as error:
+            raise EngineError(str(error)) from error
+        return answers
+
+    def close(self) -> None:
+        self._client.close()

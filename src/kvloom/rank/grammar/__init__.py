@@ -1,0 +1,1 @@
+"""Which tokens a grammar or a reasoning budget allows next."""

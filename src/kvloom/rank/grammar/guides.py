@@ -1,0 +1,207 @@
+"""Guides: which tokens a grammar allows next. The parser is llguidance; here it serves a rank.
+
+A guide's mask for the next token is computed on a thread of its own, beside the rank's wait for the next step and the
+step itself. The vocabulary and each grammar are read there too. Other sequences do not wait for them: what is not there
+in time is asked for again in the next step.
+"""
+
+import importlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvloom.contract.request import SamplingParams
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.rank.grammar.reasoning import EndMark, Guide, Mask, ReasoningGuide
+
+if TYPE_CHECKING:
+    import llguidance
+
+    Reading = tuple[llguidance.LLMatcher, list[int]]  # a grammar, read, and the tokens that end an answer
+
+_STEP_S = 0.01  # what a step waits for masks
+
+
+class Patience:
+    """How long the sequences of one step wait for their masks, all together."""
+
+    def __init__(self, step_s: float | None) -> None:
+        """None = until they are there."""
+        self._step_s = self._left_s = step_s
+
+    def renew(self) -> None:
+        """A step has ended."""
+        self._left_s = self._step_s
+
+    def wait(self, coming: Future[Mask]) -> bool:
+        """Whether it has come."""
+        if self._left_s is None or coming.done():
+            return True  # or who asks for the mask waits there
+        started_s = time.monotonic()
+        wait([coming], self._left_s)
+        self._left_s = max(0.0, self._left_s - (time.monotonic() - started_s))
+        return coming.done()
+
+
+class Guides:
+    """Makes the guides of one model. The first opens the tokenizer, which takes 40 MB, beside the steps."""
+
+    def __init__(self, open_tokenizer: Callable[[], Tokenizer], num_logits: int, must_wait: bool = False) -> None:
+        """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed.
+
+        `must_wait`: of several ranks, which are to choose the same tokens in the same step.
+        """
+        self._patience = Patience(None if must_wait else _STEP_S)
+        self._open_tokenizer, self._num_logits = open_tokenizer, num_logits
+        self._spelling: Tokenizer | None = None
+        self._lock = threading.Lock()  # of _spelling
+        self._tokenizer: llguidance.LLTokenizer | None = None  # of the pool's thread
+        self._marks: dict[str, EndMark] = {}
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
+        self._due: set[GrammarGuide] = set()  # those whose mask for the next step has not been begun
+
+    def prepare_next(self) -> None:
+        """The rank waits for its next step: begin what that will need, in the background."""
+        self._patience.renew()
+        for guide in self._due:
+            guide.begin()
+        self._due.clear()
+
+    def guide(self, params: SamplingParams) -> Guide | None:
+        """Of a request whose grammar has been checked (server/chat/grammars.py). None = every token may always come."""
+        grammar = self._grammar(params.grammar) if params.grammar else None
+        if not params.reasoning_end:
+            return grammar
+        return ReasoningGuide(self._mark(params.reasoning_end), grammar, params.max_reasoning_tokens)
+
+    def _grammar(self, grammar: str) -> "GrammarGuide":
+        def match() -> "Reading":
+            tokenizer = self._open()
+            return _llguidance().LLMatcher(tokenizer, grammar, log_level=0), list(tokenizer.eos_tokens)
+
+        return GrammarGuide(match, self._num_logits, self._pool, self._due, self._patience)
+
+    def _open(self) -> "llguidance.LLTokenizer":
+        if self._tokenizer is None:
+            self._tokenizer = _ll_tokenizer(self._spell())
+        return self._tokenizer
+
+    def _mark(self, text: str) -> EndMark:
+        if text not in self._marks:
+            spelling = self._spell()
+            tokens = [spelling.token_bytes(i) for i in range(min(spelling.vocab_size, self._num_logits))]
+            ids = spelling.encode(text, add_special_tokens=False)
+            self._marks[text] = EndMark(text, ids, tokens, sorted(spelling.eos_ids), self._num_logits)
+        return self._marks[text]
+
+    def _spell(self) -> Tokenizer:
+        with self._lock:
+            if self._spelling is None:
+                self._spelling = self._open_tokenizer()
+            return self._spelling
+
+
+class GrammarGuide:
+    """How far one sequence is in its grammar."""
+
+    def __init__(
+        self,
+        match: "Callable[[], Reading]",
+        num_logits: int,
+        pool: ThreadPoolExecutor,
+        due: "set[GrammarGuide]",
+        patience: Patience,
+    ) -> None:
+        """`match` reads the grammar, on the pool's thread; with it the tokens that end an answer."""
+        self._num_logits, self._pool, self._due, self._patience = num_logits, pool, due, patience
+        self._matcher: llguidance.LLMatcher
+        self._eos_ids: list[int]
+        self._problem = ""  # of the parser, once it has given up
+        self._taken: deque[int] = deque()  # tokens that were chosen and that the matcher has not seen
+        self._next: Future[Mask] | None = pool.submit(self._begin, match)
+
+    def begin(self) -> Future[Mask]:
+        """Compute what may follow, unless that has begun."""
+        if self._next is None:
+            self._next = self._pool.submit(self._compute)
+        return self._next
+
+    def mask(self) -> Mask:
+        """The end of the answer is allowed when nothing else is."""
+        return self.begin().result()
+
+    def problem(self) -> str:
+        """The parser has limits: a grammar that can be read may still be too ambiguous to follow."""
+        self.begin().result()
+        return self._problem
+
+    def is_ready(self) -> bool:
+        return self._patience.wait(self.begin())
+
+    def take(self, token_id: int) -> None:
+        """The token was chosen. Nothing waits for the grammar: the pool's thread reads it before the token."""
+        self._taken.append(token_id)
+        self._next = None
+        self._due.add(self)
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._due.discard(self)
+
+    def is_free(self, num_more: int) -> bool:
+        return False
+
+    def _begin(self, match: "Callable[[], Reading]") -> Mask:
+        self._matcher, self._eos_ids = match()
+        return self._compute()
+
+    def _compute(self) -> Mask:
+        while self._taken:
+            token_id = self._taken.popleft()
+            if token_id not in self._eos_ids:
+                self._matcher.consume_token(token_id)
+        mask = np.zeros(self._num_logits, np.bool_)
+        if not self._matcher.is_error() and not self._matcher.is_stopped():
+            packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+            bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # those missing are zeros
+            mask = bits.view(np.bool_)
+        if self._matcher.is_error():
+            told = self._matcher.get_error().partition("<state>")[0]  # behind it stand the answer's tokens
+            self._problem = f"the answer's grammar cannot be followed any further: {' '.join(told.split())}"
+        if not mask.any():
+            mask[list(self._eos_ids)] = True
+        return mask
+
+
+class _Wrapped:
+    """A tokenizer in the form that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        ids = range(tokenizer.vocab_size)
+        self.eos_token_id = min(tokenizer.eos_ids)
+        self.bos_token_id = None
+        self.tokens = [tokenizer.token_bytes(i) for i in ids]
+        self.special_token_ids = [i for i in ids if tokenizer.is_special(i)]
+
+    def __call__(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("this tokenizer takes text")
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _ll_tokenizer(tokenizer: Tokenizer) -> "llguidance.LLTokenizer":
+    wrapped = _llguidance().TokenizerWrapper(_Wrapped(tokenizer))
+    made: llguidance.LLTokenizer = _llguidance().LLTokenizer(wrapped, eos_token=sorted(tokenizer.eos_ids))
+    return made
+
+
+def _llguidance() -> Any:
+    """The parser's library, which only grammars wait for."""
+    return importlib.import_module("llguidance")

@@ -1,0 +1,1 @@
+"""The backends that compute a step: their contract, the CPU kernels, the torch reference."""

@@ -1,0 +1,108 @@
+"""The CPU kernels' library: the one that a wheel carries, else compiled once into the user's cache."""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kvloom.contract.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cpu"
+PREBUILT = Path(__file__).parent / "lib"  # only in an installed wheel
+COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
+_AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16c"
+
+# Best first: the compiler's flags, and what /proc/cpuinfo must name.
+ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
+    "avx512": (
+        tuple(f"-m{flag}" for flag in _AVX512.split()),
+        frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split()),
+    ),
+    "avx2": (("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
+    "portable": (("-DKVL_PORTABLE",), frozenset()),
+}
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Instruction sets of this machine; empty where the file does not exist."""
+    if not cpuinfo.exists():
+        return frozenset()
+    lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
+    return frozenset(next(lines, "").partition(":")[2].split())
+
+
+def best_isa(flags: frozenset[str]) -> str:
+    return next(isa for isa, (_, needed) in ISAS.items() if needed <= flags)
+
+
+def library(isa: str | None = None) -> Path:
+    """Path of the library for `isa` (None = the best that this machine runs). Raises ModelError when there is none.
+
+    A library's name has a hash over sources and flags in it, so an update never meets a library of before.
+    """
+    flags = cpu_flags()
+    isa = isa or best_isa(flags)
+    if isa not in ISAS:
+        raise ModelError(f"instruction set {isa}: known are {', '.join(ISAS)}")
+    if missing := ISAS[isa][1] - flags:
+        raise ModelError(f"instruction set {isa}: this machine lacks {', '.join(sorted(missing))}")
+    path = found(isa)
+    if path is None:
+        path = _cache_root() / file_name(isa)
+        compile_library(isa, path)
+    return path
+
+
+def found(isa: str) -> Path | None:
+    """The library that there is already, the wheel's or one compiled before."""
+    name = file_name(isa)
+    return next((path for path in (PREBUILT / name, _cache_root() / name) if path.exists()), None)
+
+
+def file_name(isa: str) -> str:
+    hashed = hashlib.sha256(repr((COMMON_FLAGS, ISAS[isa][0])).encode())
+    for path in sorted(SOURCES.glob("*.[hc]*")):
+        hashed.update(path.read_bytes())
+    return f"libkvloom_{isa}_{platform.machine()}-{hashed.hexdigest()[:16]}.so"
+
+
+def prebuild(folder: Path) -> None:
+    """Every variant of this kind of machine into `folder`, whichever of them it runs itself: what a wheel carries."""
+    for isa in ISAS if platform.machine() in ("x86_64", "AMD64") else ("portable",):
+        compile_library(isa, folder / file_name(isa))
+
+
+def compile_library(isa: str, target: Path) -> None:
+    """Compiles into a temporary file and renames: a half-written library is never seen, two builders do not clash.
+
+    Raises ModelError when there is no compiler, or with what it said.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
+    log.info("compiling the CPU kernels (%s) into %s, once", isa, target.parent)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
+        command = [compiler, *COMMON_FLAGS, *ISAS[isa][0], *sources, "-o", str(built)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise ModelError(f"the CPU kernels do not compile with {compiler}: {result.stderr.strip()[-2000:]}")
+        os.replace(built, target)
+
+
+def find_compiler() -> str | None:
+    """Path of a C++ compiler: $CXX, else g++, c++ or clang++."""
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++") or shutil.which("clang++")
+
+
+def _cache_root() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvloom" / "kernels"

@@ -1,0 +1,372 @@
+"""The CPU backend: one native call for a whole ragged step (kernels/cpu). Here a model becomes a short program."""
+
+import ctypes
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.footprint import kv_head_bytes
+from kvloom.checkpoints.lora import FIELD, AdapterFile
+from kvloom.checkpoints.lora_tensors import pairs_of
+from kvloom.checkpoints.source import WeightSource
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.messages import Progress
+from kvloom.rank.kernels import build, cpu_abi
+from kvloom.rank.kernels.backend import Floats, Head, Ints, Ragged
+from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
+from kvloom.rank.kernels.packed import Packed
+
+WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16}
+KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
+_NO_OPERANDS = {"linear": cpu_abi.NONE, "vector": cpu_abi.NONE, "vector2": cpu_abi.NONE}
+PANEL_HALF = 16  # gate and up rows that share a panel (cpu/layout.hpp)
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CpuOptions:
+    """How the kernels hold and compute a model."""
+
+    weight_format: str = "w8a8"
+    kv_dtype: str = "bf16"
+    num_threads: int | None = None  # None = one for each core that this process may use
+    isa: str | None = None  # a key of build.ISAS; None = the best that this machine has
+    packed: Packed | None = None  # where packed weights are kept between starts; None = nowhere
+
+
+class CpuBackend:
+    """Weights packed for the vector unit; a sequence's logits never depend on the rest of a step.
+
+    `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or
+    Q4_1 file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and
+    4 bit formats are quantised a token and group. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
+    halves the cache. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * tile bytes] are permuted
+    (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
+    """
+
+    name = "cpu"
+    block_size = BLOCK_SIZE
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        num_blocks: int,
+        options: CpuOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
+        options = options or CpuOptions()
+        weight_format, kv_dtype = options.weight_format, options.kv_dtype
+        _check(spec, weight_format, kv_dtype)
+        self.spec = self.whole_spec = spec
+        self.num_blocks = num_blocks
+        self.kv_dtype = kv_dtype
+        library = build.library(options.isa)
+        self._lib = cpu_abi.load(library)
+        self.isa = self._lib.kvl_isa().decode()
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"
+        self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
+        self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
+        if not self._model:
+            raise ModelError("no memory for the CPU backend")
+        packer = _Packer(self, weights, WEIGHT_FORMATS[weight_format], progress)
+        packer.declare()
+        layout = (weight_format, library.name, self.num_threads)
+        pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
+        if pages is not None:
+            packer.adopt(pages)
+        else:
+            packer.fill()
+            if options.packed:
+                options.packed.keep(packer.pieces(), self)
+        self._position_of = packer.position_of
+        self._adapters: dict[int, int] = {}  # id -> the library's
+        self.streamed_bytes = packer.packed_bytes  # read by every step
+        self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
+        self._held = packer.held
+        self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
+        self._lib.kvl_set_tables(self._model, self._embed.ctypes.data, self._rope.ctypes.data)
+        self._lib.kvl_set_program(
+            self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
+        )
+        tile_bytes = BLOCK_SIZE * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
+        self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
+        self.kv_bytes = self.kv.nbytes
+        self._logits = np.empty((0, spec.vocab_size), np.float32)
+        self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
+        self._weights = np.empty(-(-spec.vocab_size // 64) * 64, np.float32)
+
+    def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
+        """See kernels/backend.py. What Head holds is overwritten by the next step."""
+        *inputs, adapters = batch
+        states = np.empty(0, np.int32) if states is None else states
+        num_full = tops.count(0)
+        if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
+            self._logits = np.empty((num_full, self.spec.vocab_size), np.float32)
+        shape = (len(tops), max(tops, default=0))
+        if shape != self._top_values.shape:
+            self._top_values, self._top_ids = np.empty(shape, np.float32), np.empty(shape, np.int32)
+        found = np.empty((len(states), self.spec.hidden), np.float32)
+        head = Head(tops, self._logits[:num_full], self._top_values, self._top_ids, found)
+        own = (ctypes.c_int32 * len(adapters))(*(self._adapters[id] if id else -1 for id in adapters))
+        wanted = (ctypes.c_int32 * len(tops))(*tops)
+        held = [np.ascontiguousarray(array) for array in (*inputs, rows, states)]
+        assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
+        step = Batch(
+            self.kv.ctypes.data,
+            self.num_blocks,
+            *(array.ctypes.data for array in held[:-1]),
+            len(batch.ids),
+            len(batch.qstart) - 1,
+            batch.block_table.shape[1],
+            len(rows),
+            ctypes.addressof(wanted),
+            shape[1],
+            head.full.ctypes.data,
+            head.values.ctypes.data,
+            head.ids.ctypes.data,
+            held[-1].ctypes.data,
+            len(states),
+            head.states.ctypes.data,
+            ctypes.addressof(own) if adapters else None,
+        )
+        if len(batch.ids):
+            self._lib.kvl_step(self._model, ctypes.byref(step))
+        return head
+
+    def add_adapter(self, id: int, adapter: AdapterFile) -> int:
+        """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
+        own = self._lib.kvl_adapter_new(self._model)
+        total = 0
+        try:
+            if own < 0:
+                raise BadRequest(FIELD, "no memory for the adapter")
+            for name, pair in pairs_of(adapter):
+                linear, first, interleave = self._position_of[name]
+                a, b, (count, rank) = pair.a.ctypes.data, pair.b.ctypes.data, pair.b.shape
+                taken = self._lib.kvl_adapter_add(
+                    self._model, own, linear, a, b, rank, count, pair.scale, first, interleave
+                )
+                if taken < 0:
+                    raise BadRequest(FIELD, "no memory for the adapter")
+                total += taken
+        except BadRequest:
+            if own >= 0:
+                self._lib.kvl_adapter_free(self._model, own)
+            raise
+        self._adapters[id] = own
+        return total
+
+    def drop_adapter(self, id: int) -> None:
+        """See kernels/backend.py."""
+        own = self._adapters.pop(id, None)
+        if own is not None:
+            self._lib.kvl_adapter_free(self._model, own)
+
+    def draw(self, logits: Floats, temperature: float, top_p: float, min_p: float, point: float) -> int:
+        """See kernels/backend.py."""
+        rules = DrawRules(temperature, top_p, min_p, point)
+        row = np.ascontiguousarray(logits)
+        return int(self._lib.kvl_draw(row.ctypes.data, len(row), ctypes.byref(rules), self._weights.ctypes.data))
+
+    @property
+    def kv_parts(self) -> tuple[Any, ...]:
+        """See kernels/backend.py."""
+        return (self.kv,)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See kernels/backend.py."""
+        np.copyto(target, source)
+
+    def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
+        """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
+        return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))
+
+    def __del__(self) -> None:
+        if getattr(self, "_model", None):
+            self._lib.kvl_free(self._model)
+
+    def _shape(self) -> Shape:
+        s = self.spec
+        return Shape(
+            s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size, s.sliding_window or 0,
+            self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps,
+        )  # fmt: skip
+
+
+class _Packer:
+    """Turns a checkpoint into declared, then filled linears, and the layer program that runs them."""
+
+    def __init__(
+        self, backend: CpuBackend, weights: WeightSource, layer_format: int, progress: Progress | None
+    ) -> None:
+        self._lib, self._model, self._spec = backend._lib, backend._model, backend.spec
+        self._weights, self._format, self._progress = weights, layer_format, progress
+        self._num_threads = backend.num_threads
+        self._fills: list[tuple[int, str, int, int]] = []  # linear, tensor, first channel, interleave
+        self.program: list[Instruction] = []
+        self._arenas: list[int] = []  # bytes of each
+        self.packed_bytes = 0  # of the linears
+        self.num_bytes = 0  # and with the embedding
+        self.held: np.ndarray[Any, Any] | None = None  # memory of others that the weights lie in
+        self.embed = np.empty((0, 0), np.uint16)  # bfloat16
+
+    @property
+    def position_of(self) -> dict[str, tuple[int, int, int]]:
+        """Where each matrix went: linear, first channel, interleave."""
+        return {name: (linear, first, interleave) for linear, name, first, interleave in self._fills}
+
+    def declare(self) -> None:
+        """Every linear in the order of execution, every small vector, and the program."""
+        spec = self._spec
+        for layer in range(spec.num_layers):
+            self._declare_attention(layer, f"layers.{layer}.")
+            self._declare_mlp(f"layers.{layer}.")
+        head_format = cpu_abi.BF16 if self._format == cpu_abi.BF16 else cpu_abi.INT8
+        head = self._linear(spec.vocab_size, spec.hidden, head_format)
+        self._fills.append((head, "embed" if spec.tie_embeddings else "head", 0, -1))
+        self._emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._vector("norm"))
+        self._emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
+        self._arenas = [self._lib.kvl_arena_bytes(self._model, thread) for thread in range(self._num_threads)]
+        self.packed_bytes = sum(self._arenas)
+        self.num_bytes = self.packed_bytes + 2 * spec.vocab_size * spec.hidden
+
+    def adopt(self, pages: mmap.mmap) -> None:
+        """In place of `fill`: what `pieces` of an equal model gave, one behind the other."""
+        self.held = np.frombuffer(pages, np.uint8)
+        self._lib.kvl_adopt(self._model, self.held.ctypes.data)
+        self.embed = self.held[self.packed_bytes :].view(np.uint16).reshape(self._spec.tensor_shapes()["embed"])
+        first = -(-self.packed_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        if first < len(pages) and hasattr(mmap, "MADV_DONTNEED"):  # a step reads the rows of its tokens, no others
+            pages.madvise(mmap.MADV_DONTNEED, first, len(pages) - first)
+        if self._progress:
+            self._progress(self.packed_bytes, self.packed_bytes)
+
+    def pieces(self) -> list[memoryview]:
+        """What `fill` made, as long as the model lives: an arena a thread, then the embedding."""
+        ranges = [(self._lib.kvl_arena(self._model, thread), size) for thread, size in enumerate(self._arenas)]
+        ranges.append((self.embed.ctypes.data, self.embed.nbytes))
+        return [memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B") for address, size in ranges]
+
+    def fill(self) -> None:
+        """Reads each tensor once, piece by piece, packs it and forgets it; several tensors at a time."""
+        if self._lib.kvl_allocate(self._model) < 0:
+            raise ModelError("no memory for the packed weights")
+        spec = self._spec
+        shapes = spec.tensor_shapes()
+        self.embed = np.empty(shapes["embed"], np.uint16)
+        if not spec.tie_embeddings:
+            for at, values in self._weights.tensor("embed").float32_pieces():
+                self._embed_rows(at, values)
+        total, done = sum(int(np.prod(shapes[name])) for _, name, _, _ in self._fills), 0
+        with ThreadPoolExecutor(self._num_threads) as threads:
+            for name in threads.map(self._fill, self._fills):
+                done += int(np.prod(shapes[name]))
+                if self._progress:
+                    self._progress(self.packed_bytes * done // total, self.packed_bytes)
+
+    def _declare_attention(self, layer: int, at: str) -> None:
+        spec = self._spec
+        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        qkv = self._linear(q_rows + 2 * kv_rows, spec.hidden)
+        for part, first in (("q", 0), ("k", q_rows), ("v", q_rows + kv_rows)):
+            self._fills.append((qkv, at + part, first, -1))
+        out = self._linear(spec.hidden, q_rows)
+        self._fills.append((out, at + "o", 0, -1))
+        bias = self._vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
+        norms = {}
+        if spec.qk_norm:
+            norms = {"vector": self._vector(at + "q_norm"), "vector2": self._vector(at + "k_norm")}
+        self._emit(cpu_abi.NORM_QUANT, linear=qkv, vector=self._vector(at + "attn_norm"))
+        self._emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
+        self._emit(cpu_abi.ROPE_KV, layer=layer, **norms)
+        self._emit(cpu_abi.ATTENTION, layer=layer)
+        self._emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
+        self._emit(cpu_abi.LINEAR, linear=out, epilogue=cpu_abi.RESIDUAL)
+
+    def _declare_mlp(self, at: str) -> None:
+        spec = self._spec
+        pairs = -(-spec.intermediate // PANEL_HALF) * PANEL_HALF
+        gate_up = self._linear(2 * pairs, spec.hidden)
+        self._fills += [(gate_up, at + "gate", 0, 0), (gate_up, at + "up", 0, 1)]
+        down = self._linear(spec.hidden, spec.intermediate)
+        self._fills.append((down, at + "down", 0, -1))
+        activation = cpu_abi.SWIGLU if spec.activation == "silu" else cpu_abi.GEGLU
+        self._emit(cpu_abi.NORM_QUANT, linear=gate_up, vector=self._vector(at + "mlp_norm"))
+        self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=activation)
+        self._emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
+        self._emit(cpu_abi.LINEAR, linear=down, epilogue=cpu_abi.RESIDUAL)
+
+    def _linear(self, rows: int, cols: int, weight_format: int | None = None) -> int:
+        weight_format = self._format if weight_format is None else weight_format
+        return int(self._lib.kvl_add_linear(self._model, rows, cols, weight_format))
+
+    def _vector(self, *names: str) -> int:
+        values = np.concatenate([self._weights.tensor(name).float32() for name in names])
+        return int(self._lib.kvl_add_vector(self._model, values.ctypes.data, len(values)))
+
+    def _emit(self, kind: int, **fields: int) -> None:
+        """One more instruction; of `fields`, linear and vectors that are not given are none, others 0."""
+        self.program.append(Instruction(kind, **(_NO_OPERANDS | fields)))
+
+    def _fill(self, fill: tuple[int, str, int, int]) -> str:
+        """One tensor, in a thread of its own: decoding and packing let other threads run. Returns its name."""
+        linear, name, first, interleave = fill
+        raw = self._weights.tensor(name)
+        if self._format == cpu_abi.INT4 and raw.kind in ("q4_0", "q4_1") and raw.name != "head":
+            blocks = np.ascontiguousarray(raw.data)
+            has_min = int(raw.kind == "q4_1")
+            self._lib.kvl_fill_q4(self._model, linear, blocks.ctypes.data, raw.shape[0], first, interleave, has_min)
+        else:
+            for at, values in raw.float32_pieces():
+                if raw.name == "embed":  # the head of a model that ties them: read once for both
+                    self._embed_rows(at, values)
+                self._lib.kvl_fill_f32(self._model, linear, values.ctypes.data, len(values), first + at, interleave)
+        return name
+
+    def _embed_rows(self, first: int, values: Floats) -> None:
+        rows = self.embed[first : first + len(values)]
+        self._lib.kvl_round_bf16(values.ctypes.data, values.size, rows.ctypes.data)
+
+
+def check_kernels(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
+    """Raises ModelError naming what the kernels do not have, or why they cannot be had at all."""
+    _check(spec, weight_format, kv_dtype)
+    cpu_abi.load(Path(build.library(None)))
+
+
+def _check(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
+    """Raises ModelError naming what the kernels do not have."""
+    if weight_format not in WEIGHT_FORMATS:
+        raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
+    if kv_dtype not in KV_FORMATS:
+        raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
+    if spec.head_dim % 32 or spec.head_dim > 256:
+        raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
+    if 2 * len(spec.rope.inv_freq) != spec.head_dim:
+        raise ModelError("rotary embedding of a part of the head: the CPU backend rotates whole heads")
+
+
+def _rope_table(spec: DecoderSpec, positions: int) -> Floats:
+    """[positions, head_dim] float32: cosines, then sines, of float32 angles. Rounded once: the same on all machines."""
+    angles = np.outer(np.arange(positions, dtype=np.float32), np.array(spec.rope.inv_freq, np.float32))
+    table = np.empty((positions, 2 * angles.shape[1]), np.float32)
+    for part, of in zip(np.split(table, 2, axis=1), (np.cos, np.sin), strict=True):
+        part[:] = of(angles, dtype=np.float64)
+    return table * np.float32(spec.rope.attention_factor)
+
+
+def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    """Zero bytes whose pages become resident when first written, in huge pages where the system has them."""
+    pages = mmap.mmap(-1, int(np.prod(shape)))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8).reshape(shape)

@@ -1,0 +1,118 @@
+/* The C interface of the CPU backend: what kernels/cpu.py calls through ctypes.
+ *
+ * Life of a model: kvl_new, then kvl_add_linear / kvl_add_vector for every weight in execution order, kvl_allocate once
+ * and kvl_fill_* tensor by tensor, or kvl_adopt, kvl_set_program, then kvl_step as often as wanted (one caller at a
+ * time), kvl_free.
+ * Adapters come and go between steps: kvl_adapter_new, kvl_adapter_add for each linear they change, kvl_adapter_free.
+ * Pointers given to kvl_adopt, kvl_set_tables and kvl_step stay the caller's; the library copies everything else.
+ */
+#ifndef KVLOOM_CPU_ABI_H
+#define KVLOOM_CPU_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct kvl_model kvl_model;
+
+/* Shapes of the decoder. `window` is the number of keys a query sees, itself included; 0 = all. */
+typedef struct {
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads, kv_format;
+    float norm_eps;
+} kvl_shape;
+
+/* How a linear's weights are held; see layout.hpp. */
+enum { KVL_INT8 = 0, KVL_INT4 = 1, KVL_BF16 = 2 };
+
+/* How keys and values are held; see layout.hpp. */
+enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
+
+/* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
+enum {
+    KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear`; rows with an
+                                adapter make its h = scale * A x here (lora.hpp), those of QUANT too */
+    KVL_QUANT = 1,           /* the buffer that the next linear reads (attention's or the MLP's), quantised for `linear` */
+    KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
+    KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
+    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
+    KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
+};
+enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4 };
+enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1 };
+
+typedef struct {
+    int32_t kind, layer, linear, epilogue, vector, vector2, source;
+} kvl_instruction;
+
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
+ * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
+ * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top].
+ * states: float [num_states][hidden], what tokens state_rows[] are behind the last norm. */
+typedef struct {
+    uint8_t *kv;
+    int64_t num_blocks;
+    const int32_t *ids, *pos, *qstart, *block_table, *rows;
+    int32_t num_tokens, num_seqs, max_blocks, num_rows;
+    const int32_t *tops;
+    int32_t max_top;
+    float *logits, *top_values;
+    int32_t *top_ids;
+    const int32_t *state_rows;
+    int32_t num_states;
+    float *states;
+    const int32_t *adapters; /* [num_seqs] of kvl_adapter_new, -1 = none; null = none at all */
+} kvl_batch;
+
+const char *kvl_isa(void);
+kvl_model *kvl_new(const kvl_shape *shape);
+void kvl_free(kvl_model *model);
+int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
+int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
+int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
+
+/* Packed weights lie in an arena a thread, each a multiple of 64 bytes, which another model of the same linears and number
+ * of threads can use as it is: `arenas` are all of them, one behind the other, from a multiple of 64 on. */
+int64_t kvl_arena_bytes(const kvl_model *model, int32_t thread);
+const uint8_t *kvl_arena(const kvl_model *model, int32_t thread);
+void kvl_adopt(kvl_model *model, const uint8_t *arenas);
+
+/* Rows [0, count) go to output channels first + r, or, when `interleave` is 0 or 1, to the gate (0) or up (1) half of
+ * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. Calls for
+ * different rows may run at the same time. */
+void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
+void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_t count, int64_t first, int32_t interleave,
+                 int32_t has_min);
+
+/* `count` floats as bf16, the nearest, ties to even: rows of the table below. */
+void kvl_round_bf16(const float *values, int64_t count, uint16_t *out);
+/* embed: bf16 [vocab][hidden]; rope: float [positions][head_dim], cosines then sines. Both must outlive the model. */
+void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
+/* An adapter that changes nothing yet; its id, -1 = no memory. */
+int32_t kvl_adapter_new(kvl_model *model);
+/* y += b (scale * (a x)) on the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills; `first` is
+ * a multiple of 16. a: float [rank][cols], b: float [count][rank]. Bytes taken, -1 = no memory. */
+int64_t kvl_adapter_add(kvl_model *model, int32_t id, int32_t linear, const float *a, const float *b, int64_t rank,
+                        int64_t count, float scale, int64_t first, int32_t interleave);
+void kvl_adapter_free(kvl_model *model, int32_t id);
+
+void kvl_set_program(kvl_model *model, const kvl_instruction *instructions, int32_t count);
+void kvl_step(kvl_model *model, const kvl_batch *batch);
+
+/* How a token is drawn: temperature > 0; top_p in (0, 1], 1 = off; min_p in [0, 1], 0 = off; point in [0, 1). */
+typedef struct {
+    float temperature, top_p, min_p;
+    double point;
+} kvl_draw_rules;
+
+/* The token that `point` falls on. scratch: `count` floats rounded up to a multiple of 64. Runs on the caller's thread. */
+int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules, float *scratch);
+
+/* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
+double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

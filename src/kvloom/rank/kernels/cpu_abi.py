@@ -1,0 +1,93 @@
+"""ctypes mirror of cpu/abi.h."""
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+INT8, INT4, BF16 = range(3)
+NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT = range(6)
+TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS = range(5)
+FROM_ATTENTION, FROM_MLP = range(2)
+KV_BF16, KV_INT8 = range(2)
+NONE = -1
+
+_POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+
+
+class Shape(ctypes.Structure):
+    """kvl_shape."""
+
+    _fields_ = (
+        *((name, _I32) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
+        ("window", _I32),
+        ("num_threads", _I32),
+        ("kv_format", _I32),
+        ("norm_eps", ctypes.c_float),
+    )
+
+
+class Instruction(ctypes.Structure):
+    """kvl_instruction."""
+
+    _fields_ = tuple((n, _I32) for n in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source"))
+
+
+class Batch(ctypes.Structure):
+    """kvl_batch."""
+
+    _fields_ = (
+        ("kv", _POINTER),
+        ("num_blocks", _I64),
+        *((name, _POINTER) for name in ("ids", "pos", "qstart", "block_table", "rows")),
+        *((name, _I32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_rows")),
+        ("tops", _POINTER),
+        ("max_top", _I32),
+        ("logits", _POINTER),
+        ("top_values", _POINTER),
+        ("top_ids", _POINTER),
+        ("state_rows", _POINTER),
+        ("num_states", _I32),
+        ("states", _POINTER),
+        ("adapters", _POINTER),
+    )
+
+
+class DrawRules(ctypes.Structure):
+    """kvl_draw_rules."""
+
+    _fields_ = (*((name, ctypes.c_float) for name in ("temperature", "top_p", "min_p")), ("point", ctypes.c_double))
+
+
+@cache
+def load(path: Path) -> ctypes.CDLL:
+    """The library with its functions' types declared. Calls release the interpreter lock."""
+    lib = ctypes.CDLL(str(path))
+    signatures = {
+        "kvl_isa": (ctypes.c_char_p, []),
+        "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
+        "kvl_free": (None, [_POINTER]),
+        "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
+        "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
+        "kvl_allocate": (_I64, [_POINTER]),
+        "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
+        "kvl_arena": (_POINTER, [_POINTER, _I32]),
+        "kvl_adopt": (None, [_POINTER, _POINTER]),
+        "kvl_fill_f32": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32]),
+        "kvl_fill_q4": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32, _I32]),
+        "kvl_round_bf16": (None, [_POINTER, _I64, _POINTER]),
+        "kvl_adapter_new": (_I32, [_POINTER]),
+        "kvl_adapter_add": (
+            _I64,
+            [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
+        ),
+        "kvl_adapter_free": (None, [_POINTER, _I32]),
+        "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
+        "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
+        "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
+        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),
+        "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib

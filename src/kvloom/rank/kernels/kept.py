@@ -1,0 +1,285 @@
+"""Packed weights, kept between starts: files in the user's cache that processes map read-only and so share.
+
+A file is a page of header, then the packed bytes from DATA_OFFSET on. It is written whole or not at all; the one used
+longest ago goes when room is needed. The cache is a help and never a condition: what is wrong with it costs a line of
+the log and the time to pack again.
+"""
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from kvloom.checkpoints.fingerprint import fingerprint, identity
+from kvloom.contract.errors import BadRequest
+
+log = logging.getLogger(__name__)
+
+FOLDER_VARIABLE, SIZE_VARIABLE = "KVLOOM_WEIGHT_CACHE", "KVLOOM_WEIGHT_CACHE_GB"
+OFF = "off"
+DATA_OFFSET = 2 << 20  # a huge page, so that the data can be mapped in such where the file system has them
+_DEFAULT_GB = 20.0
+_MAGIC = b"KVLPACK1"
+_HEADER_BYTES = 4096
+_PIECE_BYTES = 8 << 20
+_SUFFIX, _PART = ".packed", ".part"
+_STAMPS = "stamps"  # folder of files: the identity of a model's files -> the fingerprint of their bytes
+_ABANDONED_S = 3600.0  # a part that is older was left by a process that ended
+
+
+class Key(msgspec.Struct, frozen=True):
+    """All that decides the packed bytes: of another key nothing is ever used."""
+
+    weights: str  # fingerprint of the model's files
+    format: str  # of weights: "w8a8", ...
+    isa: str  # that they are packed for
+    recipe: str  # digest of the code that packs
+    num_threads: int  # that the weights are laid out for
+
+    @property
+    def file_name(self) -> str:
+        """Of the file."""
+        digest = hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+        return f"{self.weights[:12]}-{self.format}-{self.isa}-{digest[:16]}{_SUFFIX}"
+
+
+class _Header(msgspec.Struct):
+    key: Key
+    num_bytes: int
+    digest: str  # XXH3 of the data
+    model: str  # its path when it was packed, for people
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kept file, for people. `key` is None when the file is damaged."""
+
+    path: Path
+    num_bytes: int
+    used_s: float  # since the epoch
+    model: str = ""
+    key: Key | None = None
+
+
+class KeptWeights:
+    """The files of one folder. At most `max_bytes` of them, and half of what the disk has for them."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def open(self, key: Key, num_bytes: int) -> mmap.mmap | None:
+        """The packed bytes, read-only and shared with whoever has them mapped; None when there are none to trust.
+
+        Says nothing of the folder: `keep`, which follows, does.
+        """
+        try:
+            self._check_owner()
+        except OSError:
+            return None
+        try:
+            fd = os.open(self.folder / key.file_name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            log.warning("%s: cannot be opened: %s", key.file_name, error.strerror or error)
+            return None
+        try:
+            header = _header_of(fd)
+            if header is None or header.key != key or header.num_bytes != num_bytes:
+                log.warning("%s: is damaged or not this user's own; the weights are packed again", key.file_name)
+                return None
+            with contextlib.suppress(OSError):  # a folder that cannot be written to has no order of use
+                os.utime(fd)
+            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+            return mmap.mmap(fd, num_bytes, flags, mmap.PROT_READ, offset=DATA_OFFSET)
+        except OSError as error:
+            log.warning("%s: cannot be mapped: %s", key.file_name, error.strerror or error)
+            return None
+        finally:
+            os.close(fd)
+
+    def keep(self, key: Key, pieces: Sequence[memoryview], model: str) -> bool:
+        """Write the pieces, one behind the other. False, and a line of the log, when that cannot be done."""
+        num_bytes = sum(len(piece) for piece in pieces)
+        part = self.folder / f"{key.file_name}.{os.getpid()}{_PART}"
+        try:
+            self._make_folder()
+            self._make_room(num_bytes + DATA_OFFSET, key)
+            try:
+                _write(part, key, pieces, model)
+                part.replace(self.folder / key.file_name)
+            finally:
+                part.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("%s: packed weights are not kept: %s", self.folder, error.strerror or error)
+            return False
+        return True
+
+    def fingerprint(self, model: Path) -> str:
+        """As fingerprint.fingerprint; of files that were read once and have not changed since it is remembered."""
+        known = identity(model, time.time())
+        if known is None:  # written to just now: it may be again, and nothing would tell
+            return fingerprint(model)
+        stamp = self.folder / _STAMPS / known
+        with contextlib.suppress(OSError):
+            self._check_owner()
+            text = stamp.read_text()
+            if len(text) == 64 and text.isalnum():
+                return text
+        found = fingerprint(model)
+        with contextlib.suppress(OSError):  # `keep` tells of a folder that cannot be written to
+            self._make_folder()
+            stamp.parent.mkdir(mode=0o700, exist_ok=True)
+            part = stamp.with_name(f"{stamp.name}.{os.getpid()}{_PART}")
+            part.write_text(found)
+            part.replace(stamp)
+        return found
+
+    def entries(self) -> list[Entry]:
+        """What is kept, that used last first. Raises OSError when the folder is not this user's own."""
+        if self.folder.exists():
+            self._check_owner()
+        found = [entry for path in self.folder.glob(f"*{_SUFFIX}") if (entry := _entry_of(path)) is not None]
+        return sorted(found, key=lambda entry: -entry.used_s)
+
+    def is_sound(self, entry: Entry) -> bool:
+        """Whether its data are those that were written: all is read. Raises OSError."""
+        hashed = xxhash.xxh3_128()
+        with entry.path.open("rb", buffering=0) as file:
+            header = _header_of(file.fileno())
+            file.seek(DATA_OFFSET)
+            while piece := file.read(_PIECE_BYTES):
+                hashed.update(piece)
+        return header is not None and hashed.hexdigest() == header.digest
+
+    def clear(self) -> int:
+        """Remove all; processes that have them mapped go on. Returns the bytes. Raises OSError."""
+        entries = self.entries()
+        for path in [*(entry.path for entry in entries), *self._parts(0.0), *self.folder.glob(f"{_STAMPS}/*")]:
+            path.unlink(missing_ok=True)
+        return sum(entry.num_bytes for entry in entries)
+
+    def limit_bytes(self) -> int:
+        """What may be kept now. Raises OSError."""
+        disk = os.statvfs(self.folder)
+        held = sum(entry.num_bytes for entry in self.entries())
+        return min(self.max_bytes, (held + disk.f_bavail * disk.f_frsize) // 2)
+
+    def _make_folder(self) -> None:
+        """Raises OSError."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._check_owner()
+
+    def _check_owner(self) -> None:
+        """Raises PermissionError when somebody else could have put files there, OSError when there is no folder."""
+        if not _is_own(self.folder.stat()):
+            raise PermissionError(0, "the folder is not this user's own alone (owner, or mode beyond 0755)")
+
+    def _make_room(self, num_bytes: int, key: Key) -> None:
+        """For one more file. Raises OSError when it cannot be had."""
+        for part in self._parts(time.time() - _ABANDONED_S):
+            part.unlink(missing_ok=True)
+        limit = self.limit_bytes()
+        if num_bytes > limit:
+            raise OSError(0, f"{num_bytes >> 20} MiB are more than the {limit >> 20} MiB that may be kept")
+        others = [entry for entry in self.entries() if entry.path.name != key.file_name]
+        while others and num_bytes + sum(entry.num_bytes for entry in others) > limit:
+            others.pop().path.unlink(missing_ok=True)
+        kept = {key.weights, *(entry.key.weights for entry in others if entry.key is not None)}
+        for stamp in self.folder.glob(f"{_STAMPS}/*"):
+            if stamp.read_text() not in kept:
+                stamp.unlink(missing_ok=True)
+
+    def _parts(self, before_s: float) -> Iterator[Path]:
+        """Of files that are being written, or were when their process ended; 0.0 = all, else those older."""
+        for part in [*self.folder.glob(f"*{_PART}"), *self.folder.glob(f"{_STAMPS}/*{_PART}")]:
+            with contextlib.suppress(OSError):
+                if not before_s or part.stat().st_mtime < before_s:
+                    yield part
+
+
+def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | None:
+    """As the environment says, `given` (a folder, or "off") over it; None = off. Raises BadRequest."""
+    folder = given or environ.get(FOLDER_VARIABLE, "")
+    if folder == OFF:
+        return None
+    text = environ.get(SIZE_VARIABLE) or str(_DEFAULT_GB)
+    try:
+        num_gb = float(text)
+    except ValueError:
+        num_gb = -1.0
+    if not 0 < num_gb < 1e9:
+        raise BadRequest(SIZE_VARIABLE, f"must be a number of gigabytes above 0, got {text!r}")
+    root = environ.get("XDG_CACHE_HOME")
+    base = Path(root) if root else Path.home() / ".cache"
+    return KeptWeights(Path(folder).expanduser() if folder else base / "kvloom" / "packed", int(num_gb * 1e9))
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _header_of(fd: int) -> _Header | None:
+    """Of an open file that is whole, and that only this user can have written. Raises OSError."""
+    about = os.fstat(fd)
+    page = os.pread(fd, _HEADER_BYTES, 0)
+    length = int.from_bytes(page[8:12], "little")
+    text, digest = page[12 : 12 + length], page[12 + length : 44 + length]
+    if not (stat.S_ISREG(about.st_mode) and _is_own(about) and page.startswith(_MAGIC)):
+        return None
+    if hashlib.sha256(text).digest() != digest:
+        return None
+    try:
+        header = msgspec.json.decode(text, type=_Header)
+    except msgspec.DecodeError:
+        return None
+    return header if about.st_size == DATA_OFFSET + header.num_bytes else None
+
+
+def _entry_of(path: Path) -> Entry | None:
+    """None when it is gone."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        about, header = os.fstat(fd), _header_of(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    if header is None:
+        return Entry(path, about.st_size, about.st_mtime)
+    return Entry(path, about.st_size, about.st_mtime, header.model, header.key)
+
+
+def _write(path: Path, key: Key, pieces: Sequence[memoryview], model: str) -> None:
+    """On the disk when this returns: a file that a power cut left would be taken for whole. Raises OSError."""
+    hashed = xxhash.xxh3_128()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        file.seek(DATA_OFFSET)
+        for piece in pieces:
+            for at in range(0, len(piece), _PIECE_BYTES):
+                _write_all(file.fileno(), piece[at : at + _PIECE_BYTES])
+                hashed.update(piece[at : at + _PIECE_BYTES])
+        num_bytes = sum(len(piece) for piece in pieces)
+        text = msgspec.json.encode(_Header(key, num_bytes, hashed.hexdigest(), model[-1024:]))
+        head = _MAGIC + len(text).to_bytes(4, "little") + text + hashlib.sha256(text).digest()
+        os.fsync(file.fileno())
+        os.pwrite(file.fileno(), head, 0)
+        os.fsync(file.fileno())
+
+
+def _write_all(fd: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

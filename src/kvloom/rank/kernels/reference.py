@@ -1,0 +1,237 @@
+"""The reference backend: plain torch on any device, the oracle of every other backend."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.lora import AdapterFile
+from kvloom.checkpoints.lora_tensors import pairs_of
+from kvloom.checkpoints.source import WeightSource
+from kvloom.contract.messages import Progress
+from kvloom.rank.kernels.backend import Draw, Head, Ints, Ragged, most_likely
+from kvloom.rank.parallel.mesh import Mesh
+from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
+
+_ALONE = Mesh()
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceOptions:
+    """Where and how the reference computes.
+
+    `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale a token and head. Of a `mesh` of several ranks
+    each holds its share of heads and MLP channels; steps must be the same on all of them.
+    """
+
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    block_size: int = 16  # tokens a KV block
+    mesh: Mesh = _ALONE
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A LoraPair on the device."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """Of one sequence in one step: T tokens are computed, with K tokens before and among them."""
+
+    cos: Tensor  # [T, 1, head_dim], as sin
+    sin: Tensor
+    own: Tensor  # [T] slots of the tokens' keys and values in the cache
+    slots: Tensor  # [K] slots of all keys and values
+    mask: Tensor  # [T, K] which of them a token attends to
+
+
+class ReferenceBackend:
+    """Gather + SDPA over a paged cache `kv` [layers][k|v][blocks, block_size, kv_heads, head_dim].
+
+    Each sequence runs through the model by itself, so its result is bit for bit independent of the other sequences in
+    the step, and of which blocks hold its cache. It may depend in the last bits on how its prompt was cut into chunks.
+    """
+
+    name = "reference"
+    draw: Draw | None = None
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        weights: WeightSource,
+        num_blocks: int,
+        options: ReferenceOptions | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Loads tensor by tensor: peak memory is the weights plus one tensor. progress(done_bytes, total_bytes).
+
+        Raises ModelError when the ranks of a mesh cannot share the model.
+        """
+        options = options or ReferenceOptions()
+        device, dtype, block_size = options.device, options.dtype, options.block_size
+        self._mesh = options.mesh
+        self.whole_spec, spec = spec, shard_spec(spec, self._mesh.world_size)
+        shards = ShardedWeights(weights, self._mesh.rank, self._mesh.world_size)
+        self.spec, self.num_blocks, self.block_size = spec, num_blocks, block_size
+        total = sum(torch.Size(shape).numel() for shape in spec.tensor_shapes().values()) * dtype.itemsize
+        self.weight_bytes = 0
+        self._w: dict[str, Tensor] = {}
+        for name in shards.names():
+            self._w[name] = torch.from_numpy(shards.float32(name)).to(device, dtype)
+            self.weight_bytes += self._w[name].nbytes
+            if progress:
+                progress(self.weight_bytes, total)
+        self._head = self._w["embed" if spec.tie_embeddings else "head"]
+        self._inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
+        shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
+        self.kv = torch.zeros(shape, dtype=options.kv_dtype or dtype, device=device)
+        is_scaled = self.kv.dtype == torch.int8
+        self._kv_scale = torch.zeros(shape[:-1] if is_scaled else 0, dtype=torch.float32, device=device)
+        self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
+        self._dtype = dtype
+        self._adapters: dict[int, dict[str, _Pair]] = {}
+        self._adapter: Mapping[str, _Pair] = {}  # of the sequence that is computed
+        self.kv_layout = f"reference-{device}-{dtype}-{self.kv.dtype}"
+
+    @torch.inference_mode()
+    def _run(self, batch: Ragged, wanted: list[int], kept: list[int]) -> tuple[Tensor, Tensor]:
+        """Logits of the tokens `wanted`, states of the tokens `kept`."""
+        device = self.kv.device
+        given = (batch.ids, batch.pos, batch.block_table)
+        ids, pos, table = (torch.tensor(array, dtype=torch.int64, device=device) for array in given)
+        adapters, starts = batch.adapters, batch.qstart.tolist()
+        logits = torch.empty(len(wanted), self.spec.vocab_size, dtype=torch.float32, device=device)
+        states = torch.empty(len(kept), self.spec.hidden, dtype=torch.float32, device=device)
+        for seq, (start, end) in enumerate(pairwise(starts)):
+            if start == end:
+                continue
+            self._adapter = self._adapters[adapters[seq]] if adapters and adapters[seq] else {}
+            hidden = self._forward(ids[start:end], pos[start:end], table[seq])
+            for index, row in enumerate(wanted):
+                if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
+                    logits[index] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
+            own = [index for index, row in enumerate(kept) if start <= row < end]
+            states[own] = hidden[[kept[index] - start for index in own]].float()
+        return logits, states
+
+    @property
+    def kv_parts(self) -> tuple[Any, ...]:
+        """See kernels/backend.py."""
+        parts = (self.kv, self._kv_scale) if self.kv.dtype == torch.int8 else (self.kv,)
+        blocks = (part.flatten(3).view(torch.uint8) for part in parts)
+        return tuple(part.numpy() if part.device.type == "cpu" else part for part in blocks)
+
+    def copy(self, target: Any, source: Any) -> None:
+        """See kernels/backend.py."""
+        torch.as_tensor(target).copy_(torch.as_tensor(source))
+
+    def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
+        """See kernels/backend.py."""
+        kept = [] if states is None else states.tolist()
+        logits, found = (tensor.cpu().numpy() for tensor in self._run(batch, rows.tolist(), kept))
+        values = np.empty((len(tops), max(tops, default=0)), np.float32)
+        top_ids = np.empty(values.shape, np.int32)
+        for row, top in enumerate(tops):
+            if top:
+                values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
+        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids, found)
+
+    def add_adapter(self, id: int, adapter: AdapterFile) -> int:
+        """See kernels/backend.py."""
+        rank, world_size, device = self._mesh.rank, self._mesh.world_size, self.kv.device
+        pairs = {}
+        for name, whole in pairs_of(adapter):
+            part = shard_pair(name, whole, rank, world_size) if world_size > 1 else whole
+            a, b = (torch.from_numpy(side).to(device, self._dtype) for side in (part.a, part.b))
+            pairs[name] = _Pair(a, b, part.scale)
+        self._adapters[id] = pairs
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+
+    def drop_adapter(self, id: int) -> None:
+        """See kernels/backend.py."""
+        self._adapters.pop(id, None)
+
+    def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
+        """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
+        spec = self.spec
+        angles = torch.outer(pos.float(), self._inv_freq).repeat(1, 2)[:, None, :]
+        factor = spec.rope.attention_factor
+        cos, sin = ((f(angles) * factor).to(self._dtype) for f in (torch.cos, torch.sin))
+        x = self._w["embed"][ids]
+        keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
+        mask = keys[None, :] <= pos[:, None]
+        if spec.sliding_window is not None:
+            mask &= keys[None, :] > pos[:, None] - spec.sliding_window
+        slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
+        context = _Context(cos, sin, slots[pos], slots, mask)
+        for layer in range(spec.num_layers):
+            normed = self._norm(x, f"layers.{layer}.attn_norm")
+            x = x + self._attend(layer, normed, context)
+            x = x + self._mlp(layer, self._norm(x, f"layers.{layer}.mlp_norm"))
+        return self._norm(x, "norm")
+
+    def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
+        """Writes keys and values of x [T, hidden] to the cache; what its queries find there."""
+        at = f"layers.{layer}."
+        q, k, v = (self._heads(x, at + part) for part in "qkv")
+        if self.spec.qk_norm:
+            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
+        key, value = (
+            self._cached(layer, side, new, context).transpose(0, 1)[None]
+            for side, new in enumerate((_rotate(k, context), v))
+        )
+        query = _rotate(q, context).transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=context.mask, enable_gqa=True)
+        return self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o"))
+
+    def _cached(self, layer: int, side: int, new: Tensor, context: _Context) -> Tensor:
+        """Puts `new` [T, kv_heads, head_dim] into its slots; returns what all slots hold, as computed with."""
+        own, slots = context.own, context.slots
+        cache = self.kv[layer, side].flatten(0, 1)
+        if self.kv.dtype != torch.int8:
+            cache[own] = new.to(cache.dtype)
+            return cache[slots].to(new.dtype)
+        scales = self._kv_scale[layer, side].flatten(0, 1)
+        scale = (new.float().abs().amax(-1) / 127).clamp_min(1e-30)
+        scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
+        return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        """A projection as [T, heads, head_dim]."""
+        return self._linear(x, name).view(len(x), -1, self.spec.head_dim)
+
+    def _linear(self, x: Tensor, name: str) -> Tensor:
+        """x [T, in] -> [T, out], with what the sequence's adapter adds."""
+        y = F.linear(x, self._w[name], self._w.get(name + "_bias"))
+        pair = self._adapter.get(name)
+        return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        at = f"layers.{layer}."
+        gate = self._linear(x, at + "gate")
+        act = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self._mesh.sum(self._linear(act * self._linear(x, at + "up"), at + "down"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        """RMSNorm over the last dimension, statistics in float32."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        return (wide * scale).to(x.dtype) * self._w[name]
+
+
+def _rotate(x: Tensor, context: _Context) -> Tensor:
+    """Rotary embedding of x [T, heads, head_dim]."""
+    first, second = x.chunk(2, -1)
+    return x * context.cos + torch.cat((-second, first), -1) * context.sin

@@ -1,0 +1,176 @@
+"""Loading: the model, the backend and the sizes of the KV pools that a configuration asks for, as a ModelRunner."""
+
+import functools
+import importlib
+import logging
+import os
+from pathlib import Path
+from typing import Any, cast
+
+from kvloom.checkpoints import footprint
+from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.contract.capacity import CacheShape, CapacityRequest, Machine, Pools, plan_pools
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError, OutOfMemory
+from kvloom.contract.messages import Progress
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.rank.grammar.guides import Guides
+from kvloom.rank.kernels.backend import Backend
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, check_kernels
+from kvloom.rank.kernels.kept import kept_weights
+from kvloom.rank.kernels.packed import Packed
+from kvloom.rank.machine import available_bytes, explain_oom
+from kvloom.rank.parallel.shard import shard_spec
+from kvloom.rank.runner import ModelFacts, ModelRunner
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
+_INSTALL = "torch, which is not installed; pip install 'kvloom[torch]'"
+
+
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Progress, rank: int = 0, rendezvous: str = ""
+) -> ModelRunner:
+    """Load the model of `config` into the backend it names; of several ranks, this one's part of it.
+
+    Raises ServingError when that cannot be done.
+    """
+    check_device(config.device)
+    checkpoint = open_checkpoint(Path(config.model))
+    spec = checkpoint.spec
+    max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
+    with explain_oom():
+        opened = _open_kernels(config, checkpoint, max_seq_len, progress) if _kernels_fit(config) else None
+        if opened is None:
+            opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
+        backend, pools, size = opened
+        facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, spec.hidden, checkpoint.pooling)
+        guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
+        return ModelRunner(backend, facts, pools.num_host_blocks, size, guides)
+
+
+def _tokenizer(model: str) -> Tokenizer:
+    """Of the model's files; only grammars ask a rank for it. Raises ModelError."""
+    return cast(Tokenizer, importlib.import_module("kvloom.engine.text.tokenizer").load_tokenizer(model))
+
+
+def check_device(device: str) -> None:
+    """Raises ModelError when there is no such device here: "cpu", "cuda", "npu", or one of several ("cuda:1")."""
+    if device != "cpu":
+        _torch_backend(f"device: {device} needs {_INSTALL}").check_device(device)
+
+
+def check_backend(config: EngineConfig, spec: DecoderSpec) -> str:
+    """choose_backend. Raises ModelError when what it takes is not installed."""
+    backend = choose_backend(config, spec)
+    if backend == "reference":
+        _torch_backend(_needs_torch(config))
+    return backend
+
+
+def choose_backend(config: EngineConfig, spec: DecoderSpec) -> str:
+    """The back end that a model of this shape gets: "cpu" or "reference"."""
+    if config.backend != "auto":
+        return config.backend
+    if not _kernels_fit(config):
+        return "reference"
+    try:
+        check_kernels(spec, footprint.weight_format(config), footprint.kv_dtype(config, "cpu"))
+    except ModelError:
+        return "reference"
+    return "cpu"
+
+
+def _open_kernels(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress
+) -> tuple[Backend, Pools, int] | None:
+    """The CPU backend, its pools and the engine's block size, in tokens.
+
+    None (and a log line) where the kernels cannot be had and were not asked for by name.
+    """
+    try:
+        spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
+        if size % BLOCK_SIZE:
+            raise ModelError(f"block_size: the cpu backend has multiples of {BLOCK_SIZE}, got {size}")
+        pools = pools_for(config, "cpu", spec, max_seq_len, size)
+        weight_format, kv_dtype = footprint.weight_format(config), footprint.kv_dtype(config, "cpu")
+        backend = CpuBackend(
+            spec,
+            checkpoint.weights,
+            pools.num_blocks * (size // BLOCK_SIZE),
+            CpuOptions(weight_format, kv_dtype, packed=_packed(config, checkpoint)),
+            progress,
+        )
+    except ModelError as error:
+        if config.backend == "cpu" or isinstance(error, OutOfMemory):
+            raise
+        _torch_backend(f"{error}; the other backend needs {_INSTALL}")
+        log.warning("%s; the slower torch backend is used instead", error)
+        return None
+    return backend, pools, size
+
+
+def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
+    """Where packed weights are kept between starts. Raises BadRequest."""
+    kept = kept_weights(os.environ, config.weight_cache)
+    return None if kept is None else Packed(kept, checkpoint.path, checkpoint.stamp)
+
+
+def _open_reference(
+    config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress, seat: tuple[int, str]
+) -> tuple[Backend, Pools, int]:
+    """As _open_kernels. `seat`: the rank's number, and where the ranks meet."""
+    torch_backend = _torch_backend(_needs_torch(config))
+    spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
+    shard_spec(spec, config.world_size)  # says what is wrong before anything is taken
+    mesh = torch_backend.join_mesh(config, *seat)
+    pools = torch_backend.least_pools(pools_for(config, "reference", spec, max_seq_len, size), mesh, config)
+    options = torch_backend.options_of(config, size, mesh)
+    backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
+    return backend, pools, size
+
+
+def _torch_backend(otherwise: str) -> Any:
+    """The module torch_backend. Raises ModelError, `otherwise`, where torch is not installed."""
+    try:
+        return importlib.import_module("kvloom.rank.torch_backend")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModelError(otherwise) from None
+
+
+def _needs_torch(config: EngineConfig) -> str:
+    """A sentence for who has none."""
+    if config.backend == "reference":
+        return f"the torch backend needs {_INSTALL}"
+    reason = "float32" if config.dtype == "float32" else "a model on several ranks"
+    return f"{reason if config.device == 'cpu' else config.device} needs {_INSTALL}"
+
+
+def _kernels_fit(config: EngineConfig) -> bool:
+    if config.backend == "auto":
+        return config.device == "cpu" and config.dtype != "float32" and config.world_size == 1
+    return config.backend == "cpu"
+
+
+def pools_for(config: EngineConfig, backend: str, spec: DecoderSpec, max_seq_len: int, block_size: int) -> Pools:
+    """Sizes of both KV pools on the machine as it is. Raises OutOfMemory."""
+    wanted = CapacityRequest(
+        config.num_blocks,
+        config.kv_cache_bytes,
+        config.num_host_blocks,
+        config.host_cache_bytes,
+        max_seq_len,
+        config.max_batch,
+    )
+    head_bytes = footprint.kv_head_bytes(footprint.kv_dtype(config, backend), backend, spec.head_dim)
+    shape = CacheShape(spec.num_layers, spec.num_kv_heads, head_bytes, block_size, world_size=config.world_size)
+    host_bytes = available_bytes() // config.world_size
+    is_shared = config.device == "cpu"
+    free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
+    return plan_pools(
+        wanted, shape, Machine(free_bytes, host_bytes, is_shared), footprint.weight_bytes(config, backend, spec)
+    )

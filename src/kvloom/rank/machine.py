@@ -1,0 +1,45 @@
+"""What this machine has of memory, and what a user is told when it was not enough."""
+
+import contextlib
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvloom.contract.errors import OutOfMemory
+
+_NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory", re.IGNORECASE)
+
+
+@contextlib.contextmanager
+def explain_oom() -> Iterator[None]:
+    """An allocation that failed although the sizes were planned: somebody else took the memory meanwhile."""
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        is_memory = isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))
+        if not is_memory:
+            raise
+        raise OutOfMemory(
+            "out of memory: the weights and the KV cache do not fit; lower kv_cache_bytes (npuMemSize), or "
+            f"host_cache_bytes (cpuMemSize) where it is given ({error})"
+        ) from error
+
+
+def trim_heap() -> None:
+    """What was freed goes back to the system, where the C library can do that (glibc): loading leaves tens of MB."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without swapping: of the machine, or of the control group where that is less."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"
+        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
+    return free

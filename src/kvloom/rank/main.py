@@ -1,0 +1,146 @@
+"""The rank process: loads a model, runs batches until its socket closes. Its arguments are those of rankargs.py."""
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+from kvloom.checkpoints.fingerprint import stamp
+from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest, ModelError, ServingError
+from kvloom.contract.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    Batch,
+    Done,
+    Failed,
+    LoadAdapter,
+    Loading,
+    Progress,
+    RankMessage,
+    RankOrder,
+    RankSetup,
+    Ready,
+    Runner,
+    UnloadAdapter,
+)
+from kvloom.engine.link import ranklog
+from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.rankargs import parse
+from kvloom.rank.machine import trim_heap
+from kvloom.rank.pages import PagesAhead
+from kvloom.rank.tier.tier import KvRunner, with_tier
+
+OpenRunner = Callable[[EngineConfig, list[int], Progress, int, str], KvRunner]
+
+
+def open_runner(
+    config: EngineConfig, eos_ids: list[int], progress: Progress, rank: int = 0, rendezvous: str = ""
+) -> Runner:
+    """The runner of `config.backend`. Raises ServingError."""
+    files = stamp(config.model)
+    runner = _opener(config.backend)(config, eos_ids, progress, rank, rendezvous)
+    if config.kv_tier is None:
+        return runner
+    memory = replace(runner.kv_memory(config.model), rank=rank, world_size=config.world_size)
+    if stamp(config.model) != files:  # the cache's blocks would be named after weights that did not compute them
+        raise ModelError(f"{config.model}: its files have changed while the model was loaded; load it again")
+    return with_tier(runner, config.kv_tier, memory)
+
+
+def _opener(backend: str) -> OpenRunner:
+    module = importlib.import_module("kvloom.rank.fake" if backend == "fake" else "kvloom.rank.loading")
+    return cast(OpenRunner, module.open_runner)
+
+
+def serve(sock: socket.socket) -> None:
+    """Answer messages until the engine closes the socket. An exception is reported and ends the process."""
+    channel = Channel(sock, RankSetup)
+    setup: RankSetup = channel.receive()
+    channel.expect(RankOrder)
+    if setup.config.rank_cores:
+        pin(setup.config.rank_cores[setup.rank])
+    try:
+        runner = open_runner(
+            setup.config,
+            setup.eos_ids,
+            lambda done, total: channel.send(Loading(done, total)),
+            setup.rank,
+            setup.rendezvous,
+        )
+    except ServingError as error:
+        channel.send(Failed(str(error)))
+        return
+    trim_heap()
+    gc.freeze()  # objects as old as the model are never rescanned
+    gc.enable()
+    pages = PagesAhead(runner.kv_layers, runner.info.num_blocks, AHEAD_BYTES)
+    channel.send(Ready(runner.info))
+    while True:
+        order: RankOrder = channel.receive()
+        if isinstance(order, Batch):
+            pages.use(_highest_block(order))
+        try:
+            answer = _answer(runner, order)
+        except Exception as error:  # whatever it is, the engine is told before the rank ends
+            traceback.print_exc()
+            channel.send(Failed(f"the model failed in a step: {type(error).__name__}: {error}"))
+            raise SystemExit(1) from None
+        if answer is not None:
+            channel.send(answer)
+        if isinstance(order, Batch) and order.release:
+            pages.forget()
+        runner.prepare_next()
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Every thread that this process has, and so every later one, runs on these cores."""
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _highest_block(batch: Batch) -> int:
+    lists = [work.blocks for work in batch.work] + [load.blocks for load in batch.loads]
+    return max((max(blocks) for blocks in lists if blocks), default=0)
+
+
+def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:
+    if isinstance(order, UnloadAdapter):
+        runner.unload_adapter(order.id)
+        return None
+    if isinstance(order, LoadAdapter):
+        try:
+            return AdapterLoaded(runner.load_adapter(order.id, order.path))
+        except BadRequest as error:
+            return AdapterRefused(error.field, error.problem)
+    return Done(runner.run(order))
+
+
+def main() -> None:
+    """Also `mindieservice_backend_connector`, the documented name; only a server starts it."""
+    try:
+        given = parse(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))
+    ranklog.begin(given.level)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    gc.disable()  # a fifth of the time that imports take
+    _opener("fake" if given.is_mock else "")  # imports while the server reads the tokenizer
+    try:
+        serve(socket.socket(fileno=given.socket))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

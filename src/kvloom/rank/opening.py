@@ -1,0 +1,52 @@
+"""An engine over rank processes of this package, opened from the process that wants it.
+
+The processes are started first of all: what this one needs for the engine it imports while they do the same.
+"""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Progress
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.engine.link.ranks import RankExecutor
+from kvloom.rank.byte_tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from kvloom.engine.thread import EngineThread
+
+log = logging.getLogger(__name__)
+
+_PROGRAM = (sys.executable, "-m", "kvloom.rank.main")
+
+
+def open_ranks(
+    config: EngineConfig, eos_ids: Callable[[], list[int]] = list, progress: Progress | None = None
+) -> RankExecutor:
+    """Start the ranks of `config` and wait until the model is loaded. Raises ModelError. See RankExecutor."""
+    return RankExecutor(_PROGRAM, config, eos_ids, progress)
+
+
+def open_engine(
+    config: EngineConfig, vocabulary: Callable[[], Tokenizer], progress: Progress | None = None
+) -> "EngineThread":
+    """Start a rank process, load the model in it, and put an engine thread on top. Raises ModelError.
+
+    `vocabulary` is called while the process starts; `progress(done_bytes, total_bytes)` while weights are loaded.
+    """
+    vocabulary = functools.cache(vocabulary)
+    executor = open_ranks(config, lambda: sorted(vocabulary().eos_ids), progress)
+    log.info("npuBlockNum: %d", executor.info.num_blocks)
+    engine = import_module("kvloom.engine.engine").Engine(config, executor, vocabulary())
+    return cast("EngineThread", import_module("kvloom.engine.thread").EngineThread(engine, executor))
+
+
+def model_tokenizer(model: str) -> Tokenizer:
+    """Of a model's files; "" = of the model without weights. Raises ModelError."""
+    if not model:
+        return ByteTokenizer()
+    return cast(Tokenizer, import_module("kvloom.engine.text.tokenizer").load_tokenizer(model))

@@ -1,0 +1,124 @@
+"""Memory of KV blocks as the system sees it: provided ahead of its use, or given back while the rest stays.
+
+layers: for each layer its tensors [blocks, ...], in host memory. Memory of a device is left alone.
+"""
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9  # of private and of shared memory; the other one fails
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_STEP_BYTES = 8 << 20  # provided at once: how long a full turn of the thread takes
+_NICENESS = 19
+
+
+def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> int:
+    """Give back the whole pages of `blocks`, which read as zeros afterwards. Returns their bytes."""
+    total = 0
+    for address, num_bytes in _tensors(layers):
+        stride = num_bytes // len(layers[0][0])
+        for start, end in _runs(blocks):
+            total += _release(address + start * stride, address + end * stride)
+    return total
+
+
+class PagesAhead:
+    """Has the system provide the memory of blocks before they are written, in a thread that gives way to all others.
+
+    The first write to a page costs 2 to 15 us, in the middle of a step. Blocks are first handed out in order, so the
+    thread stays ahead of the highest one that was in use so far, by as much as is in use; memory beyond is not taken.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
+        """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: at least and at most so far ahead."""
+        self._tensors = list(_tensors(layers))
+        self._num_blocks = num_blocks
+        block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._tensors) // num_blocks)
+        self._least, self._most = (max(1, num_bytes // block_bytes) for num_bytes in ahead_bytes)
+        self._step = max(1, _STEP_BYTES // block_bytes)
+        self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be there
+        self._provided = 0
+        self._lock = threading.Lock()  # of both
+        self._has_changed = threading.Event()
+        self._has_changed.set()
+        if self._tensors:
+            threading.Thread(target=self._run, name="kv-pages", daemon=True).start()
+
+    def use(self, block: int) -> None:
+        """This block is in use, or about to be."""
+        ahead = min(max(block + 1, self._least), self._most)
+        wanted = min(self._num_blocks, block + 1 + ahead)
+        if wanted > self.num_wanted:
+            self.num_wanted = wanted
+            self._has_changed.set()
+
+    def forget(self) -> None:
+        """Memory of blocks was given back: begin anew."""
+        with self._lock:
+            self._provided, self.num_wanted = 0, min(self._num_blocks, self._least)
+        self._has_changed.set()
+
+    def _run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        while True:
+            self._has_changed.wait()
+            self._has_changed.clear()
+            while self._provided < self.num_wanted:
+                if not self._provide_more():
+                    return  # the system cannot, or has no more: pages come when they are written
+
+    def _provide_more(self) -> bool:
+        with self._lock:
+            end = min(self.num_wanted, self._provided + self._step)
+            if end <= self._provided:  # forgotten meanwhile
+                return True
+            is_done = all(self._provide(address, num_bytes, end) for address, num_bytes in self._tensors)
+            self._provided = end
+        return is_done
+
+    def _provide(self, address: int, num_bytes: int, end: int) -> bool:
+        first = address + num_bytes * self._provided // self._num_blocks
+        last = address + num_bytes * end // self._num_blocks
+        first -= first % mmap.PAGESIZE
+        return bool(_libc.madvise(first, last - first, _MADV_POPULATE_WRITE) == 0)
+
+
+def _tensors(layers: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of each tensor in host memory."""
+    for layer in layers:
+        for side in layer:
+            try:
+                array = np.asarray(side)
+            except TypeError:  # on a device
+                return
+            yield array.ctypes.data, array.strides[0] * len(array)
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges [start, end) of the numbers in ascending `blocks`."""
+    start = end = None
+    for block in blocks:
+        if block != end:
+            if start is not None and end is not None:
+                yield start, end
+            start = block
+        end = block + 1
+    if start is not None and end is not None:
+        yield start, end
+
+
+def _release(start: int, end: int) -> int:
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = end // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if num_bytes <= 0:
+        return 0
+    is_done = any(_libc.madvise(first, num_bytes, advice) == 0 for advice in (_MADV_REMOVE, _MADV_DONTNEED))
+    return num_bytes if is_done else 0

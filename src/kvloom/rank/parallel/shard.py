@@ -1,0 +1,67 @@
+"""Tensor parallelism: which part of each weight a rank holds (Shoeybi et al. 2019, Megatron-LM, section 3).
+
+Query, key, value, gate and up matrices are cut by output rows, o and down by input columns; so each rank computes whole
+heads and whole MLP channels, and two sums over the ranks a layer make the result whole. Embedding, norms and head are
+on every rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.lora_tensors import LoraPair
+from kvloom.checkpoints.source import Floats, WeightSource
+from kvloom.contract.errors import ModelError
+
+_BY_ROWS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up")  # of LoRA's B likewise
+_BY_COLUMNS = ("o", "down")  # of LoRA's A likewise: ranks then sum B times their parts of A x
+
+
+def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
+    """The model as one rank computes it. Raises ModelError when heads or channels cannot be shared evenly."""
+    sizes = {
+        "attention heads": spec.num_heads,
+        "KV heads": spec.num_kv_heads,
+        "MLP channels": spec.intermediate,
+    }
+    for name, size in sizes.items():
+        if size % world_size:
+            raise ModelError(f"worldSize: {world_size} ranks cannot share {size} {name} evenly")
+    return replace(
+        spec,
+        num_heads=spec.num_heads // world_size,
+        num_kv_heads=spec.num_kv_heads // world_size,
+        intermediate=spec.intermediate // world_size,
+    )
+
+
+class ShardedWeights:
+    """One rank's part of a checkpoint, tensor by tensor."""
+
+    def __init__(self, weights: WeightSource, rank: int, world_size: int) -> None:
+        self._weights, self._rank, self._world_size = weights, rank, world_size
+
+    def names(self) -> Iterator[str]:
+        return iter(self._weights.names())
+
+    def float32(self, name: str) -> Floats:
+        """The values of this rank's part."""
+        whole = self._weights.tensor(name).float32()
+        part = name.rsplit(".", 1)[-1]
+        if self._world_size == 1 or not (part in _BY_ROWS or part in _BY_COLUMNS):
+            return whole
+        return _part(whole, self._rank, self._world_size, axis=0 if part in _BY_ROWS else 1)
+
+
+def shard_pair(name: str, pair: LoraPair, rank: int, world_size: int) -> LoraPair:
+    """One rank's part of what an adapter adds to the linear `name`."""
+    part = name.rsplit(".", 1)[-1]
+    if part in _BY_ROWS:
+        return replace(pair, b=_part(pair.b, rank, world_size, axis=0))
+    return replace(pair, a=_part(pair.a, rank, world_size, axis=1))
+
+
+def _part(whole: Floats, rank: int, world_size: int, axis: int) -> Floats:
+    return np.ascontiguousarray(np.split(whole, world_size, axis)[rank])

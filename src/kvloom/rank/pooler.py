@@ -1,0 +1,40 @@
+"""Pooler: pools the states of one sequence while its prompt is computed, chunk by chunk. Lives in a rank process."""
+
+import numpy as np
+
+from kvloom.contract.pooling import POOLINGS
+from kvloom.rank.kernels.backend import Floats
+
+
+class Pooler:
+    """Sums are in float64 and go token by token, so that how a prompt was cut into chunks does not show."""
+
+    def __init__(self, pooling: str, num_prompt: int) -> None:
+        """`pooling`: one of POOLINGS; num_prompt: tokens."""
+        assert pooling in POOLINGS
+        self._is_mean = pooling == "mean"
+        self._num_prompt = num_prompt
+        self._num_added = 0
+        self._sum = np.empty((1, 0))
+
+    def wanted(self, start: int, end: int) -> range:
+        """Positions in [start, end) whose states must be added."""
+        return range(start if self._is_mean else max(start, self._num_prompt - 1), end)
+
+    def add(self, start: int, states: Floats) -> bytes | None:
+        """states [N, hidden] float32 of the wanted positions of a chunk that begins at `start`.
+
+        Returns the pooled vector, float32, once the last prompt token is in. A chunk that begins at 0 begins anew.
+        """
+        if not len(states):
+            return None
+        if not self._is_mean:
+            return bytes(states[-1])
+        if start == 0:
+            self._num_added, self._sum = 0, np.zeros((1, states.shape[1]))
+        assert start == self._num_added, "a prompt token was left out of the mean, or counted twice"
+        self._num_added += len(states)
+        self._sum = np.cumsum(np.concatenate((self._sum, states)), axis=0)[-1:]
+        if self._num_added < self._num_prompt:
+            return None
+        return bytes((self._sum[0] / self._num_added).astype(np.float32))

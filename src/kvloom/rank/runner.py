@@ -1,0 +1,252 @@
+"""ModelRunner: batches to arrays, arrays to logits, logits to tokens. Lives in a rank process."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvloom.checkpoints.fingerprint import fingerprint
+from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.messages import (
+    AdapterInfo,
+    Batch,
+    GivenUp,
+    Logprob,
+    Pooled,
+    PromptLogprobs,
+    RankInfo,
+    Sample,
+    StepOutput,
+    Work,
+)
+from kvloom.rank.grammar.guides import Guides
+from kvloom.rank.host_cache import SwapCache
+from kvloom.rank.kernels.backend import Backend, Head, Ragged
+from kvloom.rank.pages import release_blocks
+from kvloom.rank.pooler import Pooler
+from kvloom.rank.sampler import History, describe, log_softmax, num_candidates, sample, sample_top
+from kvloom.rank.tier.kvmemory import KvMemory
+from kvloom.rank.tiles import TiledBlocks
+
+
+@dataclass(slots=True)
+class _State:
+    history: History
+    adapter: int = 0
+    blocks: list[int] = field(default_factory=list)
+    pooler: Pooler | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
+
+    rows: list[int]
+    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
+    chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
+    states: list[int]  # tokens whose states are pooled, sequence by sequence
+    pooled: list[tuple[int, int, int]]  # sequence id, start, how many of them
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What a runner must know of a model beside what its backend knows."""
+
+    vocab_size: int
+    max_seq_len: int  # tokens, prompt and answer
+    eos_ids: Sequence[int]
+    hidden_size: int
+    pooling: str  # of RankInfo
+
+
+class ModelRunner:
+    """Implements contract.messages.Runner over a Backend."""
+
+    def __init__(
+        self, backend: Backend, facts: ModelFacts, num_host_blocks: int, block_size: int, guides: Guides
+    ) -> None:
+        """`block_size`: of the engine's blocks, a multiple of the backend's, see TiledBlocks.
+
+        Raises ModelError for it, and when there is no memory for the host's blocks.
+        """
+        self._blocks = TiledBlocks(backend, block_size)
+        self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
+        self.info = RankInfo(
+            num_blocks=self._blocks.num_blocks,
+            block_size=self._blocks.block_size,
+            vocab_size=facts.vocab_size,
+            max_seq_len=facts.max_seq_len,
+            backend=backend.name,
+            kv_bytes=backend.kv_bytes,
+            weight_bytes=backend.weight_bytes,
+            num_host_blocks=num_host_blocks,
+            swap_block_s=self._swap.measure(),
+            hidden_size=facts.hidden_size,
+            pooling=facts.pooling,
+        )
+        self._backend = backend
+        self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]
+        self._states: dict[int, _State] = {}
+        self._guides = guides
+
+    @property
+    def kv_layers(self) -> list[list[Any]]:
+        """See contract.messages.Runner."""
+        return self._blocks.layers
+
+    def kv_memory(self, model: str) -> KvMemory:
+        """See rank.tier.tier.KvRunner."""
+        backend, blocks = self._backend, self._blocks
+        return KvMemory(
+            blocks.layers,
+            blocks.num_blocks,
+            blocks.block_size,
+            blocks.block_bytes,
+            blocks.read,
+            fingerprint(Path(model)),
+            f"{backend.kv_layout}-t{backend.block_size}",
+        )
+
+    def run(self, batch: Batch) -> StepOutput:
+        started = time.perf_counter()
+        for id in batch.drop:
+            state = self._states.pop(id, None)
+            if state is not None and state.history.guide is not None:
+                state.history.guide.close()
+        for new in batch.new:
+            history = History(list(new.token_ids), len(new.token_ids), new.params, new.seed)
+            if new.params.grammar or new.params.reasoning_end:
+                history.guide = self._guides.guide(new.params)
+            for token_id in new.answer:
+                history.append(token_id)
+            pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
+            self._states[new.id] = _State(history, new.adapter, pooler=pooler)
+        output = StepOutput([], [], 0.0)
+        if batch.release:
+            release_blocks(self.kv_layers, batch.release)
+        self._swap.save(batch.swap_out)
+        self._swap.load([pair for work in batch.work for pair in work.loads])
+        if batch.work:
+            self._compute(batch.work, output)
+        output.compute_s = time.perf_counter() - started
+        return output
+
+    def prepare_next(self) -> None:
+        """See contract.messages.Runner."""
+        self._guides.prepare_next()
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """Raises BadRequest."""
+        adapter = read_adapter(Path(path), self._backend.whole_spec.tensor_shapes())
+        return AdapterInfo(adapter.digest, adapter.rank, self._backend.add_adapter(id, adapter))
+
+    def unload_adapter(self, id: int) -> None:
+        self._backend.drop_adapter(id)
+
+    def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
+        for work in works:
+            self._states[work.id].blocks[work.first_block :] = work.blocks
+        wanted = self._rows(works)
+        tops = [self._num_candidates(id, more) for id, draft in wanted.samples for more in range(len(draft) + 1)]
+        start = tops.count(0)
+        tops += [0] * (len(wanted.rows) - len(tops))
+        rows, states = np.array(wanted.rows, np.int32), np.array(wanted.states, np.int32)
+        head = self._backend.step(self._inputs(works), rows, tops, states)
+        self._pool(head, wanted.pooled, output)
+        row = 0
+        for id, draft in wanted.samples:
+            self._sample(head, row, id, draft, output)
+            row += len(draft) + 1
+        for id, first, following in wanted.chunks:
+            num_top = self._states[id].history.params.prompt_logprobs or 0
+            logprobs = [log_softmax(row) for row in head.full[start : start + len(following)]]
+            values = [describe(row, token_id, num_top) for row, token_id in zip(logprobs, following, strict=True)]
+            output.prompt_logprobs.append(PromptLogprobs(id, first, values))
+            start += len(following)
+
+    def _pool(self, head: Head, chunks: Sequence[tuple[int, int, int]], output: StepOutput) -> None:
+        """Add the states of each chunk to what its sequence has; report those that are whole."""
+        first = 0
+        for id, start, count in chunks:
+            pooler = self._states[id].pooler
+            assert pooler is not None
+            data = pooler.add(start, head.states[first : first + count])
+            if data is not None:
+                output.pooled.append(Pooled(id, data))
+            first += count
+
+    def _num_candidates(self, id: int, num_more: int) -> int:
+        return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
+        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        history = self._states[id].history
+        for guess in (*draft, None):
+            if history.guide is not None and not history.guide.is_ready():
+                return  # the engine asks again
+            if history.guide is not None and (problem := history.guide.problem()):
+                output.given_up.append(GivenUp(id, problem))
+                return
+            token_id, logprob = self._choose(head, row, history)
+            history.append(token_id)
+            output.samples.append(Sample(id, token_id, logprob))
+            if token_id != guess:
+                return
+            row += 1
+
+    def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
+        """The token after row `row`, of its candidates or of all its logits."""
+        top = head.tops[row]
+        if top == 1:  # nothing is left to choose
+            return int(head.ids[row, 0]), None
+        if top:
+            return sample_top(
+                head.values[row, :top], head.ids[row, :top], history, self._eos_ids, self._backend.draw
+            ), None
+        index = head.tops[:row].count(0)
+        return sample(head.full[index], history, self._eos_ids, self._backend.draw)
+
+    def _inputs(self, works: Sequence[Work]) -> Ragged:
+        ids: list[int] = []
+        pos: list[int] = []
+        qstart = [0]
+        for work in works:
+            end = work.start + work.num_tokens
+            known = self._states[work.id].history.token_ids
+            ids += (known + work.draft if work.draft else known)[work.start : end]
+            pos += range(work.start, end)
+            qstart.append(len(ids))
+        tables = [self._blocks.table(self._states[work.id].blocks) for work in works]
+        width = max(len(table) for table in tables)
+        padded = [table + [-1] * (width - len(table)) for table in tables]
+        table = np.array(padded, np.int32)
+        used = [self._states[work.id].adapter for work in works]
+        adapters = used if any(used) else ()
+        return Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
+
+    def _rows(self, works: Sequence[Work]) -> _Rows:
+        wanted = _Rows([], [], [], [], [])
+        prompt_rows: list[int] = []
+        first_row = 0
+        for work in works:
+            history = self._states[work.id].history
+            end = work.start + work.num_tokens
+            pooler = self._states[work.id].pooler
+            if pooler is not None:
+                kept = pooler.wanted(work.start, end)
+                wanted.pooled.append((work.id, work.start, len(kept)))
+                wanted.states.extend(first_row + position - work.start for position in kept)
+            elif end - len(work.draft) == len(history.token_ids):
+                wanted.samples.append((work.id, work.draft))
+                end_row = first_row + work.num_tokens
+                wanted.rows.extend(range(end_row - len(work.draft) - 1, end_row))
+            if history.params.prompt_logprobs is not None and work.start < history.num_prompt:
+                following = history.token_ids[work.start + 1 : min(end, history.num_prompt - 1) + 1]
+                wanted.chunks.append((work.id, work.start, following))
+                prompt_rows += range(first_row, first_row + len(following))
+            first_row += work.num_tokens
+        wanted.rows.extend(prompt_rows)
+        return wanted

@@ -1,0 +1,87 @@
+"""What an answer must match: JSON, a JSON schema, a regular expression, one of several texts, or a grammar.
+
+Every form becomes the one that the engine takes (llguidance's), checked here, so that a mistake is the caller's 400.
+"""
+
+import json
+from typing import Any
+
+import llguidance
+from llguidance.gbnf_to_lark import any_to_lark
+
+from kvloom.contract.errors import BadRequest
+from kvloom.server.chat.regexes import ascii_lark, ascii_regex
+from kvloom.server.serving.inline import may_take_long
+
+# one space after commas and colons, none elsewhere: small models would else write spaces until their limit
+_JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+MAX_CHARS = 200_000
+_INLINE_CHARS = 2000  # so much of a schema, an expression or a list of texts is read within a few milliseconds
+
+
+def json_grammar(schema: dict[str, Any] | str | bool, field: str) -> str:
+    """Of a JSON schema (draft 2020-12 as far as llguidance goes), as an object or as text. Raises BadRequest."""
+    try:
+        known = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(known, dict | bool):
+            raise BadRequest(field, "must be a JSON schema: an object")
+        text = json.dumps(known)
+        check_size(text, field)
+        return checked_grammar(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON_FORM), field)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(field, f"is no JSON schema: {error}") from None
+
+
+def object_grammar(field: str = "response_format") -> str:
+    """Any JSON object."""
+    return json_grammar({"type": "object"}, field)
+
+
+def regex_grammar(pattern: str, field: str) -> str:
+    """Raises BadRequest."""
+    check_size(pattern, field)
+    return checked_grammar(llguidance.LLMatcher.grammar_from_regex(ascii_regex(pattern)), field)
+
+
+def choice_grammar(choices: list[str], field: str) -> str:
+    """One of the texts. Raises BadRequest."""
+    if not choices or not all(choices):
+        raise BadRequest(field, "must be a list of texts, at least one, none of them empty")
+    rule = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    check_size(rule, field)
+    return checked_grammar(llguidance.LLMatcher.grammar_from_lark(rule), field)
+
+
+def text_grammar(grammar: str, field: str) -> str:
+    """A grammar in Lark's form, or in GBNF (llama.cpp's), which has `::=`. Raises BadRequest."""
+    may_take_long()  # 300 characters of rules that double reach llguidance's limits, which takes a second
+    check_size(grammar, field)
+    if grammar.lstrip().startswith("{"):
+        raise BadRequest(field, "must be a grammar in Lark's form or in GBNF, not JSON")
+    try:
+        lark = any_to_lark(grammar) if "::=" in grammar else grammar
+    except Exception as error:  # the converter raises plain exceptions of several kinds
+        raise BadRequest(field, f"is no GBNF grammar: {error}") from None
+    return checked_grammar(llguidance.LLMatcher.grammar_from_lark(ascii_lark(lark)), field)
+
+
+def check_size(text: str, field: str) -> None:
+    """Raises BadRequest; NotInline where reading it may take long."""
+    if len(text) > MAX_CHARS:
+        raise BadRequest(field, f"must have at most {MAX_CHARS} characters, got {len(text)}")
+    if len(text) > _INLINE_CHARS or '"allOf"' in text:  # of allOf every combination may be tried
+        may_take_long()
+
+
+def inner_schema(schema: Any, field: str) -> Any:
+    """A JSON schema as a part of a Lark grammar, after `%json`: written in the same form. Raises BadRequest."""
+    grammar: dict[str, Any] = json.loads(json_grammar(schema, field))
+    return grammar["grammars"][0]["json_schema"]
+
+
+def checked_grammar(grammar: str, field: str) -> str:
+    """The grammar, in llguidance's own form. Raises BadRequest when it cannot be used."""
+    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+    if is_error:
+        raise BadRequest(field, f"cannot be used: {' '.join(messages[0].split())[:500]}")
+    return grammar

@@ -1,0 +1,180 @@
+"""One tool call written as a JSON object, `{"name": ..., "arguments": {...}}`, read as it arrives."""
+
+import json
+from collections.abc import Collection
+from enum import Enum, auto
+
+_ARGUMENTS = ("arguments", "parameters")
+_SPACE = " \t\r\n"
+
+
+class _At(Enum):
+    OBJECT = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    COMMA = auto()
+
+
+class _Value:
+    """Finds the end of one JSON value; does not check what is inside of it."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._depth = 0
+        self._is_string = self._is_escaped = False
+
+    def add(self, char: str) -> bool:
+        """Whether the value ends with this character. A number or word ends before one that is_delimiter."""
+        self.text += char
+        if self._is_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == '"':
+                self._is_string = False
+                return self._depth == 0
+        elif char == '"':
+            self._is_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+            return self._depth == 0
+        return False
+
+    def is_before(self, char: str) -> bool:
+        """Whether the value ended before `char`: it is a number or a word."""
+        return bool(self.text) and not self._depth and not self._is_string and char in ",}]" + _SPACE
+
+
+class CallScanner:
+    """Takes characters until the object ends (`is_done`) or turns out to be no call (`is_failed`).
+
+    `name` is set once the call is sure: its arguments have begun, or the object is complete. What `take` returns is
+    the part of the arguments that became known, as JSON text. `raw` is all that was taken while `name` was not set.
+    """
+
+    def __init__(self, names: Collection[str] | None = None, needs_arguments: bool = False) -> None:
+        """`names`: the only ones that make a call; None = any."""
+        self.name: str | None = None
+        self.raw = ""
+        self.is_done = self.is_failed = False
+        self._names, self._needs_arguments = names, needs_arguments
+        self._at = _At.OBJECT
+        self._key = ""
+        self._value = _Value()
+        self.found_name: str | None = None  # given, but the call is not sure yet
+        self._early: str | None = None  # arguments that came before the name
+        self._is_streaming = self._has_arguments = False
+
+    def take(self, char: str) -> str:
+        if self.name is None:
+            self.raw += char
+        if self._at is _At.VALUE:
+            return self._take_value(char)
+        if char not in _SPACE or (self._at is _At.KEY and self._value.text):
+            self._take_structure(char)
+        return self._ended() if self.is_done else ""
+
+    def _take_structure(self, char: str) -> None:
+        if self._at is _At.OBJECT and char == "{":
+            self._at = _At.KEY
+        elif self._at is _At.KEY and (self._value.text or char == '"'):
+            if self._value.add(char):
+                key = _text(self._value.text)
+                self._key, self._value, self._at = key or "", _Value(), _At.COLON
+        elif self._at is _At.COLON and char == ":":
+            self._at = _At.VALUE
+        elif self._at is _At.COMMA and char == ",":
+            self._at = _At.KEY
+        elif self._at in (_At.COMMA, _At.KEY) and char == "}":
+            self.is_done = True
+        else:
+            self.is_failed = True
+
+    def _take_value(self, char: str) -> str:
+        value = self._value
+        if not value.text:
+            if char in _SPACE:
+                return ""
+            if char in ",:]}":
+                self.is_failed = True
+                return ""
+            self._is_streaming = self._begins_arguments(char)
+        if value.is_before(char):
+            out = self._finish_value()
+            if char not in _SPACE and not self.is_failed:
+                self._take_structure(char)
+            return out + (self._ended() if self.is_done else "")
+        is_end = value.add(char)
+        out = char if self._is_streaming else ""
+        return out + self._finish_value() if is_end else out
+
+    def _begins_arguments(self, char: str) -> bool:
+        """Arguments after the name are given out as they come."""
+        if self._key not in _ARGUMENTS or self._has_arguments or self.found_name is None or char != "{":
+            return False
+        self._has_arguments = True
+        self.name = self.found_name
+        return True
+
+    def _finish_value(self) -> str:
+        """The value is complete; the arguments when they are only now given out."""
+        text, self._value, self._at = self._value.text, _Value(), _At.COMMA
+        if self._is_streaming:
+            self._is_streaming = False
+            return ""
+        if self._key == "name" and self.found_name is None:
+            self.found_name = _text(text)
+            if not self.found_name or (self._names is not None and self.found_name not in self._names):
+                self.is_failed = True
+                return ""
+            return self._give_early()
+        if self._key in _ARGUMENTS and not self._has_arguments:
+            self._has_arguments = True
+            self._early = _object(text)
+            if self._early is None:
+                self.is_failed = True
+                return ""
+            return self._give_early()
+        return ""
+
+    def _give_early(self) -> str:
+        if self.found_name is None or self._early is None:
+            return ""
+        self.name = self.found_name
+        return self._early
+
+    def _ended(self) -> str:
+        """The object is complete."""
+        if self.name is not None:
+            return ""
+        if self.found_name is None or self._needs_arguments:
+            self.is_done, self.is_failed = False, True
+            return ""
+        self.name = self.found_name
+        return "{}"
+
+
+def _text(literal: str) -> str | None:
+    """The string that a JSON literal means; None when it is none."""
+    try:
+        value = json.loads(literal, strict=False)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def _object(text: str) -> str | None:
+    """Arguments as text of an object: as they are, out of a string that holds one, `{}` for null."""
+    if text.startswith("{"):
+        return text
+    if text == "null":
+        return "{}"
+    inner = (_text(text) or "").strip()
+    try:
+        return inner if isinstance(json.loads(inner), dict) else None
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,67 @@
+"""Splits what a model thinks (`<think>...</think>`, before the answer) from what it says."""
+
+from kvloom.engine.text.stop import overlap
+from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+class ReasoningSplitter:
+    """Takes an answer's text piece by piece; `finish` once, at its end. Pure: pieces make no difference.
+
+    White space around the reasoning, and before the answer after it, is left out.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        """`is_open`: the prompt ends with <think>, so the answer begins with reasoning."""
+        self.is_open = is_open
+        self._is_undecided = not is_open  # whether the answer begins with <think> is not known yet
+        self._held = ""  # what may be a mark, or white space at the end of the reasoning
+        self._is_fresh = True  # nothing of this part has been given out
+
+    def add(self, text: str) -> list[ChatEvent]:
+        self._held += text
+        events: list[ChatEvent] = []
+        if self._is_undecided and not self._decide():
+            return events
+        if self.is_open:
+            self._read_reasoning(events)
+        if not self.is_open and self._held:
+            self._read_text(events)
+        return events
+
+    def finish(self) -> list[ChatEvent]:
+        held, self._held = self._held, ""
+        if self.is_open:
+            held = held.rstrip()
+            return [ReasoningDelta(held)] if held else []
+        return [TextDelta(held)] if held else []
+
+    def _decide(self) -> bool:
+        begin = self._held.lstrip()
+        if begin.startswith(THINK):
+            self.is_open, self._is_undecided, self._held = True, False, begin[len(THINK) :]
+        elif not THINK.startswith(begin):
+            self._is_undecided = self._is_fresh = False
+        return not self._is_undecided
+
+    def _read_reasoning(self, events: list[ChatEvent]) -> None:
+        text = self._held.lstrip() if self._is_fresh else self._held
+        at = text.find(END_THINK)
+        if at >= 0:
+            known, self._held = text[:at].rstrip(), text[at + len(END_THINK) :]
+        else:
+            known = text[: len(text) - overlap(text, END_THINK)].rstrip()
+            self._held = text[len(known) :]
+        if known:
+            self._is_fresh = False
+            events.append(ReasoningDelta(known))
+        if at >= 0:
+            self.is_open, self._is_fresh = False, True
+
+    def _read_text(self, events: list[ChatEvent]) -> None:
+        text = self._held.lstrip() if self._is_fresh else self._held
+        self._held = ""
+        if text:
+            self._is_fresh = False
+            events.append(TextDelta(text))

@@ -1,0 +1,191 @@
+"""A chat, neutral of any protocol: what is asked becomes what the engine runs, and what it answers is read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
+from kvloom.engine.text.marks import Marks
+from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
+from kvloom.server.chat.output import ChatOutput
+from kvloom.server.chat.reasoning import END_THINK, THINK, ReasoningSplitter
+from kvloom.server.chat.style import ChatStyle, style_of
+from kvloom.server.chat.tool_calls import make_parser
+from kvloom.server.chat.tool_grammars import tool_grammar
+from kvloom.server.chat.tool_prompt import with_tools_in_text
+from kvloom.server.chat.tools import Tool, ToolChoice, parsed_arguments
+from kvloom.server.serving.prompts import Marked, encode_marked, request_limit
+from kvloom.server.serving.service import GenerationService
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """`messages` as OpenAI has them: role, content (a text), tool_calls of an assistant, tool_call_id of a tool.
+
+    `tools` and `choice` have passed tools.check_tools. `template_values` go to the chat template.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
+    is_parallel: bool = True  # several calls in one answer
+    template_values: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    max_reasoning_tokens: int | None = None  # then the reasoning is ended; None = no limit
+    is_continued: bool = False  # the answer goes on with the last message, which stays open
+    is_echoing: bool = False  # the answer begins with the last message's content, where that is of its role
+    field: str = "messages"  # whose errors name it
+    add_special_tokens: bool = False  # those around any text, beside the template's own
+    is_counted: bool = False  # only that: then its length is not the context's
+
+    @property
+    def role(self) -> str:
+        """Of the answer: without a prompt for one, the last message's."""
+        return "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
+
+    @property
+    def echo(self) -> str:
+        """What the answer begins with."""
+        last = self.messages[-1]
+        return last["content"] if self.is_echoing and last["role"] == self.role else ""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChat:
+    """`params` have the grammar of the tools and the end of the reasoning in them."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    style: ChatStyle
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+    is_parallel: bool
+    is_thinking: bool  # the prompt ends with <think>
+    role: str = "assistant"  # of the answer
+    echo: str = ""  # what the answer begins with
+
+    def output(self) -> ChatOutput:
+        """The reader of one choice."""
+        reasoning = ReasoningSplitter(self.is_thinking) if self.style.is_thinking else None
+        if self.choice.mode == "none":
+            return ChatOutput(reasoning)
+        calls = make_parser(self.style.form, {tool.name: tool.schema for tool in self.tools})
+        has_text = self.choice.mode == "auto"
+        return ChatOutput(reasoning, calls, None if self.is_parallel else 1, has_text)
+
+
+def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:
+    """`params.grammar` is of the answer's text. Raises BadRequest naming the field."""
+    tools = request.tools if request.choice.mode != "none" else ()
+    card, tokenizer = service.card, service.tokenizer
+    style = style_of(tokenizer.chat_template(bool(tools)), card.tool_parser, card.reasoning_parser)
+    limit = request_limit(service) if request.is_counted else service.max_input_tokens
+    marks = _marks(service, request.messages, [tool.plain for tool in tools], request.template_values)
+    text = marks.spelt_out(_render(service, style, marks, request, tools))
+    if request.is_continued:
+        text = _continued(text)
+    grammar = tool_grammar(style.form, tools, request.choice, request.is_parallel, params.grammar)
+    is_limited = bool(grammar) or request.max_reasoning_tokens is not None
+    end = text.rstrip()
+    is_thinking = style.is_thinking and (end.endswith(THINK) or _thinks_on(request))
+    may_think = style.is_thinking and request.add_generation_prompt and not end.endswith(END_THINK)
+    if may_think and not is_thinking and is_limited and request.template_values.get("enable_thinking") is not False:
+        text, is_thinking = (
+            f"{text}{THINK}\n",
+            True,
+        )  # where the reasoning ends matters, so where it begins must be known
+    params = replace(params, grammar=grammar)
+    if is_thinking and is_limited:
+        params = replace(params, reasoning_end=END_THINK, max_reasoning_tokens=request.max_reasoning_tokens)
+    ids = encode_marked(service, Marked(text, marks.originals), request.field, limit, request.add_special_tokens)
+    shown = (request.tools, request.choice, request.is_parallel, is_thinking, request.role, request.echo)
+    return PreparedChat(ids, params, style, *shown)
+
+
+def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is_counted: bool = False) -> PreparedChat:
+    """The chat whose answer goes on from `text`. Raises PromptTooLong."""
+    limit = request_limit(service) if is_counted else service.max_input_tokens
+    marks = _marks(service, text)
+    more = encode_marked(service, Marked(marks.mark(text), marks.originals), "messages", limit)
+    return replace(chat, prompt_ids=(*chat.prompt_ids, *more))
+
+
+def _marks(service: GenerationService, *values: Any) -> Marks:
+    """Of what a user gave; none where special tokens in it are to be special."""
+    is_text = not service.card.parses_special_text
+    return Marks(service.tokenizer.special_texts if is_text else frozenset(), values)
+
+
+def _render(
+    service: GenerationService, style: ChatStyle, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
+) -> str:
+    """The prompt, marked. Templates want arguments of earlier calls as an object; those that want a text get it."""
+    messages = marks.mark(request.messages)
+    messages = _open_end(messages) if request.is_continued else messages
+    known = [_with_arguments(message) for message in messages]
+    plain = [marks.mark(tool.plain) for tool in tools]
+    if not style.takes_tools:
+        known, plain = with_tools_in_text(known, plain), []
+    values = {**marks.mark(request.template_values), "add_generation_prompt": request.add_generation_prompt}
+    apply = service.tokenizer.apply_chat_template
+    try:
+        return apply(known, tools=plain or None, **values)
+    except BadRequest:
+        if not any(message.get("tool_calls") for message in known):
+            raise
+        return apply([dict(message) for message in messages], tools=plain or None, **values)
+
+
+def _thinks_on(request: ChatRequest) -> bool:
+    """Whether the message that is continued ends in the middle of its reasoning."""
+    text = request.messages[-1]["content"]
+    return request.is_continued and text.rfind(THINK) > text.rfind(END_THINK)
+
+
+# stands at the end of a message that is to be continued, so that it is found in what the template makes of it
+_OPEN_END = "\uf8ff\ue0c0\uf8fe"
+
+
+def _open_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _OPEN_END}]
+
+
+def _continued(text: str) -> str:
+    """The prompt up to the end of its last message. Raises BadRequest when the template does not show that."""
+    before, mark, _ = text.rpartition(_OPEN_END)
+    if not mark:
+        raise BadRequest("continue_final_message", "cannot be done: this model's chat template leaves out the message")
+    return before
+
+
+def _with_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    parsed = [
+        {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"]["arguments"])}}
+        for call in calls
+    ]
+    return {**message, "tool_calls": parsed}
+
+
+@dataclass(slots=True)
+class ChatAnswer:
+    """One choice, whole. calls: (name, arguments as JSON text)."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, event: ChatEvent) -> None:
+        match event:
+            case TextDelta(text):
+                self.text += text
+            case ReasoningDelta(text):
+                self.reasoning += text
+            case ToolCallStart(_, name):
+                self.calls.append((name, ""))
+            case ToolCallArguments(index, text):
+                name, arguments = self.calls[index]
+                self.calls[index] = (name, arguments + text)

@@ -1,0 +1,30 @@
+"""What a model's chat template says of how it calls tools and how it thinks."""
+
+import re
+from dataclasses import dataclass
+
+from kvloom.server.chat.reasoning import END_THINK, THINK
+from kvloom.server.chat.tool_calls import FORMS, OPEN, PYTHON_TAG, ToolForm
+from kvloom.server.chat.xml_calls import FUNCTION
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    form: ToolForm = "hermes"
+    takes_tools: bool = False  # the template shows tools to the model; else a prompt of our own does
+    is_thinking: bool = False  # answers may begin with <think>
+
+
+def style_of(template: str, tool_parser: str = "auto", reasoning_parser: str = "auto") -> ChatStyle:
+    """`template`: its own text. A parser other than "auto" is a ToolForm, or "think" or "none" for reasoning."""
+    form: ToolForm = "hermes"
+    if tool_parser != "auto":
+        form = next(known for known in FORMS if known == tool_parser)  # config_keys.py knows the same
+    elif FUNCTION in template:
+        form = "qwen3_coder"
+    elif OPEN not in template and (PYTHON_TAG in template or '{"name": function name, "parameters"' in template):
+        form = "llama3"
+    is_thinking = THINK in template and END_THINK in template
+    if reasoning_parser != "auto":
+        is_thinking = reasoning_parser == "think"
+    return ChatStyle(form, re.search(r"\btools\b", template) is not None, is_thinking)

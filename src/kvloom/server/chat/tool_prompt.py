@@ -1,0 +1,56 @@
+"""Tools for models whose chat template knows none: the system message describes them, in hermes form."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvloom.server.chat.tool_calls import CLOSE, OPEN
+
+_PROMPT = """You can call functions. They are described here as JSON, one a line:
+{tools}
+To call a function, write this and nothing else, once for each call:
+{open}
+{{"name": "the function's name", "arguments": {{"parameter": "value"}}}}
+{close}
+You will be given what it returned between <tool_response> and </tool_response>."""
+
+
+def with_tools_in_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The same conversation without tool_calls and role tool: calls are text, results are the user's.
+
+    `tools` as chat templates take them.
+    """
+    found: list[dict[str, Any]] = []
+    is_result = False  # whether the message before was one
+    for message in messages:
+        was_result, is_result = is_result, message["role"] == "tool"
+        if is_result:
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if was_result:
+                found[-1]["content"] += "\n" + text
+            else:
+                found.append({"role": "user", "content": text})
+            continue
+        plain = dict(message)
+        texts = [plain["content"]] if plain["content"] else []
+        texts += [_call_text(call["function"]) for call in plain.pop("tool_calls", None) or ()]
+        found.append({**plain, "content": "\n".join(texts)})
+    if tools:
+        _describe(found, tools)
+    return found
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}"
+
+
+def _describe(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    prompt = _PROMPT.format(tools=lines, open=OPEN, close=CLOSE)
+    if messages and messages[0]["role"] == "system":
+        messages[0]["content"] = f"{messages[0]['content']}\n\n{prompt}"
+    else:
+        messages.insert(0, {"role": "system", "content": prompt})

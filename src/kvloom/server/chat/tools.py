@@ -1,0 +1,83 @@
+"""Tools that a chat may call, and which of them it may or must call. Neutral of any protocol."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvloom.contract.errors import BadRequest
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}\Z")
+MAX_TOOLS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function. `parameters`: the JSON schema of its arguments. `field`: where the caller gave it, for errors.
+
+    `is_strict`: arguments follow the schema even where the model is free to call or not.
+    """
+
+    name: str
+    description: str = ""
+    parameters: Mapping[str, Any] | None = None
+    is_strict: bool = False
+    field: str = "tools"
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of the arguments, always an object's. Without parameters there are none."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else dict(self.parameters)
+        function = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """none: no calls. auto: the model decides. required: one call or more. named: one call, of `name`."""
+
+    mode: Literal["none", "auto", "required", "named"] = "auto"
+    name: str = ""
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: str) -> ToolChoice:
+    """The choice, auto where none is given and there are tools. Raises BadRequest naming the field."""
+    if len(tools) > MAX_TOOLS:
+        raise BadRequest("tools", f"has {len(tools)} tools; there may be at most {MAX_TOOLS}")
+    names: set[str] = set()
+    for tool in tools:
+        if not _NAME.match(tool.name):
+            raise BadRequest(
+                f"{tool.field}.name", f"must be 1 to 64 letters, digits, '_', '.' or '-', got {tool.name[:80]!r}"
+            )
+        if tool.name in names:
+            raise BadRequest(f"{tool.field}.name", f"{tool.name!r} is there twice")
+        names.add(tool.name)
+        if (tool.parameters or {}).get("type", "object") != "object":
+            raise BadRequest(f"{tool.field}.parameters.type", "must be 'object'")
+    if choice is None:
+        return ToolChoice("auto" if tools else "none")
+    if not tools and choice.mode != "none":
+        raise BadRequest(choice_field, "needs tools")
+    if choice.mode == "named" and choice.name not in names:
+        raise BadRequest(choice_field, f"names {choice.name!r}, which is none of the tools")
+    return choice
+
+
+def parsed_arguments(arguments: Any) -> Any:
+    """Arguments of a call in the conversation as templates take them: an object, or what was given when it is none."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -1,0 +1,251 @@
+"""A config.json as a document: read, checked against its layout as a whole, and told with all its mistakes at once."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloom.contract.errors import BadRequest, UserError
+from kvloom.server.config.key import Key, shown
+from kvloom.server.config.keys import LAYOUT_1, LAYOUT_2
+
+MAX_FILE_BYTES = 10 * 2**20
+MAX_MISTAKES = 50  # that are told at once
+# a text, which is kept, or a comment to the end of the line, which is not
+_COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*')
+_BELOW = (
+    ("max_iter_times", "max_seq_len", 1),
+    ("max_prefill_batch", "max_batch", 0),
+    ("max_preempt", "max_batch", 0),
+)
+
+
+class Mistakes(BadRequest):
+    """Several mistakes of one file: a line each, as each alone would be told."""
+
+    def __init__(self, path: Path, mistakes: Sequence[UserError]) -> None:
+        told = [str(mistake) for mistake in mistakes[:MAX_MISTAKES]]
+        if len(mistakes) > MAX_MISTAKES:
+            told.append(f"and {len(mistakes) - MAX_MISTAKES} more")
+        super().__init__("", "\n".join([f"{path} has {len(mistakes)} mistakes:", *told]))
+        self.mistakes = tuple(mistakes)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a document gave. `paths`: where each setting stood; `idle`: paths of keys without effect."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # to be told when the log is open
+    mistakes: list[BadRequest] = field(default_factory=list)
+
+    def wrong(self, path: str, problem: str) -> None:
+        self.mistakes.append(BadRequest(path, problem))
+
+    def path_of(self, name: str, index: int = 0) -> str:
+        """Where a setting stands, of the model with that number; the setting's name where no file gave it."""
+        return self.paths.get(f"{name}[{index}]", self.paths.get(name, name))
+
+    def check_together(self) -> None:
+        """Ranges that depend on another key (spec tables 2-1, 2-5 and 2-6)."""
+        values = self.values
+        for name, other, offset in _BELOW:
+            if name in values and other in values and values[name] > values[other] - offset:
+                if name == "max_iter_times" and "max_input_tokens" in values:
+                    continue  # a layout that bounds prompts by a key of their own lets answers fill the rest
+                self.wrong(
+                    self.paths[name],
+                    f"must be at most {values[other] - offset} ({self.paths[other]}"
+                    f"{f' - {offset}' if offset else ''}), got {values[name]}",
+                )
+        if {"prealloc_blocks", "max_iter_times", "block_size"} <= values.keys():
+            limit = -(-values["max_iter_times"] // values["block_size"])
+            if values["prealloc_blocks"] > limit:
+                problem = f"must be at most {limit} (maxIterTimes / cacheBlockSize), got {values['prealloc_blocks']}"
+                self.wrong(self.paths["prealloc_blocks"], problem)
+        self._check_models()
+
+    def _check_models(self) -> None:
+        models = self.values.get("models", ())
+        devices = self.values.get("device_ids")
+        if devices is not None and len(devices) not in (1, len(models)):
+            self.wrong(
+                self.paths["device_ids"],
+                f"must have one list for each of the {len(models)} models, or one for all, got {len(devices)}",
+            )
+            devices = None
+        for index, model in enumerate(models):
+            if model.get("npu_mem_gb", -1) != -1 and model["npu_mem_gb"] <= 0:
+                problem = f"must be above 0 GB, or -1 for a share of what is free, got {model['npu_mem_gb']:g}"
+                self.wrong(self.path_of("npu_mem_gb", index), problem)
+            if -1 < model.get("cpu_mem_gb", 0) < 0:
+                problem = f"must be 0 GB or more, or -1 for what is free, got {model['cpu_mem_gb']:g}"
+                self.wrong(self.path_of("cpu_mem_gb", index), problem)
+            if self.values.get("is_swapping") and model.get("cpu_mem_gb") == 0:
+                path = self.path_of("cpu_mem_gb", index)
+                self.wrong(path, f"must be above 0 GB when {self.paths['is_swapping']} is true, got 0")
+            if model.get("tp", -1) not in (-1, model.get("world_size", 1)):
+                problem = f"must be worldSize, {model.get('world_size', 1)}, or -1 for that, got {model['tp']}"
+                self.wrong(self.path_of("tp", index), problem)
+            if devices is None or "world_size" not in model:
+                continue
+            given = devices[index if len(devices) > 1 else 0]
+            if len(given) != model["world_size"]:
+                problem = f"must be as many as the devices of {self.paths['device_ids']}, {shown(given)}"
+                self.wrong(self.path_of("world_size", index), f"{problem}, got {model['world_size']}")
+
+
+def read_document(path: Path) -> Found:
+    """What the file sets. Raises BadRequest: its one mistake, or Mistakes, each with JSON path, value and range."""
+    found = Found()
+    document = _read(path, found.notes)
+    layout = LAYOUT_2 if LAYOUT_2.keys() & document.keys() else LAYOUT_1
+    _walk(layout, document, "", found, found.values)
+    if not found.mistakes:
+        found.check_together()
+    if len(found.mistakes) > 1:
+        raise Mistakes(path, found.mistakes)
+    if found.mistakes:
+        raise found.mistakes[0]
+    if found.idle:
+        found.notes.append(f"{path}: without effect here: {', '.join(sorted(found.idle))}")
+    return found
+
+
+def _read(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The JSON object in the file; `//` comments are allowed. Raises BadRequest."""
+    try:
+        status = path.stat()
+        if status.st_size > MAX_FILE_BYTES:
+            raise BadRequest(str(path), f"is larger than {MAX_FILE_BYTES} bytes")
+        if status.st_mode & 0o022:
+            raise BadRequest(str(path), "can be written by others; run: chmod 640 " + str(path))
+        if status.st_mode & 0o004:
+            notes.append(f"{path} can be read by everybody; run: chmod 640 {path}")
+        text = _COMMENT.sub(lambda found: found[1] or "", path.read_text(encoding="utf-8-sig"))
+        document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused)
+    except OSError as error:
+        raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(str(path), f"is not valid JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise BadRequest(str(path), "must hold a JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in document:
+            raise ValueError(f"{json.dumps(name)} stands twice in one object")
+        document[name] = value
+    return document
+
+
+def _refused(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _walk(layout: Any, value: Any, path: str, found: Found, into: dict[str, Any]) -> None:
+    """Check `value` and all below against the layout; settings go `into`, each model's into one of its own."""
+    if isinstance(layout, Key):
+        try:
+            layout.check(path, value)
+        except BadRequest as error:
+            found.mistakes.append(error)
+            return
+        _keep(layout, value, path, found, into)
+    elif isinstance(layout, list):
+        if not isinstance(value, list) or not value:
+            found.wrong(path, "must be a list of models, at least one")
+            return
+        found.values["models"] = [{} for _ in value]
+        for i, (item, model) in enumerate(zip(value, found.values["models"], strict=True)):
+            _walk(layout[0], item, f"{path}[{i}]", found, model)
+    elif isinstance(value, dict):
+        _walk_object(layout, value, path, found, into)
+    else:
+        found.wrong(path, f"must be an object, got {shown(value)}")
+
+
+def _keep(key: Key, value: Any, path: str, found: Found, into: dict[str, Any]) -> None:
+    if key.is_idle:
+        found.idle.append(path)
+    if not key.setting:
+        return
+    into[key.setting] = value
+    found.paths[key.setting] = path
+    index = re.search(r"\[(\d+)]", path)
+    if index is not None:
+        found.paths[f"{key.setting}[{index[1]}]"] = path
+
+
+def _walk_object(
+    layout: Mapping[str, Any], value: Mapping[str, Any], path: str, found: Found, into: dict[str, Any]
+) -> None:
+    meant = set()
+    for name in value:
+        if name not in layout:
+            guess = _guess(name, layout, value)
+            meant.add(guess)
+            found.wrong(_join(path, name), _unknown(name, guess, layout))
+    for name in _missing(layout, value):
+        if name not in meant:
+            found.wrong(_join(path, name), "is missing")
+    for name, item in value.items():
+        if name in layout:
+            _walk(layout[name], item, _join(path, name), found, into)
+
+
+def _guess(name: str, layout: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """The key that may have been meant, one that is not given before one that is; "" for none."""
+    for others in (layout.keys() - given.keys(), layout.keys()):
+        lower = {other.lower(): other for other in others}
+        if close := difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75):
+            return lower[close[0]]
+    return ""
+
+
+def _unknown(name: str, guess: str, layout: Mapping[str, Any]) -> str:
+    if guess:
+        return f"is not known; did you mean {guess}?"
+    elsewhere = [path for path in (*_paths(LAYOUT_1, name), *_paths(LAYOUT_2, name)) if path]
+    if elsewhere:
+        return f"is not known here; its path is {' or '.join(dict.fromkeys(elsewhere))}"
+    return f"is not known; known are {', '.join(layout)}"
+
+
+def _paths(layout: Any, name: str, path: str = "") -> Iterator[str]:
+    """JSON paths of a key of that name anywhere in a layout."""
+    below = layout[0] if isinstance(layout, list) else layout
+    if isinstance(below, Key):
+        return
+    for each, further in below.items():
+        here = _join(path, each) + ("[]" if isinstance(further, list) else "")
+        if each == name:
+            yield here
+        yield from _paths(further, name, here)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _missing(layout: Mapping[str, Any], value: Mapping[str, Any]) -> Iterator[str]:
+    """Required keys that are not there; a mock needs no weights."""
+    is_mock = value.get("modelInstanceType") == "StandardMock"
+    for name, below in layout.items():
+        if name not in value and _is_required(below) and not (is_mock and name == "modelWeightPath"):
+            yield name
+
+
+def _is_required(layout: Any) -> bool:
+    if isinstance(layout, Key):
+        return layout.is_required
+    below = layout[0].values() if isinstance(layout, list) else layout.values()
+    return any(map(_is_required, below))

@@ -1,0 +1,362 @@
+"""ServerConfig, and how a config.json becomes one; its keys are in keys.py, its reading in reading.py."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloom.contract.capacity import bytes_of_gb
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.net.sites import checked_hosts, checked_origins
+from kvloom.net.tlsconfig import TlsConfig
+from kvloom.server.config.backends import backend_of, is_elsewhere
+from kvloom.server.config.devices import device_settings
+from kvloom.server.config.pictures import check_language, picture_card
+from kvloom.server.config.reading import Found, Mistakes, read_document
+from kvloom.server.keeping.limits import Limits, limits_of
+from kvloom.server.observe.logs import LogConfig, PythonLog
+from kvloom.server.secure.api_keys import read_hashes
+from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.options import WireOptions
+from kvloom.server.serving.pictures.card import PictureCard
+
+DEFAULT_HOST = "127.0.0.1"
+KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
+BY_PRIORITY = 2  # a policy of later releases; priorities count under every policy here
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the server does, and the models it serves; the first is the default."""
+
+    models: tuple[ModelCard, ...]
+    pictures: tuple[PictureCard, ...] = ()  # models that make them
+    host: str = DEFAULT_HOST
+    port: int = 1025
+    management: tuple[str, int] | None = None  # address and port of the status routes; None = with the others
+    metrics: tuple[str, int] | None = None  # those of /metrics; None = with the status routes
+    max_link_num: int = 300  # requests served at once; twice as many wait
+    max_queued_tokens: int | None = None  # prompt tokens served and waiting; None = any
+    grace_s: float = 30.0  # running requests may take so long to finish when the server is told to stop
+    max_body_bytes: int = 40 * 2**20
+    num_parsers: int | None = None  # processes for large bodies; None = by the cores
+    options: WireOptions = field(default_factory=WireOptions)
+    allows_all_addresses: bool = False  # 0.0.0.0 and :: may be listened on
+    tls: TlsConfig | None = None  # None = plain HTTP
+    api_key_hashes: tuple[str, ...] = ()  # none = no key is asked for
+    cors_origins: frozenset[str] = frozenset()  # whose pages may call; none = no page of another origin
+    allowed_hosts: frozenset[str] = frozenset()  # names to be asked under, beside addresses and the machine's own
+    may_stop_by_get: bool = False  # GET /stopService stops also where any page could send it
+    log: LogConfig = field(default_factory=LogConfig)
+    pid_file: Path | None = None
+    response_store: Path | None = None  # file that responses are kept in; None = they are not
+    response_limits: Limits = field(default_factory=Limits)  # of that file
+    workflow: str = ""  # a name for people
+    otlp_endpoint: str = ""  # collector of traces; "" = as OTEL_EXPORTER_OTLP_ENDPOINT says, or none
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise BadRequest("port", f"must be between 0 and 65535, got {self.port}")
+        if self.max_link_num < 1:
+            raise BadRequest("maxLinkNum", f"must be at least 1, got {self.max_link_num}")
+        if len(set(self.names)) < len(self.names):
+            raise BadRequest("modelName", f"must differ from model to model, got {', '.join(self.names)}")
+        if self.management is not None and self.management[1] == self.port:
+            raise BadRequest("managementPort", f"must differ from port, got {self.port}")
+
+    @property
+    def names(self) -> list[str]:
+        """Of all models."""
+        return [*(card.name for card in self.models), *(card.name for card in self.pictures)]
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        """Where to listen: for everybody, then for the routes of management and metrics where they are apart."""
+        return [(self.host, self.port), *filter(None, (self.management, self.metrics))]
+
+
+def load_settings(path: Path) -> dict[str, Any]:
+    """The settings that a config.json gives, by this project's names, and "models", a list of such.
+
+    "notes" are sentences for the log, once it is open. Raises BadRequest: every mistake of the file, a line each, with
+    the JSON path, the value and what is allowed.
+    """
+    found = read_document(path)
+    home = install_folder(path)
+    settings = found.values
+    for index, model in enumerate(settings.get("models", ())):
+        if "backend_type" in model:
+            model["backend"] = backend_of(model["backend_type"])
+            if is_elsewhere(name := model.pop("backend_type")):
+                at = found.path_of("backend_type", index)
+                found.notes.append(f"{path}: {at}: {name} is not here; the best of this machine takes its part")
+        if "lora_modules" in model:
+            model["lora_modules"] = [(name, home / path) for name, path in map(lora_module, model["lora_modules"])]
+    _fit_blocks(found, path)
+    for name in ("response_store", "lora_root"):
+        if name in settings:
+            settings[name] = home / settings[name]
+    if settings.pop("https", False):
+        settings["tls"] = _tls_of(found, path, home)
+    for name in ("kv_pool_socket", "kv_pool_access_key_file"):
+        if settings.get(name):
+            settings[name] = str(home / settings[name])
+    if "log_path" in settings:
+        settings["log_path"] = home / str(settings["log_path"]).lstrip("/")
+    if "api_key_file" in settings:
+        settings["api_key_hashes"] = read_hashes(home / settings.pop("api_key_file"))
+    return settings | {"notes": found.notes}
+
+
+def _fit_blocks(found: Found, path: Path) -> None:
+    """Blocks of a size that the CPU kernels have; the torch backend, which has all of them, keeps the one given."""
+    size = found.values.get("block_size", KERNEL_BLOCK)
+    if size % KERNEL_BLOCK and any(model.get("backend") != "reference" for model in found.values["models"]):
+        fitting = -(-size // KERNEL_BLOCK) * KERNEL_BLOCK
+        at = found.paths["block_size"]
+        found.notes.append(f"{path}: {at}: {size} is no multiple of {KERNEL_BLOCK}; blocks have {fitting} tokens")
+        found.values["block_size"] = fitting
+
+
+def lora_module(text: object) -> tuple[str, Path]:
+    """Name and folder of "NAME=FOLDER". Raises BadRequest."""
+    name, is_pair, path = text.partition("=") if isinstance(text, str) else ("", "", "")
+    if not (name and is_pair and path):
+        raise BadRequest("loraModules", f"must be NAME=FOLDER, got {json.dumps(text)}")
+    return name, Path(path)
+
+
+def install_folder(path: Path) -> Path:
+    """What the file's paths are relative to: the folder that holds config.json, or conf/config.json."""
+    home = path.resolve().parent
+    return home.parent if home.name == "conf" else home
+
+
+_TLS_REQUIRED = {
+    "tls_ca_path": "tlsCaPath",
+    "tls_ca_files": "tlsCaFile",
+    "tls_cert": "tlsCert",
+    "tls_key": "tlsPk",
+    "keystore_master": "kmcKsfMaster",
+    "keystore_standby": "kmcKsfStandby",
+}
+
+
+def _tls_of(found: Found, path: Path, home: Path) -> TlsConfig:
+    """Raises BadRequest: every key that is missing."""
+    settings = found.values
+    missing = [key for name, key in _TLS_REQUIRED.items() if not settings.get(name)]
+    above = found.paths["https"].rpartition(".")[0]
+    told = [BadRequest(f"{above}.{key}", "is required when httpsEnabled is true") for key in missing]
+    if len(told) > 1:
+        raise Mistakes(path, told)
+    if told:
+        raise told[0]
+
+    def optional(name: str) -> Path | None:
+        return home / settings[name] if settings.get(name) else None
+
+    crls = [home / settings.get("tls_crl_path", "") / name for name in settings.get("tls_crl_files", ())]
+    if crl := optional("tls_crl"):
+        crls.append(crl)
+    return TlsConfig(
+        ca_files=tuple(home / settings["tls_ca_path"] / name for name in settings["tls_ca_files"]),
+        cert=home / settings["tls_cert"],
+        key=home / settings["tls_key"],
+        key_password=optional("tls_key_password"),
+        keystore_master=home / settings["keystore_master"],
+        keystore_standby=home / settings["keystore_standby"],
+        crls=tuple(crls),
+    )
+
+
+@dataclass(slots=True)
+class Settings:
+    """Settings of a file and the environment, overridden by flags; None = not given."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def models(self) -> list[dict[str, Any]]:
+        """What is set for each model alone: name, model, backend, ..."""
+        models: list[dict[str, Any]] = self.values.setdefault("models", [{}])
+        return models
+
+    def override(self, **flags: Any) -> None:
+        self.values |= {name: value for name, value in flags.items() if value is not None}
+
+    def override_model(self, **flags: Any) -> None:
+        """Raises BadRequest when there are several models."""
+        given = {name: value for name, value in flags.items() if value is not None}
+        if given and len(self.models) > 1:
+            raise BadRequest(min(given), f"cannot be given for the {len(self.models)} models of the configuration")
+        self.models[0].update(given)
+
+    def add_models(self, pairs: Iterable[str]) -> None:
+        """NAME=FOLDER each, behind the others. Raises BadRequest."""
+        for pair in pairs:
+            name, is_pair, folder = pair.partition("=")
+            if not (name and is_pair and folder):
+                raise BadRequest("image-model", f"must be NAME=FOLDER, got {json.dumps(pair)}")
+            self.models.append({"name": name, "model": folder})
+
+    def build(self) -> ServerConfig:
+        """Each model's "model" must be a resolved path by now. Raises BadRequest naming the setting."""
+        values = self.values
+        server = {name: values[name] for name in _SERVER_FIELDS if name in values}
+        if "max_body_mb" in values:
+            server["max_body_bytes"] = values["max_body_mb"] * 2**20
+        if "management_port" in values:
+            server["management"] = (values.get("management_host", DEFAULT_HOST), values["management_port"])
+        server["metrics"] = _metrics_of(values)
+        options = {name: values[name] for name in _OPTIONS if name in values}
+        if values.get("openai_support", "vllm") != "vllm":
+            options["default_max_tokens"] = 16
+        options["keeps_responses"] = "response_store" in values
+        return ServerConfig(
+            tuple(self._card(model, i) for i, model in enumerate(self.models) if not model.get("makes_pictures")),
+            tuple(picture_card(model, values, i) for i, model in enumerate(self.models) if model.get("makes_pictures")),
+            options=WireOptions(**options),
+            response_limits=limits_of(values),
+            log=_log_of(values),
+            cors_origins=_named("corsOrigins", checked_origins, values.get("cors_origins", ())),
+            allowed_hosts=_named("allowedHosts", checked_hosts, values.get("allowed_hosts", ())),
+            **server,
+        )
+
+    def _card(self, model: Mapping[str, Any], index: int) -> ModelCard:
+        """One model's card: its own settings over those of all."""
+        both = {**self.values, **model}
+        check_language(model)
+        engine = {name: both[name] for name in _ENGINE_FIELDS if name in both}
+        if "num_blocks" not in engine:
+            engine["kv_cache_bytes"] = bytes_of_gb(both.get("npu_mem_gb", -1))
+        engine["host_cache_bytes"] = bytes_of_gb(both.get("cpu_mem_gb", 0)) if both.get("is_swapping", True) else 0
+        for policy in ("prefill_policy", "decode_policy"):
+            if engine.get(policy) == BY_PRIORITY:
+                engine[policy] = 0
+        if "max_queue_delay_us" in both:
+            engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
+        if "fair_token_us" in both:
+            engine["fair_token_s"] = both["fair_token_us"] / 1e6
+        if "prompt_pace_ms" in both:
+            engine["pace_s"] = both["prompt_pace_ms"] / 1e3
+        if "max_batch" in engine:
+            engine["max_tokens_per_step"] = max(512, engine["max_batch"])
+        if "device_ids" in both:
+            engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
+        engine["kv_tier"] = _kv_tier(both)
+        path = both.get("model") or ""
+        name = model.get("name") or (Path(path).stem if path else "mock")
+        card = {field: both[field] for field in _CARD_FIELDS if field in both}
+        modules = tuple(model.get("lora_modules", ()))
+        dtype = both.get("torch_dtype", "auto")
+        return ModelCard(name, EngineConfig(model=path, **engine), dtype=dtype, lora_modules=modules, **card)
+
+
+def _metrics_of(values: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Where /metrics has a port of its own. Raises BadRequest when it would be the one of everybody."""
+    port = values.get("metrics_port")
+    if port is None or port == values.get("management_port"):
+        return None
+    if port == values.get("port"):
+        if "management_port" in values:
+            raise BadRequest("metricsPort", f"must differ from port where there is a managementPort, got {port}")
+        return None
+    return values.get("management_host", values.get("host", DEFAULT_HOST)), port
+
+
+def _log_of(values: Mapping[str, Any]) -> LogConfig:
+    files = {"max_bytes": values["log_file_mb"] * 2**20} if "log_file_mb" in values else {}
+    if "log_num_old" in values:
+        files["num_old"] = values["log_num_old"]
+    level, path = values.get("log_level", "Warning"), values.get("log_path") or None
+    python = values.get("python_log", PythonLog())
+    return LogConfig(level, path, values.get("is_log_on_console", True), python, **files)
+
+
+def _named(key: str, checked: Callable[[Iterable[object]], frozenset[str]], given: Iterable[object]) -> frozenset[str]:
+    try:
+        return checked(given)
+    except ValueError as error:
+        raise BadRequest(key, str(error)) from None
+
+
+def _kv_tier(settings: Mapping[str, Any]) -> TierConfig | None:
+    """The outer KV tier of kvPoolConfig. Raises BadRequest when its keys stand without a backend."""
+    given = {name.removeprefix("kv_pool_"): value for name, value in settings.items() if name.startswith("kv_pool_")}
+    if not settings.get("kv_pool"):
+        if given:
+            raise BadRequest("kvPoolConfig.backend", 'must be "ems" when other keys of kvPoolConfig are given')
+        return None
+    timeout_ms, is_watched = given.pop("timeout_ms", 500), given.pop("verify", False)
+    return TierConfig("kvloom.rank.tier.ems:open_tier", timeout_ms / 1000, given, is_watched)
+
+
+_SERVER_FIELDS: Sequence[str] = (
+    "host",
+    "port",
+    "max_link_num",
+    "max_queued_tokens",
+    "num_parsers",
+    "grace_s",
+    "allows_all_addresses",
+    "tls",
+    "api_key_hashes",
+    "pid_file",
+    "response_store",
+    "otlp_endpoint",
+    "workflow",
+    "may_stop_by_get",
+)
+_OPTIONS: Sequence[str] = (
+    "validates_model",
+    "max_input_chars",
+    "is_full_text",
+    "is_root_object",
+    "is_input_echoed",
+    "has_oip_health",
+    "lora_root",
+)
+_CARD_FIELDS: Sequence[str] = (
+    "instance_type",
+    "npu_mem_gb",
+    "cpu_mem_gb",
+    "world_size",
+    "max_input_tokens",
+    "time_limit_s",
+    "tool_parser",
+    "reasoning_parser",
+    "parses_special_text",
+)
+_ENGINE_FIELDS: Sequence[str] = (
+    "backend",
+    "device",
+    "dtype",
+    "weight_format",
+    "weight_cache",
+    "world_size",
+    "kv_dtype",
+    "num_speculative_tokens",
+    "max_seq_len",
+    "num_blocks",
+    "max_batch",
+    "seed",
+    "max_prefill_batch",
+    "max_prefill_tokens",
+    "prefill_ms_per_seq",
+    "prefill_policy",
+    "decode_ms_per_seq",
+    "decode_policy",
+    "max_iter_times",
+    "max_preempt",
+    "block_size",
+    "prealloc_blocks",
+    "is_selecting",
+    "is_continuous",
+    "step_timeout_s",
+    "idle_release_s",
+    "crash_patience_s",
+)

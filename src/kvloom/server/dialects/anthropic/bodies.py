@@ -1,0 +1,163 @@
+"""The bodies of Anthropic's /v1/messages: what they ask for, in the terms of a chat. Unknown keys are ignored.
+
+Beyond Anthropic's own: seed, ignore_eos, priority.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
+from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
+from kvloom.server.dialects.anthropic.input import Block, Turn, messages_of, text_of
+from kvloom.server.dialects.constraints import Constraints, OutputFormat
+from kvloom.server.dialects.openai.bodies import Message, conversation_of, effort_values
+from kvloom.server.serving.service import GenerationService
+
+MAX_STOPS = 16
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    """`effort` is shown to the chat template as reasoning_effort."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    """adaptive: as the model itself decides."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # of an enabled one: then it is ended
+
+    def values(self) -> dict[str, Any]:
+        """For the chat template. Raises BadRequest."""
+        if self.type == "enabled" and self.budget_tokens is None:
+            raise BadRequest("thinking.budget_tokens", "is required")
+        return {} if self.type == "adaptive" else {"enable_thinking": self.type == "enabled"}
+
+
+class ToolBody(msgspec.Struct, kw_only=True):
+    type: str | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, field: str) -> Tool:
+        """Raises BadRequest for tools that Anthropic itself defines."""
+        if self.type not in (None, "custom"):
+            raise BadRequest(f"{field}.type", f"must be 'custom'; {self.type!r} is not supported")
+        if (self.input_schema or {}).get("type", "object") != "object":
+            raise BadRequest(f"{field}.input_schema.type", "must be 'object'")
+        return Tool(self.name, self.description or "", self.input_schema, bool(self.strict), field)
+
+
+class Choice(msgspec.Struct, kw_only=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None  # of a tool
+    disable_parallel_tool_use: bool | None = None
+
+    def choice(self) -> ToolChoice:
+        """Raises BadRequest."""
+        if self.type == "tool":
+            if self.name is None:
+                raise BadRequest("tool_choice.name", "is required")
+            return ToolChoice("named", self.name)
+        return ToolChoice("required" if self.type == "any" else self.type)
+
+
+class CountBody(Constraints, kw_only=True):
+    """What makes the prompt: of count_tokens, and the beginning of a message's body. Constraints make none of it."""
+
+    model: str | None = None
+    messages: Annotated[list[Turn], Meta(min_length=1)]
+    system: str | list[Block] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    mcp_servers: list[Any] | None = None
+    container: Any = None
+
+    def prepared(self, service: GenerationService, params: SamplingParams, is_counted: bool = False) -> PreparedChat:
+        """A last message of the assistant is the beginning of the answer. Raises BadRequest naming the field."""
+        for name in ("mcp_servers", "container"):
+            if getattr(self, name):
+                raise BadRequest(name, "is not supported")
+        turns = self.messages
+        begun = ""
+        if turns[-1].role == "assistant":
+            turns, begun = turns[:-1], text_of(turns[-1].content, f"messages[{len(turns) - 1}].content")
+        if not turns:
+            raise BadRequest("messages", "must hold one of the user")
+        chat = prepare(service, replace(self._chat(turns), is_counted=is_counted), params)
+        if self.thinking is not None and self.thinking.type == "enabled" and not chat.style.is_thinking:
+            raise BadRequest("thinking", "is not what this model's chat template knows")
+        if not begun:
+            return chat
+        if chat.is_thinking:
+            raise BadRequest("messages", "must not end with one of the assistant while the model thinks")
+        return with_beginning(service, chat, begun, is_counted)
+
+    def _chat(self, turns: Sequence[Turn]) -> ChatRequest:
+        tools = tuple(tool.tool(f"tools[{place}]") for place, tool in enumerate(self.tools or ()))
+        choice = None if self.tool_choice is None else self.tool_choice.choice()
+        messages = messages_of(turns)
+        if self.system is not None:
+            messages.insert(0, Message(role="system", content=text_of(self.system, "system")))
+        thinking = self.thinking
+        return ChatRequest(
+            conversation_of(messages),
+            tools,
+            check_tools(tools, choice, "tool_choice"),
+            not (self.tool_choice is not None and self.tool_choice.disable_parallel_tool_use),
+            {
+                **effort_values(None if self.output_config is None else self.output_config.effort),
+                **({} if thinking is None else thinking.values()),
+            },
+            max_reasoning_tokens=thinking.budget_tokens
+            if thinking is not None and thinking.type == "enabled"
+            else None,
+        )
+
+
+class MessagesBody(CountBody, kw_only=True):
+    """`metadata` and `service_tier` have no effect."""
+
+    max_tokens: Annotated[int, Meta(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=0)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+
+    def params(self) -> SamplingParams:
+        """Raises BadRequest naming the field."""
+        stops = self.stop_sequences or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise BadRequest("stop_sequences", f"takes up to {MAX_STOPS} texts, none of them empty")
+        if self.top_p == 0:
+            raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
+        params = SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            max_tokens=self.max_tokens,
+            stop=tuple(stops),
+            seed=self.seed,
+            ignore_eos=bool(self.ignore_eos),
+        )
+        format = None if self.output_config is None else self.output_config.format
+        field = "output_config.format"
+        own = {} if format is None else {field: partial(format.answer_grammar, field)}
+        return replace(params, grammar=self.answer_grammar(own=own))

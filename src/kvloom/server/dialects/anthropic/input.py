@@ -1,0 +1,99 @@
+"""The conversation of Anthropic's /v1/messages: turns of blocks, which become the messages of a chat."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvloom.contract.errors import BadRequest
+from kvloom.server.dialects.openai.bodies import Message
+from kvloom.server.dialects.openai.tools import CallBody, CallFunction
+
+
+class Block(msgspec.Struct, kw_only=True):
+    """A part of a turn. `cache_control` has no effect: every prefix is cached."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None  # of a tool_use
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None  # of a tool_result
+    content: "str | list[Block] | None" = None
+    is_error: bool | None = None
+
+
+class Turn(msgspec.Struct, kw_only=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+def messages_of(turns: Sequence[Turn]) -> list[Message]:
+    """Results of tools are messages of their own, before the text of their turn. Raises BadRequest naming the field."""
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the id of the call
+    for place, turn in enumerate(turns):
+        field = f"messages[{place}].content"
+        if isinstance(turn.content, str):
+            messages.append(Message(role=turn.role, content=turn.content))
+        elif turn.role == "assistant":
+            messages.append(_answer_of(turn.content, field, names))
+        else:
+            messages += _question_of(turn, turn.content, field, names)
+    return messages
+
+
+def text_of(content: str | list[Block], field: str) -> str:
+    """Raises BadRequest for what is no text."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text(block, f"{field}[{place}]") for place, block in enumerate(content))
+
+
+def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Message:
+    message = Message(role="assistant")
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(blocks):
+        at = f"{field}[{place}]"
+        if block.type == "tool_use":
+            id, name = _required(block.id, f"{at}.id"), _required(block.name, f"{at}.name")
+            names[id] = name
+            calls.append(CallBody(function=CallFunction(name=name, arguments=block.input or {}), id=id))
+        elif block.type == "thinking":
+            thoughts.append(block.thinking or "")
+        elif block.type != "redacted_thinking":  # which nobody can read
+            texts.append(_text(block, at))
+    message.content = "\n".join(texts)
+    message.reasoning = "\n".join(thoughts) or None
+    message.tool_calls = calls or None
+    return message
+
+
+def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, str]) -> list[Message]:
+    """A result that is an error says so in its text: templates know no other way."""
+    messages, texts = [], []
+    for place, block in enumerate(blocks):
+        at = f"{field}[{place}]"
+        if block.type == "tool_result":
+            id = _required(block.tool_use_id, f"{at}.tool_use_id")
+            text = text_of(block.content or "", f"{at}.content")
+            text = f"Error: {text}" if block.is_error else text
+            messages.append(Message(role="tool", content=text, name=names.get(id), tool_call_id=id))
+        else:
+            texts.append(_text(block, at))
+    if texts or not messages:
+        messages.append(Message(role=turn.role, content="\n".join(texts)))
+    return messages
+
+
+def _text(block: Block, field: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise BadRequest(field, f"must be a text block; {block.type!r} is not supported here")
+    return block.text
+
+
+def _required(value: str | None, field: str) -> str:
+    if value is None:
+        raise BadRequest(field, "is required")
+    return value

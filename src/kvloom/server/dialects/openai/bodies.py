@@ -1,0 +1,290 @@
+"""OpenAI request bodies and what they mean. Unknown keys are ignored, as OpenAI does; known ones are checked.
+
+Beyond OpenAI's own: top_k, min_p, typical_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
+skip_special_tokens, include_stop_str_in_output, priority (the names vLLM gave them), and what constraints.py has.
+"""
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.request import ChatRequest
+from kvloom.server.dialects.constraints import Constraints
+from kvloom.server.dialects.openai.tools import CallBody, NamedChoice, ToolBody, read_tools
+from kvloom.server.errors import AnswerTooLong
+
+MAX_STOPS = 4
+MAX_CHOICES = 128
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class SamplingBody(Constraints, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[TokenId] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None  # requests of different salts share no cached prompts
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = False
+
+    def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
+        """Raises BadRequest naming the field."""
+        if self.stream_options is not None and not self.stream:
+            raise BadRequest("stream_options", "is only allowed when stream is true")
+        if max_tokens is not None and (self.min_tokens or 0) > max_tokens:
+            raise BadRequest("min_tokens", f"must be at most max_tokens ({max_tokens}), got {self.min_tokens}")
+        if self.prompt_logprobs is not None and self.stream:
+            raise BadRequest("prompt_logprobs", "cannot be streamed; leave out stream or prompt_logprobs")
+        if self.top_p is not None and self.top_p == 0:
+            raise BadRequest("top_p", "must be above 0; for greedy answers set temperature to 0")
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            typical_p=self.typical_p or 1.0,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            logit_bias=_logit_bias(self.logit_bias),
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            stop=_stops(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            ignore_eos=bool(self.ignore_eos),
+            seed=self.seed,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            skip_special_tokens=self.skip_special_tokens is not False,
+            grammar=self.answer_grammar(),
+        )
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The field that says how long the answer may be, and what it says."""
+        return "max_tokens", self.max_tokens
+
+    def check_context(self, prompts: Iterable[tuple[int, ...]], context: int) -> None:
+        """Raises AnswerTooLong when a prompt's tokens and those asked for are more than `context`."""
+        field, asked = self.asked_tokens
+        longest = max(map(len, prompts))
+        if asked is not None and longest + asked > context:
+            raise AnswerTooLong(field, longest, asked, context)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+class Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+    refusal: str | None = None  # of an assistant's answer
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """What a chat template sees of a message."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[CallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None  # what the assistant said instead of a content
+
+
+def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
+    found = []
+    for i, message in enumerate(messages):
+        plain = msgspec.to_builtins(message)
+        plain.pop("refusal", None)
+        plain["content"] = message_text(message, f"messages[{i}].content")
+        if message.reasoning is not None:
+            plain.setdefault("reasoning_content", message.reasoning)
+        found.append(plain)
+    return found
+
+
+def message_text(message: Message, field: str) -> str:
+    """Raises BadRequest for parts that are no text."""
+    is_answer = message.role == "assistant"
+    if is_answer and message.refusal is not None and not message.content:
+        return message.refusal
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    texts = []
+    for i, part in enumerate(message.content):
+        text = part.refusal if part.type == "refusal" and is_answer else part.text if part.type == "text" else None
+        if text is None:
+            raise BadRequest(f"{field}[{i}]", f"must be a text part; {part.type!r} is not supported")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
+    """chat_template_kwargs. Raises BadRequest when they hold what the request itself says."""
+    for name in ("messages", "tools", "add_generation_prompt", "self"):
+        if name in (given or {}):
+            raise BadRequest("chat_template_kwargs", f"must not hold {name}")
+    return given or {}
+
+
+def effort_values(effort: str | None) -> dict[str, Any]:
+    """How much to think, as templates know it."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+class ChatBody(SamplingBody, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = False  # the answer begins with the last message, where that is of its role
+    add_generation_prompt: bool | None = None  # true unless given, or the final message is continued
+    continue_final_message: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0)] | None = None  # vLLM's name: then the reasoning is ended
+
+    def params(self, default_max_tokens: int | None) -> SamplingParams:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadRequest("top_logprobs", "needs logprobs: true")
+        if self.max_tokens == 0:
+            raise BadRequest("max_tokens", "must be at least 1")
+        check_best_of(self.n or 1, self.best_of, bool(self.stream))
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        max_tokens = self.max_completion_tokens or self.max_tokens or default_max_tokens
+        return self.sampling(logprobs, max_tokens, self.prompt_logprobs)
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().asked_tokens
+
+    def chat(self) -> ChatRequest:
+        """Raises BadRequest naming the field."""
+        is_continued = continues(self.continue_final_message, self.add_generation_prompt)
+        if self.functions:
+            raise BadRequest("functions", "is not supported; give tools")
+        tools, choice = read_tools(self.tools, self.tool_choice)
+        return ChatRequest(
+            conversation_of(self.messages),
+            tools,
+            choice,
+            self.parallel_tool_calls is not False,
+            {**effort_values(self.reasoning_effort), **template_values(self.chat_template_kwargs)},
+            self.add_generation_prompt is not False and not is_continued,
+            self.thinking_token_budget,
+            is_continued,
+            bool(self.echo),
+        )
+
+
+class CompletionBody(SamplingBody, kw_only=True):
+    prompt: str | list[str | int | list[TokenId]]
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = False
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None  # of texts; true unless given
+
+    def params(self) -> SamplingParams:
+        if self.suffix:
+            raise BadRequest("suffix", "is not supported")
+        check_best_of(self.n or 1, self.best_of, bool(self.stream))
+        if self.max_tokens == 0 and not self.echo:
+            raise BadRequest("max_tokens", "must be at least 1 unless echo is true")
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        counts = [count for count in (self.prompt_logprobs, self.logprobs if self.echo else None) if count is not None]
+        return self.sampling(self.logprobs, max_tokens, max(counts, default=None))
+
+    def texts_or_ids(self) -> list[str | list[int]]:
+        """The prompts, one or many. Raises BadRequest."""
+        return texts_or_ids(self.prompt, "prompt")
+
+
+def check_best_of(n: int, best_of: int | None, is_stream: bool) -> None:
+    """Raises BadRequest."""
+    if best_of is not None and best_of < n:
+        raise BadRequest("best_of", f"must be at least n ({n}), got {best_of}")
+    if best_of is not None and best_of > n and is_stream:
+        raise BadRequest("best_of", "cannot be streamed; leave out stream or best_of")
+
+
+def continues(continue_final_message: bool | None, add_generation_prompt: bool | None) -> bool:
+    """Whether the answer goes on with the last message. Raises BadRequest when a new one is to begin too."""
+    if continue_final_message and add_generation_prompt:
+        raise BadRequest("continue_final_message", "and add_generation_prompt cannot both be true")
+    return bool(continue_final_message)
+
+
+def texts_or_ids(given: str | list[str | int | list[TokenId]], field: str) -> list[str | list[int]]:
+    """One or many. Raises BadRequest naming `field` when they are of mixed kinds or none."""
+    if isinstance(given, str):
+        return [given]
+    texts = [item for item in given if isinstance(item, str)]
+    ids = [item for item in given if isinstance(item, int)]
+    lists = [item for item in given if isinstance(item, list)]
+    if [bool(texts), bool(ids), bool(lists)].count(True) != 1:
+        raise BadRequest(field, "must be a text, a list of texts, a list of token ids, or a list of such lists")
+    return [ids] if ids else [*texts, *lists]
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > MAX_STOPS:
+        raise BadRequest("stop", f"takes up to {MAX_STOPS} strings, got {len(stops)}")
+    return stops
+
+
+def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in (bias or {}).items()}
+    except ValueError:
+        raise BadRequest("logit_bias", "its keys must be token ids") from None

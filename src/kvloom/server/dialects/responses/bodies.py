@@ -1,0 +1,221 @@
+"""The bodies of OpenAI's /v1/responses: what they ask for, in the terms of a chat. Unknown keys are ignored.
+
+Beyond OpenAI's own: top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed, stop, stop_token_ids,
+ignore_eos, priority.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.grammars import json_grammar, object_grammar
+from kvloom.server.chat.request import ChatRequest
+from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
+from kvloom.server.dialects.constraints import Constraints
+from kvloom.server.dialects.openai.bodies import Message, Penalty, SamplingBody, TokenId, conversation_of, effort_values
+from kvloom.server.dialects.responses.input import InputItem, messages_of
+
+LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: reasoning is shown as it is
+_SHARED = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("seed", "stop", "stop_token_ids", "ignore_eos"),
+)
+# what these may be: the values that switch them off
+_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
+    "prompt": ((None,), "is not supported: this server keeps no prompts"),
+    "background": ((None, False), "is not supported"),
+}
+
+
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None  # of a json_object too, as others have it
+    description: str | None = None
+    strict: bool | None = None  # answers follow the schema whether it says so or not
+
+    def grammar(self) -> str:
+        """What the answer must match, "" = anything. Raises BadRequest."""
+        if self.type == "text":
+            if self.schema is not None:
+                raise BadRequest("text.format.schema", "does not go with the type 'text'")
+            return ""
+        if self.schema is None:
+            if self.type == "json_object":
+                return object_grammar("text.format")
+            raise BadRequest("text.format.schema", "is required")
+        return json_grammar(self.schema, "text.format.schema")
+
+
+class Text(msgspec.Struct, kw_only=True):
+    """`verbosity` is shown to the chat template by this name."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+
+class Reasoning(msgspec.Struct, kw_only=True):
+    """`effort` is shown to the chat template as reasoning_effort; `summary` has no effect."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self, field: str) -> Tool:
+        """Raises BadRequest for tools that OpenAI itself would run."""
+        if self.type != "function":
+            raise BadRequest(f"{field}.type", f"must be 'function'; {self.type!r} is not supported")
+        return Tool(self.name, self.description or "", self.parameters, bool(self.strict), field)
+
+
+class FunctionChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, kw_only=True):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Of the tools these alone may be called, or must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Meta(min_length=1)]
+
+
+class ConversationChoice(msgspec.Struct, kw_only=True):
+    id: str
+
+
+class ResponsesBody(Constraints, kw_only=True):
+    """`store`, true unless given, has no effect where the server has no store; the answer says whether it is kept.
+
+    Without effect: metadata, which is given back; user and the keys of OpenAI's own caches; service_tier, for there is
+    one; max_tool_calls, which is of tools that OpenAI itself runs.
+    """
+
+    model: str | None = None
+    input: str | Annotated[list[InputItem], Meta(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    include: list[str] | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    stream: bool | None = False
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationChoice | None = None
+    prompt: Any = None
+    background: bool | None = None
+    max_tool_calls: Annotated[int, Meta(ge=1)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None  # auto: the oldest items are left out of a long input
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
+    @property
+    def conversation_id(self) -> str:
+        """Empty without one."""
+        chosen = self.conversation
+        return chosen.id if isinstance(chosen, ConversationChoice) else chosen or ""
+
+    def check(self) -> None:
+        """Raises BadRequest for what this server cannot do, by name."""
+        for name, (neutral, problem) in _NEUTRAL.items():
+            if getattr(self, name) not in neutral:
+                raise BadRequest(name, problem)
+        for place, name in enumerate(self.include or ()):
+            if name not in _INCLUDES:
+                raise BadRequest(f"include[{place}]", f"{name!r} is not supported")
+        if self.top_logprobs is not None and not self.wants_logprobs:
+            raise BadRequest("top_logprobs", f"needs include: [{LOGPROBS!r}]")
+
+    def params(self, default_max_tokens: int | None) -> SamplingParams:
+        """Raises BadRequest naming the field."""
+        logprobs = (self.top_logprobs or 0) if self.wants_logprobs else None
+        shared = SamplingBody(**{name: getattr(self, name) for name in _SHARED})
+        params = shared.sampling(logprobs, self.max_output_tokens or default_max_tokens, None)
+        format = None if self.text is None else self.text.format
+        grammar = "" if format is None else format.grammar()
+        return replace(params, grammar=self.answer_grammar(own={"text.format": lambda: grammar} if grammar else {}))
+
+    def chat(self, past: Sequence[InputItem] = ()) -> ChatRequest:
+        """Of the items before these and these. Raises BadRequest naming the field."""
+        tools, choice = self._tools()
+        verbosity = None if self.text is None else self.text.verbosity
+        return ChatRequest(
+            self._messages(past),
+            tools,
+            choice,
+            self.parallel_tool_calls is not False,
+            {
+                **effort_values(None if self.reasoning is None else self.reasoning.effort),
+                **({} if verbosity is None else {"verbosity": verbosity}),
+            },
+            field="input",
+        )
+
+    def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
+        """Those that may be called: what may not is not shown to the model. Raises BadRequest naming the field."""
+        tools = tuple(tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ()))
+        choice: ToolChoice | None = None
+        match self.tool_choice:
+            case FunctionChoice(name=name):
+                choice = ToolChoice("named", name)
+            case AllowedTools(mode=mode, tools=allowed):
+                choice = check_tools(tools, ToolChoice(mode), "tool_choice")
+                names = {tool.name for tool in tools}
+                for i, tool in enumerate(allowed):
+                    if tool.name not in names:
+                        raise BadRequest(f"tool_choice.tools[{i}].name", f"{tool.name!r} is none of the tools")
+                wanted = {tool.name for tool in allowed}
+                tools = tuple(tool for tool in tools if tool.name in wanted)
+            case str(mode) if tools or mode == "required":
+                choice = ToolChoice(mode)
+        return tools, check_tools(tools, choice, "tool_choice")
+
+    def _messages(self, past: Sequence[InputItem]) -> list[dict[str, Any]]:
+        """Instructions and a system message that follows them are one."""
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages = messages_of([*past, *items], num_past=len(past))
+        if self.instructions is not None:
+            system = self.instructions
+            if messages and messages[0].role == "system":
+                system = f"{system}\n\n{messages.pop(0).content}"
+            messages.insert(0, Message(role="system", content=system))
+        if not messages:
+            raise BadRequest("input", "holds no message")
+        return conversation_of(messages)

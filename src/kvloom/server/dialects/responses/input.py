@@ -1,0 +1,82 @@
+"""The input of OpenAI's /v1/responses: items, which become the messages of a chat."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvloom.contract.errors import BadRequest
+from kvloom.server.dialects.openai.bodies import Message, Part
+from kvloom.server.dialects.openai.tools import CallBody, CallFunction
+
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """A message, something that an earlier response put out, or the result of a call."""
+
+    type: str | None = None
+    role: str | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+
+
+def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int = 0) -> list[Message]:
+    """Of items, the first `num_past` of which the caller did not give now: errors count from there.
+
+    Calls and reasoning join the assistant's message that they belong to. Raises BadRequest naming the field.
+    """
+    messages: list[Message] = []
+    names: dict[str, str] = {}  # of the tools that were called, by the id of the call
+    reasoning: str | None = None
+    for place, item in enumerate(items):
+        at = f"{field}[{place - num_past}]"
+        if item.type == "reasoning":
+            reasoning = _text_of(item.content, f"{at}.content") or None
+            continue
+        message = _message_of(item, at, names)
+        if message.role == "assistant":
+            message.reasoning, reasoning = reasoning, None
+            last = messages[-1] if messages else None
+            if message.tool_calls and last is not None and last.role == "assistant":
+                last.tool_calls = [*(last.tool_calls or ()), *message.tool_calls]
+                continue
+        messages.append(message)
+    return messages
+
+
+def _message_of(item: InputItem, field: str, names: dict[str, str]) -> Message:
+    if item.type == "function_call":
+        id, name = _required(item.call_id, f"{field}.call_id"), _required(item.name, f"{field}.name")
+        names[id] = name
+        call = CallBody(function=CallFunction(name=name, arguments=item.arguments or "{}"), id=id)
+        return Message(role="assistant", content="", tool_calls=[call])
+    if item.type == "function_call_output":
+        id = _required(item.call_id, f"{field}.call_id")
+        return Message(
+            role="tool", content=_text_of(item.output, f"{field}.output"), name=names.get(id), tool_call_id=id
+        )
+    if item.type not in (None, "message"):
+        raise BadRequest(f"{field}.type", f"{item.type!r} is not supported")
+    role = _required(item.role, f"{field}.role")
+    return Message(role="system" if role == "developer" else role, content=_text_of(item.content, f"{field}.content"))
+
+
+def _required(value: str | None, field: str) -> str:
+    if value is None:
+        raise BadRequest(field, "is required")
+    return value
+
+
+def _text_of(content: str | list[Part] | None, field: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for place, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+        if text is None:
+            raise BadRequest(f"{field}[{place}]", f"must be a text part; {part.type!r} is not supported")
+        texts.append(text)
+    return "\n".join(texts)

@@ -1,0 +1,60 @@
+"""/tokenizer_info as vLLM's server has it: what tokenizer_config.json says, and the chat template in use."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvloom.contract.errors import ServingError
+from kvloom.server.errors import ErrorReply, openai_reply
+from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
+from kvloom.server.serving.files import ReadOnce
+from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
+
+_CLASS = "PreTrainedTokenizerFast"  # what reads a tokenizer.json, and what a file names that says nothing else
+
+
+class TokenizerInfo:
+    """Of the first model, or of the one that `?model=` names."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._told = ReadOnce(_encode)
+
+    @property
+    def endpoints(self) -> tuple[Endpoint, ...]:
+        return (Endpoint("GET", "/tokenizer_info", self.info, "The tokenizer's configuration and chat template"),)
+
+    def error_reply(self, error: ServingError) -> ErrorReply:
+        return openai_reply(error)
+
+    async def info(self, request: HttpRequest) -> Reply:
+        """Raises NotFound."""
+        return Reply(await self._told.of(self._models.of_adapter(request.query.get("model"))))
+
+
+def _encode(service: GenerationService) -> bytes:
+    """A GGUF file has no tokenizer_config.json: then it is told from the tokenizer alone."""
+    tokenizer = service.tokenizer
+    special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
+    eos = min(tokenizer.eos_ids, default=None)
+    made = {
+        "tokenizer_class": _CLASS,
+        "bos_token": None if tokenizer.bos_id is None else tokenizer.token_text(tokenizer.bos_id),
+        "eos_token": None if eos is None else tokenizer.token_text(eos),
+        "model_max_length": service.engine.max_seq_len,
+        "added_tokens_decoder": {str(id): {"content": tokenizer.token_text(id), "special": True} for id in special},
+    }
+    template = tokenizer.chat_template() or None
+    return msgspec.json.encode({**made, **_stored(Path(service.card.engine.model)), "chat_template": template})
+
+
+def _stored(model: Path) -> dict[str, Any]:
+    """tokenizer_config.json; without it, or when it cannot be read, nothing."""
+    try:
+        found = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

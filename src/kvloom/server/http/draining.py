@@ -1,0 +1,86 @@
+"""DrainingServer: a server that answers while it loads, and stops without losing a request."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import FrameType
+
+import uvicorn
+
+from kvloom.server.serving.engine import Closing
+from kvloom.server.serving.health import Health
+
+_POLL_S = 0.05
+_FAREWELL_S = 1.0  # for the last events of requests that were cut off
+
+
+class DrainingServer(uvicorn.Server):
+    """`load` is awaited while the sockets are served already; it returns what to print then. When it fails all ends.
+
+    On the first signal new requests are refused and running ones finish; then, or after `grace_s`, it stops.
+    A second signal stops at once.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        health: Health,
+        engines: Sequence[Closing],
+        grace_s: float,
+        load: Callable[[], Awaitable[str]],
+    ) -> None:
+        """`engines`: those there are, more while it loads."""
+        super().__init__(config)
+        self._health, self._engines = health, engines
+        self._grace_s, self._load = grace_s, load
+        self._loading: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
+
+    def check(self) -> None:
+        """Raises what ended the loading."""
+        if self._failure is not None:
+            raise self._failure
+
+    async def _finish_loading(self) -> None:
+        try:
+            greeting = await self._load()
+            if not self._health.is_draining:
+                print(greeting, flush=True)
+        except Exception as error:  # `check` raises it
+            self._failure, self.should_exit = error, True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn on SIGTERM and SIGINT. Its own method would end the process by the signal, not with 0."""
+        if self._health.is_draining:
+            self.should_exit = self.force_exit = True
+        else:
+            self._begin(self._grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Begin to stop; returns when what ran has ended. The server exits soon after."""
+        self._begin(grace_s)
+        await self._wait_idle(grace_s + _FAREWELL_S)
+
+    def _begin(self, grace_s: float) -> None:
+        self._health.is_draining = True
+        if self._loading is not None:
+            self._loading.cancel()
+        self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle(grace_s))
+
+    async def _stop_when_idle(self, grace_s: float) -> None:
+        await self._wait_idle(grace_s)
+        for engine in self._engines:  # what still runs ends with an error, which clients are told
+            await asyncio.to_thread(engine.close)
+        await self._wait_idle(_FAREWELL_S)
+        self.should_exit = True
+
+    async def _wait_idle(self, limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while self._health.models.num_active and time.monotonic() < deadline:
+            await asyncio.sleep(_POLL_S)

@@ -1,0 +1,297 @@
+"""Where bodies are parsed: a small one on the loop, a larger one, or a grammar, in a process of its own.
+
+Decoding, a chat template, tokenising and compiling a grammar hold the interpreter for as long as the body is large;
+another process is the only one that they cannot stop, that can be ended in the midst of them, and whose memory is
+certainly given back. parse_process.py is that process's side.
+"""
+
+import asyncio
+import contextlib
+import io
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvloom.contract.errors import NotFound, Overloaded, ServingError
+from kvloom.server.errors import BUG_TEXT, TooLarge
+from kvloom.server.http.reply import Endpoint, HttpRequest
+from kvloom.server.serving.inline import NotInline, inline
+from kvloom.server.serving.options import WireOptions
+from kvloom.server.serving.registry import AdapterNames, Models
+from kvloom.server.serving.service import GenerationService
+
+INLINE_BYTES = 8 << 10  # a body up to this is parsed on the loop: about 10 ms of tokenising
+_LARGE_BYTES = 1 << 20  # the process of a larger one ends with it
+_MAX_BYTES = 256 << 20  # of bodies that are being parsed or wait for it
+_MAX_WAITING = 256  # such bodies
+_MAX_REPLY_BYTES = 8 << 20  # what is left of a body; more would take long to read here
+_LIMIT_S = 60.0
+LENGTH = struct.Struct("<Q")
+CONTROL = struct.Struct("<cI")  # FORK with a socket, or KILL; the number of a worker
+FORK, KILL = b"f", b"k"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the process knows of the models, pickled after `paths`, which imports may need. One service a model."""
+
+    services: tuple[tuple[Any, int, Any, Any], ...]  # card, max_seq_len, RankInfo, tokenizer
+    options: WireOptions
+    pictures: tuple[str, ...] = ()  # names of the models that make them
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One body to parse. The endpoint is known by its method and path; the body comes behind this."""
+
+    endpoint: tuple[str, str]
+    request: HttpRequest
+    adapters: AdapterNames
+
+
+class Pickler(pickle.Pickler):
+    """Services are known by their names on both sides."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return obj.name if isinstance(obj, GenerationService) else None
+
+
+class Unpickler(pickle.Unpickler):
+    """Raises NotFound when a service is gone meanwhile."""
+
+    def __init__(self, data: bytes, models: Models) -> None:
+        super().__init__(io.BytesIO(data))
+        self._models = models
+
+    def persistent_load(self, pid: Any) -> GenerationService:
+        return self._models.get(pid)
+
+
+def dumped(value: Any) -> bytes:
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def receive(sock: socket.socket, max_bytes: int | None = None) -> bytes | None:
+    """One message behind its length; None at the end. Raises TooLarge."""
+    head = _read(sock, LENGTH.size)
+    if head is None:
+        return None
+    (length,) = LENGTH.unpack(head)
+    if max_bytes is not None and length > max_bytes:
+        raise TooLarge("the request holds more than this server keeps of one")
+    return _read(sock, length)
+
+
+def _read(sock: socket.socket, length: int) -> bytes | None:
+    data = bytearray(length)
+    view = memoryview(data)
+    while view:
+        count = sock.recv_into(view)
+        if not count:
+            return None
+        view = view[count:]
+    return bytes(data)
+
+
+class _Worker:
+    """One child of the process, which parses a body at a time. Used by one thread at a time."""
+
+    def __init__(self, number: int, sock: socket.socket) -> None:
+        self.number, self.sock = number, sock
+
+    def exchange(self, work: Work, models: Models) -> Any:
+        """Blocks. Raises ServingError; EOFError when the child is gone."""
+        head = pickle.dumps(replace(work, request=replace(work.request, body=b"")))
+        try:
+            for part in (head, work.request.body):
+                self.sock.sendall(LENGTH.pack(len(part)))
+                self.sock.sendall(part)
+            reply = receive(self.sock, _MAX_REPLY_BYTES)
+        except OSError:
+            raise EOFError from None
+        if reply is None:
+            raise EOFError
+        is_error, value = Unpickler(reply, models).load()
+        if is_error:
+            raise value
+        return value
+
+    def close(self) -> None:
+        """A thread in `exchange` ends too."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+
+class _Process:
+    """The process that has the models' tokenizers loaded and forks workers, which is quick.
+
+    Safe from any thread but the loop's: to start it takes a second, and others wait meanwhile.
+    """
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_workers = 0
+        self._setup = b""  # what the process is told first; made once
+
+    def fork(self) -> _Worker:
+        """Starts the process when there is none. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        with self._lock, theirs:
+            self._num_workers += 1
+            message = CONTROL.pack(FORK, self._num_workers)
+            try:
+                socket.send_fds(self._started(), [message], [theirs.fileno()])
+            except OSError:  # it has died
+                self._end()
+                socket.send_fds(self._started(), [message], [theirs.fileno()])
+            return _Worker(self._num_workers, ours)
+
+    def kill(self, worker: _Worker) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            if self._control is not None:
+                self._control.send(CONTROL.pack(KILL, worker.number))
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
+
+    def _started(self) -> socket.socket:
+        if self._control is not None:
+            return self._control
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "kvloom.server.run.parse_process", str(theirs.fileno())]
+        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
+            )
+        if not self._setup:
+            services = ((s.card, s.engine.max_seq_len, s.engine.info, s.tokenizer) for s in self._models)
+            setup = Setup(tuple(services), self._models.options, self._models.picture_names)
+            self._setup = pickle.dumps((sys.path, pickle.dumps(setup)))
+        assert self._process.stdin is not None
+        with self._process.stdin as pipe:
+            pipe.write(self._setup)
+        self._control = ours
+        return ours
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()  # it ends with this, and its children with it
+            self._control = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class Parsing:
+    """Parses bodies for one app. `num_workers` bodies at once; others wait in order."""
+
+    def __init__(self, models: Models, num_workers: int | None = None) -> None:
+        self._models = models
+        self.num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._process = _Process(models)
+        self._turn = asyncio.Semaphore(self.num_workers)
+        self.idle: list[_Worker] = []
+        self._threads = ThreadPoolExecutor(self.num_workers + 1, "parsing")
+        self.num_active = self.num_bytes = 0  # bodies that are parsed elsewhere, or wait for it
+
+    def start(self) -> None:
+        """Begin to start the process, so that the first large body need not wait for it."""
+        with contextlib.suppress(RuntimeError):  # all is being closed
+            self._threads.submit(self._process.start)
+
+    def close(self) -> None:
+        """Blocks for a moment. Bodies that are being parsed are refused."""
+        self._process.close()
+        for worker in self.idle:
+            worker.close()
+        self.idle.clear()
+        self._threads.shutdown()
+
+    async def parse(self, endpoint: Endpoint, request: HttpRequest) -> Any:
+        """What the endpoint makes of the body. A cancelled one is given up at once. Raises ServingError."""
+        assert endpoint.parse is not None
+        if request.num_bytes <= INLINE_BYTES:
+            with contextlib.suppress(NotInline), inline():
+                return endpoint.parse(request)
+        work = Work((endpoint.method, endpoint.path), request, self._models.adapter_names())
+        with self._counted(request.num_bytes):
+            async with self._turn, self._worker(is_kept=request.num_bytes <= _LARGE_BYTES) as worker:
+                try:
+                    async with asyncio.timeout(_LIMIT_S):
+                        return await self._in_thread(worker.exchange, work, self._models)
+                except (EOFError, TimeoutError):
+                    raise TooLarge("the request takes more time or memory to read than this server gives") from None
+
+    @contextlib.contextmanager
+    def _counted(self, num_bytes: int) -> Any:
+        """Raises Overloaded."""
+        if self.num_active >= _MAX_WAITING or (self.num_active and self.num_bytes + num_bytes > _MAX_BYTES):
+            raise Overloaded("too many large requests wait to be read; try again later")
+        self.num_active += 1
+        self.num_bytes += num_bytes
+        try:
+            yield
+        finally:
+            self.num_active -= 1
+            self.num_bytes -= num_bytes
+
+    @asynccontextmanager
+    async def _worker(self, is_kept: bool) -> AsyncIterator[_Worker]:
+        """For one body. Whatever goes wrong with it, or `is_kept` false: it ends."""
+        worker = self.idle.pop() if self.idle else await self._forked()
+        try:
+            yield worker
+        except (ServingError, NotFound) as error:
+            is_kept = is_kept and not isinstance(error, TooLarge) and str(error) != BUG_TEXT
+            raise
+        except BaseException:
+            is_kept = False
+            raise
+        finally:
+            if is_kept:
+                self.idle.append(worker)
+            else:
+                self._end(worker)
+
+    async def _forked(self) -> _Worker:
+        """A new one; when nobody waits for it any more, it ends as soon as it is there."""
+        coming = self._threads.submit(self._process.fork)
+        try:
+            return await asyncio.wrap_future(coming)
+        except asyncio.CancelledError:
+            coming.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, coming: Future[_Worker]) -> None:
+        if not coming.cancelled() and coming.exception() is None:
+            self._end(coming.result())
+
+    def _end(self, worker: _Worker) -> None:
+        worker.close()
+        with contextlib.suppress(RuntimeError):  # all is being closed
+            self._threads.submit(self._process.kill, worker)
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *arguments)

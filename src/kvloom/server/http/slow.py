@@ -1,0 +1,106 @@
+"""Clients that send slowly on purpose: limits on the head of a request, at the protocol, and on its body, in ASGI."""
+
+import asyncio
+import logging
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 20.0
+BODY_TIMEOUT_S = 60.0
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's `http=`. A connection that has not sent the whole head of a request in time, or too long a one, ends.
+
+    The time starts with the connection and with the first byte of each later request; idle ones between requests are
+    uvicorn's `timeout_keep_alive`.
+    """
+
+    head_timeout_s = HEAD_TIMEOUT_S
+    _deadline: asyncio.TimerHandle | None = None
+    _num_head_bytes = 0
+    _is_between = True  # two requests, or before the first: the next byte begins a head
+    _num_begun = 0  # heads, in the bytes that are being read
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        was_between, self._num_begun = self._is_between, 0
+        super().data_received(data)
+        if self._deadline is None:
+            return
+        if self._num_begun <= int(was_between):  # else they hold the end of an earlier request, too
+            self._num_head_bytes += len(data)
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._end("too long")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._num_begun += 1
+        self._is_between = False
+        if self._deadline is None:
+            self._start()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_between = True
+
+    def on_headers_complete(self) -> None:
+        self._stop()
+        super().on_headers_complete()
+
+    def _start(self) -> None:
+        self._num_head_bytes = 0
+        self._deadline = self.loop.call_later(self.head_timeout_s, self._end, "too slow")
+
+    def _stop(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end(self, why: str) -> None:
+        logger.warning("connection closed: the head of its request is %s", why)
+        self._stop()
+        self.transport.abort()
+
+
+class BodyTimeoutMiddleware:
+    """ASGI: a request whose body is not whole after `limit_s` seconds is treated as one whose client has gone."""
+
+    def __init__(self, app: ASGIApp, limit_s: float = BODY_TIMEOUT_S) -> None:
+        self._app = app
+        self._limit_s = limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        end_s = asyncio.get_running_loop().time() + self._limit_s
+        is_whole = False
+
+        async def timed() -> Message:
+            nonlocal is_whole
+            if is_whole:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(end_s):
+                    message = await receive()
+            except TimeoutError:
+                logger.warning("request given up: its body is too slow")
+                is_whole = True
+                return {"type": "http.disconnect"}
+            is_whole = message["type"] != "http.request" or not message.get("more_body", False)
+            return message
+
+        await self._app(scope, timed, send)

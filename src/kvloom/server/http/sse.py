@@ -1,0 +1,18 @@
+"""Server-sent events (WHATWG HTML, 9.2): how a chunk travels."""
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events pass over
+KEEP_ALIVE_S = 5.0  # of silence
+MEDIA_TYPE = "text/event-stream"
+NDJSON = "application/x-ndjson"  # the other way: a line of JSON a chunk
+
+
+def event(data: bytes) -> bytes:
+    """One event; `data` is JSON and so holds no line break."""
+    return b"data: " + data + b"\n\n"
+
+
+def named_event(name: str, data: bytes) -> bytes:
+    """One event with a name, as `event`."""
+    return b"event: " + name.encode() + b"\n" + event(data)

@@ -1,0 +1,338 @@
+"""One SQLite file of responses and conversations: bounded, of each tenant by itself. Used by one thread.
+
+An entry is a response or a conversation: its body, and its items in order, which are a response's input. A response
+that goes on with another names it as its parent. Bodies and items are JSON and are not looked into.
+"""
+
+import os
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from kvloom.contract.errors import UserError
+from kvloom.server.keeping.limits import Limits
+
+T = TypeVar("T")
+Kind = Literal["response", "conversation"]
+Item = tuple[str, bytes]  # id, JSON
+
+_APPLICATION_ID, _VERSION = 0x6B766C6D, 1
+_ROW_BYTES = 200  # what a row takes beside its body, roughly
+_SCHEMA = """
+CREATE TABLE entries(
+  id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL,
+  used REAL NOT NULL, num_bytes INTEGER NOT NULL, body BLOB NOT NULL);
+CREATE INDEX entries_used ON entries(used);
+CREATE INDEX entries_of ON entries(tenant, used);
+CREATE TABLE items(
+  owner TEXT NOT NULL REFERENCES entries(id) ON DELETE CASCADE, position INTEGER NOT NULL, id TEXT NOT NULL,
+  body BLOB NOT NULL, PRIMARY KEY(owner, position));
+CREATE UNIQUE INDEX items_of ON items(owner, id);
+"""
+_CHAIN = """
+WITH RECURSIVE chain(id, parent, body, depth) AS (
+  SELECT id, parent, body, 0 FROM entries WHERE id = :id AND tenant = :tenant AND kind = 'response' AND used >= :oldest
+  UNION ALL
+  SELECT e.id, e.parent, e.body, depth + 1 FROM entries e JOIN chain c ON e.id = c.parent
+  WHERE e.tenant = :tenant AND e.kind = 'response')
+SELECT id, parent, body FROM chain ORDER BY depth
+"""
+
+
+class UnusableFile(UserError):
+    """The file cannot be opened, or is something else."""
+
+
+class TooLarge(Exception):
+    """An entry would be larger than the whole store may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    id: str
+    tenant: str
+    kind: Kind
+    body: bytes
+    items: Sequence[Item] = ()
+    parent: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        return _ROW_BYTES + len(self.body) + _size(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which items of an entry: at most `limit`, behind one or before one in the order asked for."""
+
+    limit: int
+    is_ascending: bool = False
+    after: str = ""
+    before: str = ""
+
+
+class Database:
+    """`now`: seconds since 1970. Every method may raise sqlite3.Error; what it changes then is as it was."""
+
+    def __init__(self, path: Path, limits: Limits, now: Callable[[], float]) -> None:
+        """Raises UnusableFile."""
+        self._limits, self._now = limits, now
+        self._db = _opened(path)
+        rows = self._db.execute("SELECT tenant, COUNT(*), SUM(num_bytes) FROM entries GROUP BY tenant")
+        self._used: dict[str, tuple[int, int]] = {tenant: (count, size) for tenant, count, size in rows}
+        with self._db:
+            self._make_room()
+
+    def close(self) -> None:
+        self._db.close()
+
+    # -- entries
+
+    def put(self, entry: Entry) -> None:
+        """Keep it; a response's parents are used by that. Raises TooLarge."""
+        self._write(lambda: self._insert(entry))
+
+    def put_answer(self, entry: Entry | None, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
+        """Keep a response, if it is to be kept, and the items that it adds to its conversation: both or neither.
+
+        Whether the conversation was there. Raises TooLarge.
+        """
+
+        def write() -> bool:
+            if entry is not None:
+                self._insert(entry)
+            return self._append(tenant, conversation, items)
+
+        return self._write(write)
+
+    def body(self, tenant: str, kind: Kind, id: str) -> bytes | None:
+        found = self._db.execute(
+            "SELECT body FROM entries WHERE id = ? AND tenant = ? AND kind = ? AND used >= ?",
+            (id, tenant, kind, self._oldest()),
+        ).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def set_body(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
+        """Whether there was such an entry. Raises TooLarge."""
+
+        def write() -> bool:
+            before = self.body(tenant, kind, id)
+            if before is None:
+                return False
+            self._db.execute("UPDATE entries SET body = ? WHERE id = ?", (body, id))
+            self._grow(tenant, id, len(body) - len(before))
+            return True
+
+        return self._write(write)
+
+    def delete(self, tenant: str, kind: Kind, id: str) -> bool:
+        """Whether there was such an entry."""
+
+        def write() -> bool:
+            is_there = self.body(tenant, kind, id) is not None
+            if is_there:
+                self._delete("id = ?", (id,))
+            return is_there
+
+        return self._write(write)
+
+    # -- items
+
+    def page(self, tenant: str, kind: Kind, id: str, page: Page) -> tuple[list[bytes], bool] | None:
+        """Items, and whether there are more; None without such an entry. Raises LookupError for an unknown item."""
+        if self.body(tenant, kind, id) is None:
+            return None
+        wheres, values = ["owner = ?"], [id]
+        for other, is_behind in ((page.after, True), (page.before, False)):
+            if other:
+                wheres.append(f"position {'>' if is_behind == page.is_ascending else '<'} ?")
+                values.append(self._position(id, other))
+        order = "ASC" if page.is_ascending else "DESC"
+        rows = self._db.execute(
+            f"SELECT body FROM items WHERE {' AND '.join(wheres)} ORDER BY position {order} LIMIT ?",
+            (*values, page.limit + 1),
+        ).fetchall()
+        return [bytes(body) for (body,) in rows[: page.limit]], len(rows) > page.limit
+
+    def item(self, tenant: str, kind: Kind, owner: str, id: str) -> bytes | None:
+        if self.body(tenant, kind, owner) is None:
+            return None
+        found = self._db.execute("SELECT body FROM items WHERE owner = ? AND id = ?", (owner, id)).fetchone()
+        return None if found is None else bytes(found[0])
+
+    def append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
+        """Whether there was such a conversation. Raises TooLarge."""
+        return self._write(lambda: self._append(tenant, conversation, items))
+
+    def remove_item(self, tenant: str, conversation: str, id: str) -> bool:
+        """Whether there was such an item."""
+
+        def write() -> bool:
+            body = self.item(tenant, "conversation", conversation, id)
+            if body is None:
+                return False
+            self._db.execute("DELETE FROM items WHERE owner = ? AND id = ?", (conversation, id))
+            self._grow(tenant, conversation, -_size([(id, body)]))
+            return True
+
+        return self._write(write)
+
+    # -- what came before
+
+    def chain(self, tenant: str, id: str, max_bytes: int) -> tuple[list[tuple[list[bytes], bytes]], bool] | None:
+        """(input items, body) of a response and of all it goes on from, latest first; whether these are all.
+
+        Not more than about `max_bytes`. None without such a response. Raises LookupError when one it goes on from is
+        gone, with its id.
+        """
+        found: list[tuple[list[bytes], bytes]] = []
+        left, parent = max_bytes, ""
+        rows = self._db.execute(_CHAIN, {"id": id, "tenant": tenant, "oldest": self._oldest()})
+        for entry, before, body in rows:
+            parent = before
+            items = [bytes(row[0]) for row in self._items(entry, "ASC")]
+            left -= len(body) + sum(map(len, items))
+            if left < 0 and found:
+                return found, False
+            found.append((items, bytes(body)))
+        if parent:
+            raise LookupError(parent)
+        return (found, True) if found else None
+
+    def latest(self, tenant: str, conversation: str, max_bytes: int) -> tuple[list[bytes], bool] | None:
+        """Items of a conversation, latest first, not more than about `max_bytes`; whether these are all."""
+        if self.body(tenant, "conversation", conversation) is None:
+            return None
+        found: list[bytes] = []
+        for (body,) in self._items(conversation, "DESC"):
+            max_bytes -= len(body)
+            if max_bytes < 0 and found:
+                return found, False
+            found.append(bytes(body))
+        return found, True
+
+    # -- inside a transaction
+
+    def _write(self, change: Callable[[], T]) -> T:
+        """All of `change` and of the room it needs, or nothing."""
+        used = dict(self._used)
+        try:
+            with self._db:
+                found = change()
+                self._make_room()
+                return found
+        except BaseException:
+            self._used = used
+            raise
+
+    def _insert(self, entry: Entry) -> None:
+        size, now = entry.num_bytes, self._now()
+        self._check(size)
+        row = (entry.id, entry.tenant, entry.kind, entry.parent, now, size, entry.body)
+        self._db.execute("INSERT INTO entries VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+        rows = ((entry.id, position, id, body) for position, (id, body) in enumerate(entry.items))
+        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
+        self._count(entry.tenant, 1, size)
+        if entry.parent:
+            chain = {"id": entry.parent, "tenant": entry.tenant, "oldest": 0}
+            ids = [(now, row[0]) for row in self._db.execute(_CHAIN, chain).fetchall()]
+            self._db.executemany("UPDATE entries SET used = ? WHERE id = ?", ids)
+
+    def _append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
+        if self.body(tenant, "conversation", conversation) is None:
+            return False
+        (last,) = self._db.execute("SELECT MAX(position) FROM items WHERE owner = ?", (conversation,)).fetchone()
+        first = 0 if last is None else last + 1
+        rows = ((conversation, first + i, id, body) for i, (id, body) in enumerate(items))
+        self._db.executemany("INSERT INTO items VALUES (?, ?, ?, ?)", rows)
+        self._grow(tenant, conversation, _size(items))
+        return True
+
+    def _grow(self, tenant: str, id: str, by: int) -> None:
+        """An entry has become larger, and was used."""
+        (size,) = self._db.execute("SELECT num_bytes FROM entries WHERE id = ?", (id,)).fetchone()
+        self._check(size + by)
+        self._db.execute("UPDATE entries SET num_bytes = ?, used = ? WHERE id = ?", (size + by, self._now(), id))
+        self._count(tenant, 0, by)
+
+    def _check(self, size: int) -> None:
+        if size > self._limits.max_bytes:
+            raise TooLarge(f"{size} bytes are more than the {self._limits.max_bytes} that are kept in all")
+
+    def _make_room(self) -> None:
+        """What is too old goes, then the oldest of the tenant that has the largest share, until the rest fits."""
+        self._delete("used < ?", (self._oldest(),))
+        while self._share(*map(sum, zip((0, 0), *self._used.values(), strict=True))) > 1:
+            tenant = max(self._used, key=lambda name: self._share(*self._used[name]))
+            self._delete("id = (SELECT id FROM entries WHERE tenant = ? ORDER BY used, rowid LIMIT 1)", (tenant,))
+
+    def _delete(self, where: str, values: tuple[object, ...]) -> None:
+        for tenant, size in self._db.execute(f"DELETE FROM entries WHERE {where} RETURNING tenant, num_bytes", values):
+            self._count(tenant, -1, -size)
+
+    def _share(self, count: int, size: int) -> float:
+        """Of what may be kept; above 1 is too much."""
+        return max(count / self._limits.max_count, size / self._limits.max_bytes)
+
+    def _count(self, tenant: str, count: int, size: int) -> None:
+        before = self._used.pop(tenant, (0, 0))
+        if before[0] + count:
+            self._used[tenant] = (before[0] + count, before[1] + size)
+
+    def _oldest(self) -> float:
+        return self._now() - self._limits.max_age_s
+
+    def _items(self, owner: str, order: str) -> sqlite3.Cursor:
+        return self._db.execute(f"SELECT body FROM items WHERE owner = ? ORDER BY position {order}", (owner,))
+
+    def _position(self, owner: str, id: str) -> str:
+        found = self._db.execute("SELECT position FROM items WHERE owner = ? AND id = ?", (owner, id)).fetchone()
+        if found is None:
+            raise LookupError(id)
+        position: str = found[0]
+        return position
+
+
+def _size(items: Iterable[Item]) -> int:
+    return sum(_ROW_BYTES + len(body) for _, body in items)
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    """For this process alone. Readable by nobody else. Raises UnusableFile."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise UnusableFile(f"responseStore: {path} cannot be opened: {error.strerror}") from None
+    db = sqlite3.connect(path, timeout=0)
+    try:
+        return _prepared(db, path)
+    except sqlite3.Error as error:
+        db.close()
+        if "locked" in str(error):
+            raise UnusableFile(f"responseStore: {path} is in use by another server") from None
+        hint = "move it away to begin a new one, or name another file"
+        raise UnusableFile(f"responseStore: {path} cannot be used: {error}; {hint}") from None
+    except UnusableFile:
+        db.close()
+        raise
+
+
+def _prepared(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
+    for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
+        db.execute(f"PRAGMA {pragma}").fetchall()
+    db.execute("PRAGMA secure_delete = ON").fetchall()  # what is deleted is gone from the file too
+    db.execute(f"PRAGMA journal_size_limit = {64 << 20}").fetchall()
+    (application,) = db.execute("PRAGMA application_id").fetchone()
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    (num_tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    if not num_tables:
+        marks = f"PRAGMA application_id = {_APPLICATION_ID}; PRAGMA user_version = {_VERSION};"
+        db.executescript(f"BEGIN; {_SCHEMA} {marks} COMMIT;")
+    elif (application, version) != (_APPLICATION_ID, _VERSION):
+        raise UnusableFile(f"responseStore: {path} is a database of something else; name another file")
+    (problem,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if problem != "ok":
+        raise sqlite3.DatabaseError(f"it is damaged ({' '.join(problem.split())[:200]})")
+    return db

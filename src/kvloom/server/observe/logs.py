@@ -1,0 +1,107 @@
+"""Logging: the documented levels, two rotating files, the request's id in every line."""
+
+import logging
+import os
+import sys
+from contextvars import ContextVar
+from dataclasses import dataclass
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from kvloom.contract.errors import BadRequest
+
+PYTHON_LEVELS = ("FATAL", "ERROR", "WARNING", "INFO", "DEBUG")  # of MIES_PYTHON_LOG_LEVEL, spec A.1
+LEVELS = {  # and those of spec table 2-2
+    "Verbose": logging.DEBUG,
+    "Info": logging.INFO,
+    "Warning": logging.WARNING,
+    "Error": logging.ERROR,
+    "None": logging.CRITICAL + 10,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
+FORMAT = "%(asctime)s %(levelname)s [%(request_id)s] %(name)s: %(message)s"
+
+current_request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonLog:
+    """The second log of spec A.1, of the same lines at a level of its own.
+
+    `path` None: no file; else the process's number is added to it.
+    """
+
+    level: str = "INFO"
+    path: Path | None = None
+    is_on_stdout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """`level` is one of LEVELS. `path` None: no file. Lines also go to standard error when `is_on_console`."""
+
+    level: str = "Warning"
+    path: Path | None = None
+    is_on_console: bool = True
+    python: PythonLog = PythonLog()
+    max_bytes: int = 20 * 2**20  # of a file, before the next one begins
+    num_old: int = 9  # older files that are kept
+
+
+class _RequestId(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = current_request_id.get()
+        return True
+
+
+def start_logging(config: LogConfig) -> None:
+    """Replaces the root logger's handlers. Raises BadRequest when a file cannot be written."""
+    server, python = LEVELS[config.level], LEVELS[config.python.level]
+    handlers: list[tuple[int, logging.Handler]] = []
+    if config.is_on_console:
+        handlers.append((server, logging.StreamHandler(sys.stderr)))
+    if config.path is not None and config.level != "None":
+        handlers.append((server, _file("logPath", config.path, config)))
+    if config.python.path is not None:
+        path = config.python.path.with_name(f"{config.python.path.name}.{os.getpid()}")
+        handlers.append((python, _file("MIES_PYTHON_LOG_PATH", path, config)))
+    if config.python.is_on_stdout:
+        handlers.append((python, logging.StreamHandler(sys.stdout)))
+    for level, handler in handlers:
+        handler.setLevel(level)
+        handler.addFilter(_RequestId())
+        handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    for _, handler in handlers or [(server, logging.NullHandler())]:
+        root.addHandler(handler)
+    root.setLevel(min((level for level, _ in handlers), default=server))
+    for chatty in ("httpx", "asyncio", "uvicorn.error"):
+        logging.getLogger(chatty).setLevel(max(root.level, logging.WARNING))
+
+
+def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
+    """`name`: of the setting that gave the path."""
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        return _PrivateFile(path, maxBytes=config.max_bytes, backupCount=config.num_old, encoding="utf-8")
+    except OSError as error:
+        raise BadRequest(name, f"{path} cannot be written: {error.strerror}") from None
+
+
+class _PrivateFile(RotatingFileHandler):
+    """Files that only the owner writes and the group may read."""
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o640)

@@ -1,0 +1,71 @@
+"""Traces: what the server needs of a tracer, and whose trace a request belongs to. OpenTelemetry itself is in otel.py.
+
+Spans are made when a request has ended, from the times that are kept anyway: nothing is added to a token's way.
+"""
+
+from collections.abc import Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvloom.contract.request import FinishReason, SamplingParams
+from kvloom.server.observe.timing import Timing
+
+FINISH_NAMES = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The HTTP request: its path, and W3C Trace Context headers ("" = none)."""
+
+    path: str = ""
+    traceparent: str = ""
+    tracestate: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A generation that has ended: numbers and names, never text."""
+
+    caller: Caller
+    id: str
+    model: str
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    timing: Timing
+    finish_reasons: Sequence[str] = ()
+    error: str = ""  # the kind of a ServingError
+
+
+class Tracer(Protocol):
+    """Must not wait, and must not raise: requests do not depend on it."""
+
+    def ended(self, trace: Trace) -> None: ...
+    def close(self) -> None: ...
+
+
+_NOBODY = Caller()
+CALLER: ContextVar[Caller] = ContextVar("caller", default=_NOBODY)
+
+
+class CallerMiddleware:
+    """ASGI: CALLER is this request's while it is answered. Only there when there is a tracer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            CALLER.set(Caller(scope["path"], headers.get("traceparent", ""), headers.get("tracestate", "")))
+        await self._app(scope, receive, send)

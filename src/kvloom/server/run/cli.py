@@ -1,0 +1,73 @@
+"""`kvloom serve | pull | api-key`. Options and wiring, no logic."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvloom.checkpoints.demo_models import MODELS
+from kvloom.server.config.settings import lora_module
+from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
+from kvloom.server.secure.api_keys import hash_key, new_key, read_hashes
+
+
+def serve(
+    model: Annotated[str | None, typer.Argument(help="A folder, a .gguf file, or the name of a fetched model.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    image_model: Annotated[
+        list[str] | None, typer.Option(help="A text-to-image model beside MODEL, NAME=FOLDER; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A config.json; the other options override it.")] = None,
+    backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
+    weight_cache: Annotated[str | None, typer.Option(help="Folder that packed weights are kept in, or off.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
+    speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
+    max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
+    parse_special_tokens: Annotated[
+        bool | None, typer.Option(help="Take special tokens in the text of messages for such.")
+    ] = None,
+    lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=FOLDER; may be repeated.")] = None,
+    lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
+    response_store: Annotated[Path | None, typer.Option(help="Keep responses of /v1/responses in this file.")] = None,
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Name to be asked under; may be repeated.")] = None,
+    allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="Verbose, Info, Warning, Error or None.")] = None,
+    pid_file: Annotated[Path | None, typer.Option(help="Write the process number here while serving.")] = None,
+    crash_patience: Annotated[
+        float | None, typer.Option(help="Seconds that requests wait for a model that died; 0: they end.")
+    ] = None,
+    grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
+) -> None:
+    """Serve models over HTTP. Without MODEL, the demo model is fetched and served."""
+    settings = read_settings(config, os.environ)
+    settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
+    settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
+    settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
+    settings.override_model(model=model, name=served_model_name, backend=backend, device=device, dtype=dtype)
+    settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
+    settings.override_model(weight_cache=weight_cache)
+    settings.override(crash_patience_s=crash_patience)
+    settings.override(lora_root=lora_root, allowed_hosts=allowed_host, response_store=response_store)
+    settings.override_model(parses_special_text=parse_special_tokens)
+    settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)
+    settings.add_models(image_model or ())
+    launch(settings)
+
+
+def api_key() -> None:
+    """Make an API key: the key for its user on the first line, its hash for --api-key-file on the second."""
+    key = new_key()
+    print(f"{key}\n{hash_key(key)}")
+
+
+def pull(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(MODELS)}.")] = DEMO_MODEL) -> None:
+    """Fetch a demo model into the user's cache."""
+    print(fetch(name))

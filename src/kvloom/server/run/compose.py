@@ -1,0 +1,160 @@
+"""Composition root: configuration and engines -> dialects, app -> a server that runs until a signal."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvloom.contract.errors import BadRequest
+from kvloom.engine.thread import EngineThread
+from kvloom.net.listening import bracketed
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.dialects.operators.lora import check_name
+from kvloom.server.dialects.operators.status import Control
+from kvloom.server.http.app import AppSettings, make_app
+from kvloom.server.http.draining import DrainingServer
+from kvloom.server.http.parsing import Parsing
+from kvloom.server.http.slow import BodyTimeoutMiddleware, GuardedProtocol
+from kvloom.server.keeping.store import ResponseStore
+from kvloom.server.observe.tracers import open_tracer
+from kvloom.server.observe.tracing import CallerMiddleware, Tracer
+from kvloom.server.run.guards import guard, policy_of
+from kvloom.server.run.kvnote import kv_note
+from kvloom.server.run.loading import Loading
+from kvloom.server.run.mount import make_dialects
+from kvloom.server.secure.api_keys import KeyRing
+from kvloom.server.serving.admission import Admission
+from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.health import Health
+from kvloom.server.serving.pictures.service import PictureService
+from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
+
+if TYPE_CHECKING:
+    from kvloom.server.secure.tls import ServerContext
+
+_SPARE_S = 1.0  # what the first requests have for themselves before the process for large bodies is started
+READY_LINE = "Daemon start success!"
+
+
+def run(config: ServerConfig, loading: Loading, listeners: Sequence[socket.socket]) -> None:
+    """Serve until a signal. Raises UserError when something cannot be opened, a model among it."""
+    tls = _secure().tls_context(config.tls) if config.tls else None
+    with contextlib.ExitStack() as stack:
+        tracer = open_tracer(config.otlp_endpoint, os.environ)
+        if tracer is not None:
+            stack.callback(tracer.close)
+        store = None
+        if config.response_store is not None:
+            store = ResponseStore(config.response_store, config.response_limits)
+            stack.callback(store.close)
+        ports = [listener.getsockname()[1] for listener in listeners]
+        server = _make_server(config, _Parts(loading, ports, tls, tracer, store))
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=list(listeners))
+        server.check()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a server is made of beside its configuration."""
+
+    loading: Loading
+    ports: Sequence[int]
+    tls: "ServerContext | None"
+    tracer: Tracer | None
+    store: ResponseStore | None
+
+
+def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
+    ports, tls, admission = parts.ports, parts.tls, Admission(config.max_link_num, config.max_queued_tokens)
+    models = Models([], config.options, dict.fromkeys(card.name for card in config.pictures), admission)
+    health, parsing = Health(models, is_loading=True), Parsing(models, config.num_parsers)
+    server: DrainingServer | None = None
+
+    def on_start() -> None:
+        if tls is not None:
+            _secure().reload_on_sighup(tls, asyncio.get_running_loop())
+
+    async def load() -> str:
+        loaded = await asyncio.wrap_future(parts.loading.models)
+        for card, engine, tokenizer in loaded.models:
+            service = GenerationService(card, engine, tokenizer, admission, parts.tracer)
+            models.add(service)
+            await asyncio.to_thread(_load_adapters, models, service, card, engine)
+        for _, engine, _ in loaded.models:
+            engine.start(asyncio.get_running_loop())
+        for picture_card, painter in loaded.pictures:
+            painter.begin()
+            models.add_pictures(PictureService(picture_card, painter))
+        asyncio.get_running_loop().call_later(_SPARE_S, parsing.start)
+        health.is_loading = False
+        notes = "".join(kv_note(service.name, service.engine.info, service.card.engine) for service in models)
+        return f"{READY_LINE}\n{notes}{_greeting(config, ports[0])}"
+
+    async def stop(grace_s: float | None) -> None:
+        assert server is not None
+        await server.stop(config.grace_s if grace_s is None else grace_s)
+
+    dialects = make_dialects(models, health, Control(stop, f"{config.host}:{ports[0]}"), config, parts.store)
+    app_settings = AppSettings(
+        config.max_body_bytes,
+        on_start,
+        management_port=ports[1] if config.management else None,
+        metrics_port=ports[-1] if config.metrics else None,
+    )
+    app: ASGIApp = make_app(health, dialects, app_settings, parsing)
+    if parts.tracer is not None:
+        app = CallerMiddleware(app)
+    keys = KeyRing(config.api_key_hashes) if config.api_key_hashes else None
+    app = guard(BodyTimeoutMiddleware(app), policy_of(config), keys)
+    settings = uvicorn.Config(
+        app,
+        http=GuardedProtocol,
+        ssl_context_factory=None if tls is None else lambda settings, default: tls,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=1,
+    )
+    server = DrainingServer(settings, health, parts.loading.opened, config.grace_s, load)
+    return server
+
+
+def _secure() -> Any:
+    """Who has no TLS does not wait for the import of what it takes."""
+    return import_module("kvloom.server.secure.tls")
+
+
+def _load_adapters(models: Models, service: GenerationService, card: ModelCard, engine: EngineThread) -> None:
+    """Those of the configuration. Raises BadRequest, ModelError."""
+    for name, path in card.lora_modules:
+        try:
+            check_name(name)
+            models.check_adapter_name(name, is_replacing=False)
+            adapter = engine.preload_adapter(str(path.resolve()))
+        except BadRequest as error:
+            raise BadRequest("loraModules", f"{name}={path}: {error.problem}") from None
+        models.put_adapter(service.with_adapter(name, str(path), adapter.id))
+
+
+def _greeting(config: ServerConfig, port: int) -> str:
+    host = bracketed("127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host)
+    scheme = "http" if config.tls is None else "https"
+    options = "" if config.tls is None else " --cacert CA --cert CERT --key KEY"
+    options += " -H 'Authorization: Bearer KEY'" if config.api_key_hashes else ""
+    path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+    if not config.models:
+        path, body = "images/generations", '"prompt": "a lighthouse"'
+    names = ", ".join(config.names) + (" is" if len(config.names) == 1 else " are")
+    return (
+        f"{names} served on {scheme}://{host}:{port}. Try:\n"
+        f"  curl{options} {scheme}://{host}:{port}/v1/{path} -H 'Content-Type: application/json' -d "
+        f"""'{{"model": "{config.names[0]}", {body}}}'"""
+    )

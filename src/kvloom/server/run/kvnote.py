@@ -1,0 +1,21 @@
+"""What a start says of the memory for keys and values."""
+
+from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import RankInfo
+
+
+def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
+    """A line with both figures: what the KV cache may take, and what it has taken so far; "" for a mock."""
+    if config.backend == "fake":
+        return ""
+    may = f"{name}: room for {info.num_blocks * info.block_size:,} tokens in a KV cache of {_size(info.kv_bytes)}"
+    if config.device != "cpu":
+        return f"{may}.\n"
+    now = f"{_size(min(AHEAD_BYTES[0], info.kv_bytes))} of it are taken now, more when sequences need it"
+    back = f"; it goes back after {config.idle_release_s:g} s without work" if config.idle_release_s else ""
+    return f"{may}; {now}{back}.\n"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GB" if num_bytes >= 1 << 30 else f"{round(num_bytes / (1 << 20))} MB"

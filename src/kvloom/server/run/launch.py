@@ -1,0 +1,102 @@
+"""From a config.json, the environment and flags to a running server: what `kvloom serve` and the daemon share."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
+from kvloom.checkpoints.files import find_weights
+from kvloom.contract.errors import ModelError
+from kvloom.images.files import is_pipeline
+from kvloom.images.process import check
+from kvloom.server.config.environment import environment_settings, idle_variables
+from kvloom.server.config.settings import Settings, load_settings
+from kvloom.server.observe.logs import start_logging
+from kvloom.server.run.main import serve
+
+log = logging.getLogger(__name__)
+
+DEMO_MODEL = "smollm2"
+
+
+def read_settings(config: Path | None, environment: Mapping[str, str]) -> Settings:
+    """Of the file, then of the environment. Raises BadRequest, AccessError."""
+    settings = Settings(load_settings(config) if config else {})
+    settings.override(**environment_settings(environment))
+    return settings
+
+
+def launch(settings: Settings) -> None:
+    """Find or fetch the models and serve until a signal. Raises ServingError, TlsError, AccessError."""
+    resolve_models(settings)
+    config = settings.build()
+    start_logging(config.log)
+    for note in notes_of(settings, os.environ):  # now, because before there was no log to hold them
+        log.warning("%s", note)
+    serve(config)
+
+
+def notes_of(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+    """What the file and the environment ask for in vain, a sentence each."""
+    idle = idle_variables(environment)
+    notes = list(settings.values.get("notes", ()))
+    if idle:
+        notes.append(f"environment: without effect here: {', '.join(idle)}")
+    return notes
+
+
+def resolve_models(settings: Settings) -> None:
+    """Each model's name becomes a path, "" for a mock; the demo model is fetched when nothing is named."""
+    for model in settings.models:
+        resolve_model(model)
+
+
+def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
+    """Settings of one model: its name becomes a path. A demo model is fetched unless it is here, or else told of.
+
+    Raises ModelError.
+    """
+    if model.get("instance_type") == "StandardMock" or model.get("backend") == "fake":
+        model.update(backend="fake", model="")
+        return
+    name = model.get("model") or DEMO_MODEL
+    if name in MODELS:
+        model.setdefault("name", name)
+    if is_pipeline(folder := Path(name).expanduser()):
+        check(folder)
+        model.update(model=str(folder), makes_pictures=True)
+        return
+    path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
+    check_files(path)
+    model.update(model=str(path), torch_dtype=_dtype_of(path))
+
+
+def check_files(path: Path) -> None:
+    """Raises ModelError when a folder lacks what every model has; its contents are read later."""
+    if path.is_dir() and not any(path.glob("*.safetensors")):
+        raise ModelError(f"{path} holds no model: neither .safetensors nor .gguf files are in it")
+    for name in ("config.json", "tokenizer.json"):
+        if path.is_dir() and not (path / name).is_file():
+            raise ModelError(f"{path} holds no {name}, which a model needs beside its weights")
+
+
+def _dtype_of(path: Path) -> str:
+    """The type of the weights as the checkpoint names it."""
+    try:
+        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("torch_dtype")
+    except (OSError, ValueError, AttributeError):
+        return path.suffix.lstrip(".") or "auto"
+    return f"torch.{found}" if found else "auto"
+
+
+def fetch(name: str) -> Path:
+    """A demo model, from the network unless it is in the user's cache. Raises ModelError."""
+    found = pulled(name)
+    if found is not None:
+        return found
+    with cast(Any, import_module("kvloom.client.bars")).bar(f"fetching {name}") as progress:
+        return pull(name, progress)

@@ -1,0 +1,60 @@
+"""From a configuration to a server on its sockets, in the order that answers soonest.
+
+The sockets listen before anything slow, so that an address that is taken is told at once. Then the first model's
+process is started, and beside it this one imports what the routes need; they answer 503 until the models are there.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from kvloom.contract.errors import BadRequest
+from kvloom.net.listening import listen
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.dialects.triton.verbs import check_model_name
+from kvloom.server.run.loading import Loading
+from kvloom.server.secure.api_keys import check_bind
+
+
+def serve(config: ServerConfig) -> None:
+    """Serve until a signal. Raises UserError, one sentence, when the server cannot be had."""
+    check_addresses(config)
+    check_names(config)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
+        stack.enter_context(_pid_file(config.pid_file))
+        loading = Loading(config)
+        stack.callback(loading.close)
+        import_module("kvloom.server.run.compose").run(config, loading, listeners)
+
+
+def check_addresses(config: ServerConfig) -> None:
+    """Raises AccessError for an address of all networks that is not allowed."""
+    keys = ("ipAddress", "managementIpAddress", "managementIpAddress")
+    for key, (host, _) in zip(keys, config.addresses, strict=False):
+        check_bind(host, config.allows_all_addresses, key)
+
+
+def check_names(config: ServerConfig) -> None:
+    """Raises BadRequest for a model's name that no path could hold."""
+    for name in config.names:
+        check_model_name(name, "modelName")
+
+
+@contextlib.contextmanager
+def _pid_file(path: Path | None) -> Iterator[None]:
+    """This process's number in a file while it serves. Raises BadRequest when it cannot be written."""
+    if path is None:
+        yield
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{os.getpid()}\n")
+    except OSError as error:
+        raise BadRequest("pid-file", f"{path} cannot be written: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

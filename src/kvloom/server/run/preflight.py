@@ -1,0 +1,73 @@
+"""What a start would find wrong, found without starting: addresses, certificates, models, memory."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import msgspec
+
+from kvloom.contract.errors import ModelError, UserError
+from kvloom.net.listening import listen
+from kvloom.server.config.settings import ServerConfig, Settings
+from kvloom.server.run.launch import resolve_model
+from kvloom.server.run.main import check_addresses, check_names
+from kvloom.server.secure.tls import tls_context
+from kvloom.server.serving.card import ModelCard
+
+_CHECK_S = 120.0  # reading the headers of a model's files
+
+
+def problems(settings: Settings) -> Iterator[UserError]:
+    """Everything that would end the start of these settings, whose models' names become paths."""
+    is_there = []
+    for model in settings.models:
+        missing = list(_found(partial(resolve_model, model, may_fetch=False)))
+        is_there.append(not missing)
+        yield from missing
+    try:
+        config = settings.build()
+    except UserError as error:
+        yield error
+        return
+    yield from _found(partial(check_addresses, config))
+    yield from _found(partial(check_names, config))
+    for host, port in config.addresses:
+        yield from _found(partial(_check_port, host, port))
+    yield from _found(partial(_check_tls, config))
+    are_language = [not model.get("makes_pictures") for model in settings.models]
+    for card in itertools.compress(config.models, itertools.compress(is_there, are_language)):
+        yield from _found(partial(_check_model, card))
+
+
+def _found(check: Callable[[], object]) -> Iterator[UserError]:
+    try:
+        check()
+    except UserError as error:
+        yield error
+
+
+def _check_port(host: str, port: int) -> None:
+    listen(host, port).close()
+
+
+def _check_tls(config: ServerConfig) -> None:
+    if config.tls is not None:
+        tls_context(config.tls)
+
+
+def _check_model(card: ModelCard) -> None:
+    """In a process of its own, as a rank reads them. Raises ModelError."""
+    if card.engine.backend == "fake":
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", "kvloom.rank.check"],
+        input=msgspec.json.encode(card.engine),
+        capture_output=True,
+        timeout=_CHECK_S,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise ModelError(f"{card.name}: {lines[-1] if lines else f'the check ended with {done.returncode}'}")

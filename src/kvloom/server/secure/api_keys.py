@@ -1,0 +1,101 @@
+"""Who may ask: API keys, and the rule about listening on every address.
+
+Keys are kept as salted SHA-256, not scrypt: a key has at least 128 random bits, so there is no dictionary to try, and a
+slow hash a request would be a way to keep the server busy. Keys that people invent are refused for being short.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvloom.contract.errors import UserError
+
+MIN_KEY_CHARS = 24
+MAX_KEY_CHARS = 512
+SALT_BYTES = 16
+_SCHEME = "sha256"
+
+
+class AccessError(UserError):
+    """The configuration would open the server wider than it says. Never holds a key."""
+
+
+def new_key() -> str:
+    return f"kvl-{secrets.token_urlsafe(32)}"
+
+
+def hash_key(key: str) -> str:
+    """What the configuration holds of a key: `sha256$salt$digest`."""
+    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+        raise AccessError(f"an API key must be {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters, no space")
+    salt = secrets.token_bytes(SALT_BYTES)
+    return f"{_SCHEME}${salt.hex()}${_digest(salt, key).hex()}"
+
+
+def read_hashes(path: Path) -> tuple[str, ...]:
+    """Hashes from a file, one a line; empty lines and those that begin with # are skipped. Raises AccessError."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise AccessError(f"{path} cannot be read: {error}") from error
+    hashes = tuple(line for line in lines if line and not line.startswith("#"))
+    if not hashes:
+        raise AccessError(f"{path} holds no hash of an API key; make one with: kvloom api-key")
+    return hashes
+
+
+class KeyRing:
+    def __init__(self, hashes: Sequence[str]) -> None:
+        if not hashes:
+            raise AccessError("API keys are required, but none is configured")
+        self._entries = [_parsed(position, text) for position, text in enumerate(hashes)]
+
+    def tenant_of(self, key: str) -> str | None:
+        """A name for whoever holds this key, None for a wrong one. The name is the same as long as its hash is kept.
+
+        Compares with every key, always: the time tells neither which one fits nor how nearly.
+        """
+        found = None
+        for salt, digest in self._entries:
+            if hmac.compare_digest(_digest(salt, key), digest):
+                found = digest.hex()[:16]
+        return found
+
+
+def check_bind(address: str, is_all_allowed: bool, key: str = "ipAddress") -> None:
+    """`address` or name as configured; 0.0.0.0 and :: listen on every network and must be allowed by name."""
+    try:
+        found = [ipaddress.ip_address(address)]
+    except ValueError:
+        found = _addresses_of(address, key)
+    if any(each.is_unspecified for each in found) and not is_all_allowed:
+        raise AccessError(
+            f"{key} {address} listens on every network of this machine; "
+            "give one address, or set allowAllZeroIpListening to true if that is wanted"
+        )
+
+
+def _addresses_of(name: str, key: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        raise AccessError(f"{key} must be an IP address or a name that is known here: {name!r}") from None
+    return [ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found]
+
+
+def _digest(salt: bytes, key: str) -> bytes:
+    return hashlib.sha256(salt + key.encode()).digest()
+
+
+def _parsed(position: int, text: str) -> tuple[bytes, bytes]:
+    try:
+        scheme, salt, digest = text.split("$")
+        if scheme != _SCHEME or len(bytes.fromhex(digest)) != hashlib.sha256().digest_size:
+            raise ValueError(scheme)
+        return bytes.fromhex(salt), bytes.fromhex(digest)
+    except ValueError as error:
+        raise AccessError(f"API key {position} is not a hash made by hash_key") from error

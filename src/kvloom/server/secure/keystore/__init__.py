@@ -1,0 +1,1 @@
+"""Commands of the key store; `python -m kvloom.server.secure.keystore` is `seceasy_encrypt`."""

@@ -1,0 +1,102 @@
+"""How many requests are served, wait and are refused (maxLinkNum), for all models of a server together."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from kvloom.contract.errors import Overloaded
+
+WAITING_PER_PLACE = 2  # requests that wait for each one that is served
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's turn. `num_tokens` of its prompts count against the bound of tokens."""
+
+    num_tokens: int = 0
+    is_stopped: bool = False
+    turn: asyncio.Future[None] | None = field(default=None, repr=False)
+
+    def stop(self) -> None:
+        """The request is no longer wanted: it stops waiting, without a place."""
+        self.is_stopped = True
+        if self.turn is not None and not self.turn.done():
+            self.turn.set_result(None)
+
+
+class Admission:
+    """At most `limit` requests at once; `waiting_per_place` times as many wait in order; the next is refused.
+
+    So is a request whose prompt would make more than `max_tokens` prompt tokens wait or run.
+    """
+
+    def __init__(self, limit: int, max_tokens: int | None = None, waiting_per_place: int = WAITING_PER_PLACE) -> None:
+        self.limit, self.max_tokens = limit, max_tokens
+        self._max_waiting = waiting_per_place * limit
+        self.num_active = 0  # served and waiting
+        self.num_tokens = 0  # of their prompts
+        self._num_served = 0
+        self._waiting: deque[Ticket] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        is_over_tokens = self.max_tokens is not None and self.num_tokens >= self.max_tokens
+        return self.num_active >= self.limit + self._max_waiting or is_over_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @asynccontextmanager
+    async def place(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Wait for a place; a stopped ticket enters without one. Raises Overloaded when too many wait already."""
+        self._check(ticket)
+        self.num_active += 1
+        self.num_tokens += ticket.num_tokens
+        has_place = False
+        try:
+            has_place = await self._enter(ticket)
+            yield
+        finally:
+            self.num_active -= 1
+            self.num_tokens -= ticket.num_tokens
+            if has_place:
+                self._leave()
+
+    def _check(self, ticket: Ticket) -> None:
+        """A prompt longer than the bound is let in when nothing else is there."""
+        if self.num_active >= self.limit + self._max_waiting:
+            raise Overloaded(f"{self.limit} requests are being served and {self._max_waiting} wait; try again later")
+        if self.max_tokens is not None and self.num_active and self.num_tokens + ticket.num_tokens > self.max_tokens:
+            raise Overloaded(f"{self.num_tokens} prompt tokens are being served or wait; try again later")
+
+    async def _enter(self, ticket: Ticket) -> bool:
+        """Whether the ticket got a place: yes, unless it was stopped."""
+        if self._num_served < self.limit:
+            self._num_served += 1
+            return True
+        ticket.turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(ticket)
+        try:
+            await ticket.turn
+        except asyncio.CancelledError:
+            if ticket in self._waiting:
+                self._waiting.remove(ticket)
+            elif not ticket.is_stopped:
+                self._leave()  # the place had been given in the same moment
+            raise
+        if ticket in self._waiting:  # stopped
+            self._waiting.remove(ticket)
+            return False
+        return True
+
+    def _leave(self) -> None:
+        """Give the place to the next that still waits."""
+        while self._waiting:
+            ticket = self._waiting.popleft()
+            if ticket.turn is not None and not ticket.turn.done():
+                ticket.turn.set_result(None)
+                return
+        self._num_served -= 1

@@ -1,0 +1,25 @@
+"""ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvloom.contract.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of the configuration's ModelParam."""
+
+    name: str
+    engine: EngineConfig
+    instance_type: str = "Standard"  # or "StandardMock"
+    npu_mem_gb: float = -1  # memory for the KV cache as configured; -1 = measured
+    cpu_mem_gb: float = 0
+    world_size: int = 1
+    max_input_tokens: int | None = None  # of a prompt; None = what maxIterTimes leaves of the context
+    time_limit_s: float | None = None  # of a request, from its coming to its end
+    dtype: str = "auto"  # of the weights, as the routes tell it
+    tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
+    reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says
+    parses_special_text: bool = False  # special tokens that stand in a message are taken for such
+    lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start

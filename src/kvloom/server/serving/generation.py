@@ -1,0 +1,106 @@
+"""Generation: the one neutral request behind every dialect; Answer: what its deltas add up to.
+
+A dialect parses its body into a Generation; the service (service.py) runs it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvloom.contract.request import Delta, FinishReason, SamplingParams, TokenLogprob
+from kvloom.server.serving.beams import Beams
+
+MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_EMBEDDINGS = 2048  # OpenAI's limit
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
+
+    With a `pooling` each choice is its prompt's embedding, as engine.request.Request has it.
+
+    `id` is the caller's; several generations may run under one id, and stop together.
+    """
+
+    id: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: SamplingParams
+    n: int = 1
+    best_of: int = 1
+    priority: int = 0  # as engine.request.Request's
+    tenant: str = ""
+    pooling: str = ""
+    cache_salt: str = ""
+    beams: Beams | None = None  # then the n best that a search finds, best first, each whole in one delta
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are made."""
+        return len(self.prompts) * self.best_of
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, choice: int) -> tuple[int, ...]:
+        return self.prompts[choice // self.best_of]
+
+
+@dataclass(slots=True)
+class Answer:
+    """One choice, folded of its deltas."""
+
+    prompt_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)  # what each token added to the text
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    num_cached_tokens: int = 0
+    seed: int | None = None
+    embedding: bytes | None = None  # as engine.request.Delta's
+
+    def add(self, delta: Delta) -> None:
+        if delta.token_ids:
+            self.token_texts += [delta.text] + [""] * (len(delta.token_ids) - 1)
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+        self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
+        self.embedding = delta.embedding
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(value.logprob for value in self.logprobs) / max(1, len(self.logprobs))
+
+
+_NUMBER_BYTES = 4  # of an embedding
+
+
+def num_items(delta: Delta) -> int:
+    """Tokens, log-probabilities and numbers that a dialect may have to write of it."""
+    count = len(delta.token_ids) + len(delta.embedding or b"") // _NUMBER_BYTES
+    if delta.logprobs or delta.prompt_logprobs:
+        known = [value for value in (*delta.logprobs, *(delta.prompt_logprobs or ())) if value is not None]
+        count += len(known) + sum(len(value.top) for value in known)
+    return count
+
+
+def empty_answers(generation: Generation) -> list[Answer]:
+    """One for each choice."""
+    return [Answer(generation.prompt_of(choice)) for choice in range(generation.num_choices)]
+
+
+def best_choices(generation: Generation, answers: Sequence[Answer]) -> list[int]:
+    """Of each prompt's best_of choices the n of highest mean log-probability, best first; all in order without more."""
+    if generation.best_of == generation.n:
+        return list(range(len(answers)))
+    found: list[int] = []
+    for first in range(0, len(answers), generation.best_of):
+        group = range(first, first + generation.best_of)
+        found += sorted(group, key=lambda choice: -answers[choice].mean_logprob)[: generation.n]
+    return found

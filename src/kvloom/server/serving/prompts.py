@@ -1,0 +1,95 @@
+"""Prompts: texts to tokens within the limits, so that what cannot fit is refused before it is tokenised."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvloom.contract.errors import BadRequest
+from kvloom.server.errors import PromptTooLong
+from kvloom.server.serving.generation import MAX_CHOICES
+from kvloom.server.serving.service import GenerationService
+
+# prompt tokens of one request, as OpenAI bounds its embeddings, or one whole context where that is longer
+MAX_REQUEST_TOKENS = 300_000
+
+_MAX_CHARACTER_BYTES = 4  # of UTF-8
+
+
+def request_limit(service: GenerationService) -> int:
+    """Tokens that all prompts of a request may have together; so many are counted where nothing is generated."""
+    return max(MAX_REQUEST_TOKENS, service.engine.max_seq_len)
+
+
+def check_count(count: int, field: str, most: int = MAX_CHOICES) -> None:
+    """Raises BadRequest naming the prompts' field when a request asks for more answers than `most`."""
+    if count > most:
+        raise BadRequest(field, f"asks for more than {most} answers in one request")
+
+
+def encode_text(
+    service: GenerationService, text: str, field: str, limit: int, add_special_tokens: bool = True
+) -> tuple[int, ...]:
+    """The text's tokens, at most `limit`. Raises PromptTooLong."""
+    check_fits(service, text, field, limit)
+    ids = service.tokenizer.encode(text, add_special_tokens, _enough(limit))
+    return _checked(service, ids, field, limit)
+
+
+class Marked(NamedTuple):
+    """A text with marks (engine/text/marks.py) in it, and what they stand for."""
+
+    text: str
+    originals: Mapping[str, str]
+
+
+def encode_marked(
+    service: GenerationService, marked: Marked, field: str, limit: int, add_special_tokens: bool = False
+) -> tuple[int, ...]:
+    """As encode_text. Raises PromptTooLong."""
+    text, originals = marked
+    if not originals:
+        return encode_text(service, text, field, limit, add_special_tokens)
+    check_fits(service, text, field, limit)
+    ids = service.tokenizer.encode_marked(text, originals, add_special_tokens, _enough(limit))
+    return _checked(service, ids, field, limit)
+
+
+def encode_prompts(
+    service: GenerationService,
+    items: Sequence[str | Sequence[int]],
+    field: str,
+    limit: int,
+    add_special_tokens: bool = True,
+) -> tuple[tuple[int, ...], ...]:
+    """Of several texts, or tokens. Raises BadRequest."""
+    found: list[tuple[int, ...]] = []
+    left = request_limit(service)
+    for item in items:
+        if isinstance(item, str):
+            ids = encode_text(service, item, field, limit, add_special_tokens)
+        else:
+            ids = _checked(service, item, field, limit)
+        left -= len(ids)
+        if left < 0:
+            raise BadRequest(field, f"has more than {request_limit(service)} tokens in all its prompts")
+        found.append(ids)
+    return tuple(found)
+
+
+def check_fits(service: GenerationService, text: str, field: str, limit: int) -> None:
+    """Raises PromptTooLong when the text's length alone says that it cannot fit."""
+    if _MAX_CHARACTER_BYTES * len(text) <= limit:
+        return  # not even with a token a byte
+    least = service.tokenizer.least_tokens(text)
+    if least > limit:
+        raise PromptTooLong(field, least, limit, service.engine.max_seq_len, is_exact=False)
+
+
+def _enough(limit: int) -> int:
+    """Tokens are counted up to twice the limit, so that those who are a little above learn by how much."""
+    return 2 * limit
+
+
+def _checked(service: GenerationService, ids: Sequence[int], field: str, limit: int) -> tuple[int, ...]:
+    if len(ids) > limit:
+        raise PromptTooLong(field, len(ids), limit, service.engine.max_seq_len, is_exact=len(ids) <= _enough(limit))
+    return tuple(ids)

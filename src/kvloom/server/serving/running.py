@@ -1,0 +1,93 @@
+"""What runs on one model: found by the caller's id, listed by age, and stopped."""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvloom.contract.request import Delta, FinishReason, Request
+from kvloom.server.observe.timing import Timing
+from kvloom.server.serving.admission import Ticket
+from kvloom.server.serving.engine import EngineLike
+from kvloom.server.serving.generation import Generation
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One generation under way: its admission ticket, its engine requests once it is let in, and how far it is."""
+
+    ticket: Ticket
+    requests: list[Request]
+    generation: Generation
+    timing: Timing
+    is_overdue: bool = False  # stopped, because it took too long
+
+
+class Runs:
+    """The generations of one engine that are accepted and not ended. Owned by the server's loop."""
+
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._by_id: dict[str, set[Running]] = {}
+        self._serial = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def next_serial(self) -> int:
+        """A number that no other generation of this engine has."""
+        return next(self._serial)
+
+    @contextmanager
+    def added(self, running: Running, limit_s: float | None = None) -> Iterator[Running]:
+        """While it is under way, at most `limit_s`: then it is stopped as overdue."""
+        loop = asyncio.get_running_loop()
+        end = None if limit_s is None else loop.call_later(limit_s, self._stop_overdue, running)
+        try:
+            with self._known(running):
+                yield running
+        finally:
+            if end is not None:
+                end.cancel()
+
+    @contextmanager
+    def _known(self, running: Running) -> Iterator[Running]:
+        id = running.generation.id
+        same_id = self._by_id.setdefault(id, set())
+        same_id.add(running)
+        try:
+            yield running
+        finally:
+            same_id.discard(running)
+            if not same_id:
+                self._by_id.pop(id, None)
+
+    def oldest_first(self) -> list[Running]:
+        items = [item for same_id in self._by_id.values() for item in same_id]
+        return sorted(items, key=lambda item: -item.timing.age_s)
+
+    def stop(self, id: str) -> bool:
+        """End what runs under `id` with the tokens it has; whether there was anything."""
+        running = self._by_id.get(id, ())
+        for item in running:
+            self._stop(item)
+        return bool(running)
+
+    def _stop_overdue(self, running: Running) -> None:
+        running.is_overdue = True
+        self._stop(running)
+
+    def _stop(self, running: Running) -> None:
+        running.ticket.stop()
+        for request in running.requests:
+            self._engine.abort(request.id)
+
+    def stop_all(self) -> None:
+        for id in list(self._by_id):
+            self.stop(id)
+
+
+def aborted(request: Request) -> Delta:
+    """The only delta of a request that was stopped before it began."""
+    return Delta(request.id, finish_reason=FinishReason.ABORT)

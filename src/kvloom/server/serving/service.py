@@ -1,0 +1,230 @@
+"""GenerationService: runs Generations as one engine request a choice, and gives back what each engine step brought.
+
+Closing the steps cancels all requests of a generation.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from kvloom.contract.errors import BadRequest, ServingError, TimedOut, Unavailable
+from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.engine.feed import Feed, Step
+from kvloom.server.errors import PromptTooLong
+from kvloom.server.observe.meter import Asked, Meter
+from kvloom.server.observe.timing import Timing
+from kvloom.server.observe.tracing import CALLER, FINISH_NAMES, Trace, Tracer
+from kvloom.server.serving.admission import Admission, Ticket
+from kvloom.server.serving.beam_answers import BeamAnswers, BeamFeed
+from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.engine import EngineLike
+from kvloom.server.serving.generation import (
+    MAX_CHOICES,
+    MAX_EMBEDDINGS,
+    Generation,
+)
+from kvloom.server.serving.running import Running, Runs, aborted
+from kvloom.server.serving.sleeping import Sleeper
+
+
+class GenerationService:
+    """Runs Generations on the engine of one model, with one of its adapters or none."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        engine: EngineLike,
+        tokenizer: Tokenizer,
+        admission: Admission,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.card, self.engine, self.tokenizer = card, engine, tokenizer
+        self.admission, self._tracer = admission, tracer
+        self._runs = Runs(engine)
+        self.meter = Meter()
+        self.sleeper = Sleeper(card.name, engine, self._runs.__len__, self._runs.stop_all)
+        self.adapter = 0  # as engine.request.Request's
+        self.root = card.name  # as /v1/models tells it; of an adapter its path
+        self.parent: str | None = None  # and its model
+
+    def with_adapter(self, name: str, path: str, adapter: int) -> "GenerationService":
+        """The same model under another name, with an adapter of its engine; they share slots, counts and ids."""
+        card = replace(self.card, name=name)
+        service = GenerationService(card, self.engine, self.tokenizer, self.admission, self._tracer)
+        service._runs, service.meter, service.sleeper = self._runs, self.meter, self.sleeper
+        service.adapter, service.root, service.parent = adapter, path, self.name
+        return service
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def max_input_tokens(self) -> int:
+        """Longest prompt: as configured, or what maxIterTimes, when set, leaves of the context; else all but one."""
+        left = self.engine.max_seq_len - (self.card.engine.max_iter_times or 1)
+        return min(self.card.max_input_tokens or left, self.engine.max_seq_len - 1)
+
+    @property
+    def max_output_tokens(self) -> int:
+        """Longest answer."""
+        return min(self.card.engine.max_iter_times or self.engine.max_seq_len, self.engine.max_seq_len - 1)
+
+    def input_limit(self, params: SamplingParams) -> int:
+        """Longest prompt of a request: the whole context where no answer is wanted."""
+        return self.max_input_tokens if params.max_tokens != 0 else self.engine.max_seq_len
+
+    def check(self, generation: Generation, field: str) -> None:
+        """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
+        most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
+        if generation.num_choices > most:
+            raise BadRequest(field, f"asks for more than {most} answers in one request")
+        limit = self.input_limit(generation.params)
+        for prompt in generation.prompts:
+            if not prompt:
+                raise BadRequest(field, "must not be empty")
+            if len(prompt) > limit:
+                raise PromptTooLong(field, len(prompt), limit, self.engine.max_seq_len)
+
+    def check_ready(self) -> None:
+        """Raises Unavailable."""
+        self.sleeper.check_awake()
+        if not self.engine.is_ready:
+            raise Unavailable(f"the model {self.name} is not ready: it is starting, restarting or stopping")
+
+    def running(self) -> list[Running]:
+        """What is under way, oldest first."""
+        return self._runs.oldest_first()
+
+    def stop(self, id: str) -> bool:
+        """End what runs under `id` with the tokens it has; whether there was anything."""
+        return self._runs.stop(id)
+
+    async def steps(
+        self, generation: Generation, timing: Timing | None = None, silence_s: float | None = None
+    ) -> AsyncGenerator[Step]:
+        """The deltas of all choices as they come, a list of (choice, delta) for each engine step.
+
+        With `silence_s`, an empty list whenever the engine has brought nothing for so long.
+        Each choice's last delta has a finish_reason; there are best_of choices a prompt. Closing the generator cancels
+        them all. `timing` is kept up to date for the caller. Raises ServingError.
+        """
+        tally = _Tally(timing or Timing(), generation.num_choices)
+        self.meter.received()
+        try:
+            async with self._admitted(generation, tally.timing) as running:
+                self._check_time(running)
+                if running.ticket.is_stopped:  # before the engine has heard of it
+                    step = [(i, aborted(request)) for i, request in enumerate(running.requests)]
+                    self._count(tally, generation, step)
+                    yield step
+                    return
+                with self._open(running) as feed:
+                    if silence_s is not None:
+                        feed.tell_silence(silence_s)
+                    while (brought := await feed.get()) is not None:
+                        self._check_time(running)
+                        self._count(tally, generation, brought)
+                        yield brought
+        except ServingError as problem:
+            self.meter.failed(tally.timing)
+            tally.error = problem.kind
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self.meter.num_aborted += not tally.is_done
+            raise
+        finally:
+            self._trace(tally, generation)
+
+    def _check_time(self, running: Running) -> None:
+        """Raises TimedOut."""
+        if running.is_overdue:
+            raise TimedOut(f"the request was ended after {self.card.time_limit_s:g} s, as e2eTimeout says")
+
+    def _open(self, running: Running) -> Feed | BeamFeed:
+        """Where the steps of its requests come from."""
+        beams = running.generation.beams
+        if beams is None:
+            return self.engine.open(running.requests)
+        return BeamFeed(BeamAnswers(beams, self.tokenizer, self.engine.max_seq_len), running, self.engine)
+
+    def _count(self, tally: "_Tally", generation: Generation, step: Step) -> None:
+        """Time and count the deltas of one step."""
+        for choice, delta in step:
+            if delta.token_ids:
+                self.meter.token(tally.timing, choice)
+            tally.add(delta)
+        if tally.is_done:
+            num_prompt = generation.num_prompt_tokens
+            asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
+            num_computed = num_prompt * generation.best_of - tally.total_cached
+            self.meter.finished(tally.timing, asked, tally.reasons, num_computed)
+
+    def _trace(self, tally: "_Tally", generation: Generation) -> None:
+        """Tell the tracer of a generation that has ended; choices without an end were given up by the client."""
+        if self._tracer is None:
+            return
+        num_prompt = generation.num_prompt_tokens
+        names = [FINISH_NAMES[reason] for reason in tally.reasons]
+        if not names and not tally.error:
+            names = [FINISH_NAMES[FinishReason.ABORT]]
+        numbers = (num_prompt, tally.num_cached, tally.timing)
+        who = (CALLER.get(), generation.id, self.name, generation.params)
+        self._tracer.ended(Trace(*who, *numbers, names, tally.error))
+
+    @asynccontextmanager
+    async def _admitted(self, generation: Generation, timing: Timing) -> AsyncIterator[Running]:
+        """An admission slot, and the engine requests to run in it; stoppable meanwhile."""
+        self.sleeper.check_awake()
+        ticket = Ticket(num_tokens=generation.num_prompt_tokens)
+        requests = _requests(generation, self._runs.next_serial(), self.adapter)
+        item = Running(ticket, requests, generation, timing)
+        with self._runs.added(item, self.card.time_limit_s) as running:
+            async with self.admission.place(ticket):
+                timing.place_given()
+                yield running
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How far one generation is, for meter and tracer."""
+
+    timing: Timing
+    num_choices: int
+    reasons: list[FinishReason] = field(default_factory=list)
+    num_cached: int = 0  # prompt tokens, of the choice that took over the most
+    total_cached: int = 0  # of all choices together
+    error: str = ""  # the kind of the ServingError that ended it
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.reasons) == self.num_choices
+
+    def add(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self.reasons.append(delta.finish_reason)
+            self.num_cached = max(self.num_cached, delta.num_cached_tokens)
+            self.total_cached += delta.num_cached_tokens
+
+
+def _requests(generation: Generation, serial: int, adapter: int) -> list[Request]:
+    """best_of engine requests a prompt; with a seed given, each of them gets one of its own, derived from it.
+
+    Their ids are unique in the engine whatever the caller's id is. Answers to choose from have log-probabilities.
+    """
+    requests: list[Request] = []
+    given = generation.params
+    if generation.best_of > generation.n and given.logprobs is None:
+        given = replace(given, logprobs=0)
+    for prompt in generation.prompts:
+        for i in range(generation.best_of):
+            params = given
+            if params.seed is not None and i:
+                params = replace(params, seed=(params.seed + i) % 2**63)
+            id = f"{generation.id}-{serial}-{len(requests)}"
+            salt, pooling = generation.cache_salt, generation.pooling
+            who = (salt, generation.tenant, generation.priority)
+            requests.append(Request(id, prompt, params, *who, pooling=pooling, adapter=adapter))
+    return requests

@@ -1,0 +1,38 @@
+"""What a model takes, foretold from its shape, against what the back ends take."""
+
+import pytest
+
+from kvloom.checkpoints import footprint
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.contract.config import EngineConfig
+from kvloom.rank.loading import choose_backend, open_runner
+from tests.support.checkpoints import save, tiny_model
+
+
+@pytest.fixture(scope="module", params=["llama", "llama, tied"])
+def folder(request, tmp_path_factory):
+    return save(tiny_model(request.param, head_dim=32, vocab_size=1024), tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "int8"])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_token_of_kv_is_what_the_backend_takes(folder, backend, kv_dtype):
+    config = EngineConfig(model=str(folder), backend=backend, kv_dtype=kv_dtype, num_blocks=8)
+    info = open_runner(config, [], lambda done, total: None).info
+    token_bytes = footprint.kv_token_bytes(config, backend, open_checkpoint(folder).spec)
+    assert info.kv_bytes == token_bytes * info.num_blocks * info.block_size
+
+
+@pytest.mark.parametrize(("backend", "weight_format"), [("cpu", "w8a8"), ("cpu", "bf16"), ("reference", "auto")])
+def test_the_weights_are_what_the_backend_takes(folder, backend, weight_format):
+    config = EngineConfig(model=str(folder), backend=backend, weight_format=weight_format, num_blocks=8)
+    info = open_runner(config, [], lambda done, total: None).info
+    assert info.weight_bytes == pytest.approx(
+        footprint.weight_bytes(config, backend, open_checkpoint(folder).spec), rel=0.03
+    )
+
+
+def test_what_auto_means_is_what_is_opened(folder):
+    config = EngineConfig(model=str(folder), num_blocks=8)
+    opened = open_runner(config, [], lambda done, total: None).info.backend
+    assert choose_backend(config, open_checkpoint(folder).spec) == opened

@@ -1,0 +1,109 @@
+"""The library as a C developer gets it: below a prefix, by pkg-config, and by $(kvloom gewu --cflags --libs)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.gewu.build import INCLUDE, SONAME
+from tests.support.gewu import DaemonProcess, run_program
+
+CHAT = Path(__file__).parents[2] / "examples" / "gewu" / "chat.c"
+LAID = {
+    "lib/libqos.so.1",
+    "lib/libqos.so",
+    "lib/pkgconfig/qos.pc",
+    *(f"include/{header.relative_to(INCLUDE)}" for header in INCLUDE.rglob("*.h")),
+}
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Of a user with no cache and no data yet."""
+    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    return {**os.environ, **own}
+
+
+def run_cli(environ: dict[str, str], *arguments: str) -> str:
+    command = [sys.executable, "-m", "kvloom.gewu", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+
+
+def compile_chat(folder: Path, flags: str) -> Path:
+    program = folder / "chat"
+    subprocess.run(["cc", CHAT, "-o", program, *flags.split()], check=True)
+    return program
+
+
+def dynamic_entries(file: Path, kind: str) -> list[str]:
+    """Values of NEEDED, SONAME or RUNPATH."""
+    done = subprocess.run(["readelf", "-d", file], capture_output=True, text=True, check=True)
+    return [line.split("[")[1].rstrip("]") for line in done.stdout.splitlines() if f"({kind})" in line]
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_what_is_laid_down_below_a_prefix(environ, tmp_path):
+    prefix = tmp_path / "prefix"
+    printed = run_cli(environ, "install", "--prefix", str(prefix))
+    assert files_below(prefix) == LAID
+    assert {str(Path(line).relative_to(prefix)) for line in printed.splitlines()} == LAID
+    assert (prefix / "lib" / "libqos.so").readlink() == Path(SONAME)
+    assert dynamic_entries(prefix / "lib" / "libqos.so", "SONAME") == [SONAME]
+
+
+def test_a_package_is_made_of_a_destdir(environ, tmp_path):
+    run_cli(environ, "install", "--prefix", "/usr", "--destdir", str(tmp_path / "package"))
+    assert files_below(tmp_path / "package") == {f"usr/{path}" for path in LAID}
+    text = (tmp_path / "package/usr/lib/pkgconfig/qos.pc").read_text()
+    assert "prefix=/usr\n" in text
+    assert "rpath" not in text  # the loader looks there by itself
+
+
+def test_a_second_time_changes_nothing(environ, tmp_path):
+    """So that make does not build again."""
+    prefix = tmp_path / "prefix"
+    run_cli(environ, "install", "--prefix", str(prefix))
+    headers = [path for path in (prefix / "include").rglob("*.h")] + [prefix / "lib" / SONAME]
+    before = [path.stat().st_ino for path in headers]
+    run_cli(environ, "install", "--prefix", str(prefix))
+    assert [path.stat().st_ino for path in headers] == before
+
+
+@pytest.mark.skipif(shutil.which("pkg-config") is None, reason="needs pkg-config")
+def test_a_program_built_by_pkg_config_runs(environ, tmp_path, daemon: DaemonProcess, model):
+    prefix = tmp_path / "prefix"
+    run_cli(environ, "install", "--prefix", str(prefix))
+    shutil.rmtree(environ["XDG_CACHE_HOME"])
+    search = {**environ, "PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
+    command = ["pkg-config", "--cflags", "--libs", "qos"]
+    flags = subprocess.run(command, env=search, capture_output=True, text=True, check=True).stdout
+    run_program(compile_chat(tmp_path, flags), daemon, str(model))
+
+
+def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path, daemon: DaemonProcess, model):
+    flags = run_cli(environ, "--cflags", "--libs")
+    program = compile_chat(tmp_path, flags)
+    shutil.rmtree(environ["XDG_CACHE_HOME"])
+    run_program(program, daemon, str(model))
+    assert SONAME in dynamic_entries(program, "NEEDED")
+    assert dynamic_entries(program, "RUNPATH") == [f"{environ['XDG_DATA_HOME']}/kvloom/gewu/lib"]
+
+
+def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):
+    (tmp_path / "file").touch()
+    for prefix, extra, said in (
+        (tmp_path / "file", {}, "Not a directory"),
+        (tmp_path / "prefix", {"CC": "no-such-compiler"}, "there is no C compiler 'no-such-compiler'"),
+    ):
+        command = [sys.executable, "-m", "kvloom.gewu", "install", "--prefix", str(prefix)]
+        done = subprocess.run(command, env={**environ, **extra}, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert said in done.stderr
+        shutil.rmtree(environ["XDG_CACHE_HOME"], ignore_errors=True)

@@ -1,0 +1,203 @@
+"""Blocks on three nodes, against an oracle of what every node holds: what `save` reports is what others find."""
+
+import threading
+import time
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import torch
+
+from ems import CcKvOption
+from ems.wire import messages as m
+from kvloom.pool.agent import Agent
+from kvloom.pool.cluster.placement import home
+from kvloom.pool.config import Address, TenantLimits
+from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
+from tests.support.waiting import until
+
+BLOCK_BYTES = 8 << 10
+NUM_BLOCKS = 1024
+LONG = CcKvOption(timeout=60_000)
+
+
+class Engine:
+    """An engine on a node; the bytes of a block follow from its hash."""
+
+    def __init__(self, stack: ExitStack, agent: Agent) -> None:
+        self.agent = agent
+        tensor = torch.zeros((NUM_BLOCKS, BLOCK_SIZE, 1, BLOCK_BYTES // BLOCK_SIZE), dtype=torch.uint8)
+        self._rows = tensor.view(NUM_BLOCKS, BLOCK_BYTES).numpy()
+        self.cc = stack.enter_context(session(agent.config.socket, [[tensor]]))
+
+    def save(self, hashes: list[int], option: CcKvOption = LONG):
+        for row, block_hash in enumerate(hashes):
+            self._rows[row] = np.random.default_rng(block_hash).integers(0, 256, BLOCK_BYTES, np.uint8)
+        return self.cc.save(slots_of(*range(len(hashes))), hashes, [BLOCK_SIZE] * len(hashes), option)
+
+    def load(self, hashes: list[int], option: CcKvOption = LONG) -> int:
+        self._rows[:] = 0
+        count = self.cc.load(slots_of(*range(len(hashes))), hashes, [BLOCK_SIZE] * len(hashes), option).success
+        for row, block_hash in enumerate(hashes[:count]):
+            truth = np.random.default_rng(block_hash).integers(0, 256, BLOCK_BYTES, np.uint8)
+            assert (self._rows[row] == truth).all(), f"wrong bytes for {block_hash}"
+        return count
+
+    @property
+    def pool(self):
+        return self.agent.node.pool("default")
+
+
+def is_quiet(engines: list[Engine]) -> bool:
+    """Whether all blocks that were to go home did, or were given up."""
+    done = ("push_done", "push_failed")
+    sent = [sum(engine.pool.counts[name] for name in done) for engine in engines]
+    return sent == [sum(e.pool.counts[name] for name in done) for e in engines] and not any(
+        not link._pushes.empty() for engine in engines for link in engine.agent.peers._links.values()
+    )
+
+
+@pytest.fixture
+def engines():
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(
+                running_agent(
+                    pool_bytes=16 << 20,
+                    segment_bytes=1 << 20,
+                    node_id=f"n{i}",
+                    listen=("127.0.0.1", 0),
+                    secret=SECRET,
+                    peers=(Address("x", "127.0.0.1", 1),),
+                )
+            )
+            for i in range(3)
+        ]
+        addresses = [Address(a.config.node_id, "127.0.0.1", a.peer_port) for a in agents]
+        for agent in agents:
+            agent.peers.set_members(addresses)
+        yield [Engine(stack, agent) for agent in agents]
+
+
+def hold_up_pushes(engine: Engine, until_set: threading.Event, monkeypatch) -> None:
+    for link in engine.agent.peers._links.values():
+        go = link._saves._try
+
+        def held_up(call, deadline_s, go=go):
+            until_set.wait()
+            return go(call, time.monotonic() + 5)
+
+        monkeypatch.setattr(link._saves, "_try", held_up)
+
+
+def held(engines: list[Engine], keys: list[bytes]) -> list[set[bytes]]:
+    """The keys that each node has."""
+    return [set(keys) - set(engine.pool.missing(keys)) for engine in engines]
+
+
+def test_all_that_was_saved_is_found_from_every_node(engines):
+    hashes = list(range(NUM_BLOCKS))
+    result = engines[0].save(hashes)
+    assert (result.success, result.local) == (NUM_BLOCKS, 0)
+    cache = engines[0].cc._planning_cache(engines[0].cc._key_space[0])
+    keys = [cache.name(value) for value in hashes]
+
+    def is_home() -> bool:
+        nodes = held(engines, keys)
+        return all(key in nodes[int(home(key, ["n0", "n1", "n2"])[1])] for key in keys)
+
+    until(is_home)
+    for engine in engines:
+        assert engine.load(hashes) == NUM_BLOCKS
+    assert is_home(), "what a load brought pushed nothing out of its home"
+    for engine in engines:
+        for start in (5, 300, 900):
+            assert engine.load(hashes[start : start + 100]) == 100
+        engine.pool.check()
+        assert all(entry.pins <= 1 for entry in engine.pool._index.entries.values())
+
+
+def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(engines):
+    writer, reader = engines[0], engines[1]
+    writer.agent.node.set_limits(TenantLimits("default", 0, NUM_BLOCKS // 2 * BLOCK_BYTES))
+    result = writer.save(list(range(NUM_BLOCKS)))
+    assert (result.success, result.local) == (NUM_BLOCKS, 0)
+    until(lambda: is_quiet(engines))
+    assert reader.load(list(range(NUM_BLOCKS))) == NUM_BLOCKS
+    assert writer.pool.usage()["used_bytes"] <= NUM_BLOCKS // 2 * BLOCK_BYTES
+    writer.pool.check()
+
+
+def test_batch_loads_find_what_is_there_while_others_push_copies_out(engines):
+    hashes = list(range(600))
+    assert engines[0].save(hashes).local == 0
+    until(lambda: is_quiet(engines))
+    wrong: list[int] = []
+
+    def read(engine: Engine, seed: int) -> None:
+        chance = np.random.default_rng(seed)
+        for _ in range(15):
+            start = int(chance.integers(0, 500))
+            if engine.load(hashes[start : start + 100]) != 100:
+                wrong.append(start)
+
+    threads = [threading.Thread(target=read, args=(engine, seed)) for seed, engine in enumerate(engines)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_what_cannot_go_home_in_time_is_reported(engines, monkeypatch):
+    stopped = threading.Event()
+    hold_up_pushes(engines[0], stopped, monkeypatch)
+    hashes = list(range(NUM_BLOCKS))
+    result = engines[0].save(hashes, CcKvOption(timeout=1000))
+    stopped.set()
+    assert result.success > 500
+    assert result.local > 0
+    until(lambda: is_quiet(engines))
+    found = sum(engines[1].load([block_hash]) for block_hash in hashes[: result.success])
+    assert found >= result.success - result.local
+    again = engines[0].save(hashes[: result.success])
+    assert (again.success, again.local) == (result.success, 0), "saved again, they go home"
+    until(lambda: is_quiet(engines))
+    until(lambda: engines[1].cc.exists(hashes[: result.success], LONG) == result.success)
+
+
+def test_blocks_whose_home_is_cut_off_are_local(engines):
+    for agent in (engines[1].agent, engines[2].agent):
+        agent.close()
+    until(lambda: engines[0].save([10**6 + n for n in range(30)], CcKvOption(timeout=300)).local > 0)
+    hashes = list(range(60))
+    result = engines[0].save(hashes, CcKvOption(timeout=500, write_rcache=False))
+    keys_away = sum(home(key, ["n0", "n1", "n2"]) != "n0" for key in engines[0].pool.block_keys()[-60:])
+    assert (result.success, result.local) == (60, keys_away)
+    assert engines[0].load(hashes, CcKvOption(read_local_only=True)) == 60
+
+
+def test_a_push_under_way_does_not_hold_up_a_load(engines, monkeypatch):
+    hashes = list(range(40))
+    engines[1].save(hashes)
+    until(lambda: is_quiet(engines))
+    stopped = threading.Event()
+    hold_up_pushes(engines[0], stopped, monkeypatch)
+    saved, found = engines[0].save(list(range(1000, 1010))).success, engines[0].load(hashes)
+    stopped.set()
+    assert (saved, found) == (10, 40)
+
+
+def test_a_call_that_nobody_answered_while_it_waited_opens_the_breaker(engines):
+    (link, *_others) = engines[0].agent.peers._links.values()
+    with link._loads._lock:
+        for _ in range(2):
+            assert engines[0].load(list(range(5000, 5040)), CcKvOption(timeout=1500)) == 0
+    assert engines[0].agent.peers.status()[link.address.id] is False
+
+
+def test_frames_of_a_push_with_parents_say_whose_chain_each_block_is():
+    keys = b"".join(bytes([n]) * 32 for n in range(3))
+    with pytest.raises(ValueError, match="parents"):
+        m.PeerPut("t", keys, [1, 1, 1], bytes(48), parents=bytes(32))
+    assert m.PeerPut("t", keys, [1, 1, 1], bytes(48), parents=bytes(96)).parents == bytes(96)

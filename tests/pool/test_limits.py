@@ -1,0 +1,202 @@
+"""What an agent takes at most: sessions, staging memory, descriptors. Who finds none waits, is counted, and told."""
+
+import errno
+import logging
+import socket
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+from starlette.testclient import TestClient
+from typer.testing import CliRunner
+
+from ems import CcKvOption, EmsErrorCode, EmsException
+from ems.transport import Link, SegmentMaps
+from ems.wire import messages as m
+from kvloom.pool.auth import RefusedLogins
+from kvloom.pool.cli import app
+from kvloom.pool.control.service import build_app
+from kvloom.pool.control.state import ControlState
+from kvloom.pool.metrics import render
+from kvloom.pool.staging import Staging
+from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.waiting import until
+
+
+def link_to(agent, wait_s: float = 5.0) -> Link:
+    return Link(agent.config.socket, "", "", SegmentMaps(), time.monotonic() + wait_s)
+
+
+def gauge(agent, name: str) -> float:
+    rows = render([agent.stats()]).decode().splitlines()
+    return next(float(row.rpartition(" ")[2]) for row in rows if row.startswith(f"ems_{name}{{"))
+
+
+def test_who_finds_all_sessions_taken_waits_for_one_to_end():
+    with running_agent(max_sessions=2) as agent:
+        links = [link_to(agent) for _ in range(2)]
+        assert (gauge(agent, "sessions"), gauge(agent, "sessions_limit")) == (2, 2)
+        with pytest.raises(TimeoutError):
+            link_to(agent, 0.3)
+        came: list[Link] = []
+        waiting = threading.Thread(target=lambda: came.append(link_to(agent, 30)))
+        waiting.start()
+        until(lambda: agent.node and gauge(agent, "sessions_waited_total") >= 1)
+        links.pop().close()
+        waiting.join()
+        assert isinstance(came[0].call(m.Ping(), time.monotonic() + 5), m.Done)
+        for link in links + came:
+            link.close()
+        until(lambda: gauge(agent, "sessions") == 0)
+
+
+def test_a_burst_of_connections_is_served_within_its_deadlines():
+    with running_agent(max_sessions=8) as agent:
+        problems: list[Exception] = []
+
+        def work(number: int) -> None:
+            try:
+                with session(agent.config.socket, new_kv()) as cc:
+                    assert cc.save(slots_of(0), [number], [4], CcKvOption(timeout=60_000)).success == 1
+            except Exception as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(150)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert problems == []
+
+
+def test_a_full_queue_of_callers_is_waited_for(tmp_path):
+    path = tmp_path / "s"
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        with pytest.raises(TimeoutError):
+            Link(path, "", "", SegmentMaps(), time.monotonic() + 0.2)
+
+
+def test_without_descriptors_callers_wait_and_the_agent_does_not_spin(monkeypatch):
+    with running_agent() as agent:
+        listener = agent._door._listeners[socket.AF_UNIX]
+        accepts: list[int] = []
+
+        class Short:
+            def __getattr__(self, name: str):
+                return getattr(listener, name)
+
+            def accept(self):
+                accepts.append(1)
+                if len(accepts) < 4:
+                    raise OSError(errno.EMFILE, "Too many open files")
+                return listener.accept()
+
+        taken = agent._door._accept
+        monkeypatch.setattr(agent._door, "_accept", lambda _listener: taken(Short()))
+        link = link_to(agent)
+        link.close()
+        assert len(accepts) >= 4
+        assert gauge(agent, "accept_failures_total") == 3
+
+
+def test_staging_memory_has_a_limit_for_all_sessions_together():
+    with running_agent(staging_bytes=1 << 20) as agent, ExitStack() as stack:
+        links = []
+        for _ in range(8):
+            links.append(link_to(agent))
+            stack.callback(links[-1].close)
+        sizes = [len(link.arena(1 << 20, 64 << 10, time.monotonic() + 0.2)) for link in links[:7]]
+        assert sizes[0] == 256 << 10
+        assert min(sizes) >= 64 << 10
+        assert sum(sizes) == gauge(agent, "staging_bytes") <= 1 << 20
+        with pytest.raises(EmsException, match="--staging") as caught:
+            links[7].arena(512 << 10, 512 << 10, time.monotonic() + 0.2)
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
+        assert gauge(agent, "staging_refused_total") == 1
+        with pytest.raises(EmsException, match="a staging area is"):
+            links[7].arena(2 << 20, 2 << 20, time.monotonic() + 0.2)
+        for link in links[:7]:
+            link.close()
+        assert len(links[7].arena(512 << 10, 512 << 10, time.monotonic() + 10)) == 512 << 10
+
+
+def test_a_save_goes_through_a_small_staging_area():
+    kv = new_kv(num_blocks=64, dim=256)
+    with running_agent(staging_bytes=256 << 10) as agent, session(agent.config.socket, kv) as cc:
+        assert cc.save(slots_of(*range(64)), list(range(64)), [4] * 64).success == 64
+        assert cc.load(slots_of(*range(64)), list(range(64)), [4] * 64).success == 64
+
+
+def test_a_save_larger_than_the_pool_keeps_its_beginning_and_says_so(caplog):
+    kv, count = new_kv(num_blocks=300), 300
+    arguments = (slots_of(*range(count)), list(range(count)), [4] * count)
+    with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
+        for _ in range(2):
+            assert cc.save(*arguments).success == (1 << 20) // 4096
+        assert cc.exists(list(range(count))) == cc.load(*arguments).success == (1 << 20) // 4096
+        assert agent.node.pool("default").counts["refused_pinned"] > 0
+        assert agent.node.pool("default").counts["evicted"] == 0
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "a save found room for its first blocks only"
+    ]
+
+
+def test_staging_is_handed_on_when_it_is_given_back():
+    staging = Staging(100)
+    assert staging.take(1000, 10, 0.0) == 25
+    assert staging.take(80, 80, 0.0) == 0
+    assert staging.take(101, 101, time.monotonic() + 60) == 0, "it never can be had"
+    got: list[int] = []
+    waiting = threading.Thread(target=lambda: got.append(staging.take(90, 90, time.monotonic() + 60)))
+    waiting.start()
+    staging.give_back(25)
+    waiting.join()
+    assert got == [90]
+
+
+def test_an_empty_token_file_does_not_open_the_control_plane(tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "token").write_text("\n")
+    arguments = ["control", f"--secret-file={tmp_path}/secret", f"--admin-token-file={tmp_path}/token"]
+    answer = CliRunner().invoke(app, [*arguments, "--listen=127.0.0.1:0", f"--state={tmp_path}/db"])
+    assert answer.exit_code == 1
+    assert "is empty" in answer.output
+    api = TestClient(build_app(ControlState(":memory:", time.time), "", SECRET))
+    for header in ("Bearer ", "Bearer", ""):
+        assert api.get("/v1/credentials", headers={"Authorization": header}).status_code == 401
+
+
+def test_refused_logins_are_counted_and_logged(caplog):
+    caplog.set_level(logging.WARNING)
+    with running_agent(is_open=False, secret=SECRET) as agent:
+        for _ in range(3):
+            with (
+                pytest.raises(EmsException),
+                session(agent.config.socket, new_kv(), access_id="nobody", access_key="0" * 32) as cc,
+            ):
+                cc.save(slots_of(0), [1], [4])
+        assert gauge(agent, "auth_failures_total") == 3
+    assert "access_id 'nobody', process" in caplog.text
+    api = TestClient(build_app(ControlState(":memory:", time.time), "token", SECRET, frozenset({"testserver"})))
+    api.get("/v1/nodes", headers={"Authorization": "Bearer no"})
+    assert "ems_control_refused_total 1.0" in api.get("/metrics").text
+    assert "GET /v1/nodes from testclient" in caplog.text
+
+
+def test_a_flood_of_refused_logins_is_a_line_a_second(caplog):
+    now_s = [10.0]
+    refused = RefusedLogins("a login", lambda: now_s[0])
+    for _ in range(5):
+        refused.note("x")
+    now_s[0] += 1.5
+    refused.note("y")
+    assert [record.message for record in caplog.records] == [
+        "a login was refused: x",
+        "a login was refused: y (4 more were)",
+    ]
+    assert refused.count == 6

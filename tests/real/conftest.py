@@ -1,0 +1,31 @@
+"""The real small model, opened once for all tests that leave it as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import transformers
+
+from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer
+from tests.real.model import RealModel, open_real
+from tests.real.oracle import load_oracle
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return load_tokenizer(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def oracle(smollm2_path: Path) -> transformers.LlamaForCausalLM:
+    """In float32. A test that changes weights changes those of a copy."""
+    return load_oracle(smollm2_path)
+
+
+@pytest.fixture(scope="session")
+def real(smollm2_path: Path, tokenizer: Tokenizer) -> Callable[[str], RealModel]:
+    """The model of a kind, see `open_real`."""
+    return functools.cache(functools.partial(open_real, smollm2_path, tokenizer))

@@ -1,0 +1,32 @@
+"""What a start says of the memory for keys and values."""
+
+import pytest
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import RankInfo
+from kvloom.server.run.kvnote import kv_note
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "fields", "size", "rest"),
+    [
+        (2 << 30, {}, "2.0 GB", "; 16 MB of it are taken now, {more}; it goes back after 300 s without work"),
+        (2 << 30, {"idle_release_s": 0}, "2.0 GB", "; 16 MB of it are taken now, {more}"),
+        (
+            3 << 20,
+            {"idle_release_s": 5},
+            "3 MB",
+            "; 3 MB of it are taken now, {more}; it goes back after 5 s without work",
+        ),
+        (40 << 30, {"device": "cuda"}, "40.0 GB", ""),
+    ],
+)
+def test_it_tells_what_may_be_taken_and_what_is(kv_bytes, fields, size, rest):
+    info = RankInfo(5000, 16, 100, 100, "cpu", kv_bytes=kv_bytes)
+    rest = rest.format(more="more when sequences need it")
+    note = kv_note("m", info, EngineConfig(model="m", **fields))
+    assert note == f"m: room for 80,000 tokens in a KV cache of {size}{rest}.\n"
+
+
+def test_a_mock_has_none():
+    assert kv_note("m", RankInfo(5000, 16, 100, 100, "fake"), EngineConfig(backend="fake")) == ""

@@ -1,0 +1,88 @@
+"""C++ programs against libkvloom_engine.so: compiled, and run with a host of a test's choice."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvloom.engine_api.build import LIBRARY
+from tests.support.compiling import compiled, objects
+from tests.support.configs import mock_document
+
+PROGRAMS = Path(__file__).parent.parent / "engine" / "api" / "cpp"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_api.cpp"
+HEADERS = LIBRARY.include / "kvloom_engine"
+WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+THREAD_SANITIZER = ("-fsanitize=thread",)
+
+
+def write_config(folder: Path) -> Path:
+    """A config.json of the mock model."""
+    return _write(folder, mock_document())
+
+
+def write_real_config(folder: Path, model: Path) -> Path:
+    """One of a model's files."""
+    document = mock_document()
+    deployed = document["ModelDeployParam"]["ModelParam"][0]
+    deployed |= {"modelInstanceType": "Standard", "modelName": "real", "modelWeightPath": str(model)}
+    return _write(folder, document)
+
+
+def _write(folder: Path, document: dict[str, Any]) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(document))
+    path.chmod(0o600)
+    return path
+
+
+def write_host(path: Path, *command: str) -> Path:
+    """A program that stands for the host: `command`, and its number of the socket; its process id is in PATH.pid."""
+    words = " ".join(shlex.quote(word) for word in command)
+    path.write_text(f'#!/bin/sh\necho $$ > "$0.pid"\nexec {words} "$@"\n')
+    path.chmod(0o700)
+    return path
+
+
+def real_host(folder: Path) -> Path:
+    return write_host(folder / "host", sys.executable, "-m", "kvloom.engine_api.host")
+
+
+def compile_program(source: Path, *flags: str) -> Path:
+    """Linked with the library, as strictly as C++11 is."""
+    lib = LIBRARY.path()
+    command = ["c++", "-std=c++11", "-g", "-O0", *WARNINGS, f"-I{HEADERS}", *flags, source]
+    return compiled(
+        [*command, f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", f"-l:{lib.name}", "-pthread"], source.stem
+    )
+
+
+def compile_example() -> Path:
+    """examples/engine_api.cpp, which includes the headers of the document's program too."""
+    return compile_program(EXAMPLE, "-idirafter", str(HEADERS / "sample"))
+
+
+def compile_sanitized(source: Path, *flags: str) -> Path:
+    """A program that has the library's own files compiled in, so that a sanitizer sees them."""
+    command = ["c++", "-std=c++17", "-D_GNU_SOURCE", "-g", "-O0", *WARNINGS, f"-I{LIBRARY.include}", *flags]
+    library = objects(command, LIBRARY.source_files())
+    command = ["c++", "-std=c++11", "-g", "-O0", *WARNINGS, f"-I{HEADERS}", *flags, source]
+    return compiled([*command, *library, "-pthread", "-ldl"], source.stem)
+
+
+def run_program(program: Path, host: Path, *arguments: str, timeout_s: float = 100, **environ: str) -> str:
+    """It must succeed. Returns what it printed."""
+    done = subprocess.run(
+        [str(program), *arguments],
+        env={**os.environ, "KVLOOM_ENGINE_HOST": str(host), **environ},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -1,0 +1,18 @@
+"""Whether a text is of a grammar, as the engine's guides have it."""
+
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
+from kvloom.rank.grammar.guides import Guides
+
+_guides = Guides(ByteTokenizer, VOCAB_SIZE)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether an answer may be this text and end there."""
+    guide = _guides.guide(SamplingParams(grammar=grammar))
+    assert guide is not None
+    for byte in text.encode():
+        if not guide.mask()[byte]:
+            return False
+        guide.take(byte)
+    return bool(guide.mask()[EOS_ID])
