@@ -1,4 +1,4 @@
-"""Admission: so many are served, twice as many wait in order, and a place is never lost."""
+"""Admission: so many are served, twice as many wait in order, and a slot is never lost."""
 
 import asyncio
 import random
@@ -9,7 +9,7 @@ from kvloom.contract.errors import Overloaded
 from kvloom.server.serving.admission import Admission, Ticket
 
 
-def test_whatever_comes_goes_stops_or_is_cancelled_places_are_never_exceeded_nor_lost():
+def test_whatever_comes_goes_stops_or_is_cancelled_slots_are_never_exceeded_nor_lost():
     async def run(seed: int) -> None:
         dice = random.Random(seed)
         admission = Admission(limit=3)
@@ -18,7 +18,7 @@ def test_whatever_comes_goes_stops_or_is_cancelled_places_are_never_exceeded_nor
         async def one(ticket: Ticket) -> None:
             nonlocal served, refused
             try:
-                async with admission.place(ticket):
+                async with admission.slot(ticket):
                     if not ticket.is_stopped:
                         served += 1
                         assert served <= 3
@@ -44,7 +44,7 @@ def test_whatever_comes_goes_stops_or_is_cancelled_places_are_never_exceeded_nor
             assert admission.num_active <= 9
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
         assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
-        async with asyncio.timeout(20), admission.place(Ticket()), admission.place(Ticket()), admission.place(Ticket()):
+        async with asyncio.timeout(20), admission.slot(Ticket()), admission.slot(Ticket()), admission.slot(Ticket()):
             pass
 
     for seed in range(50):
@@ -56,7 +56,7 @@ def test_those_who_wait_are_served_in_order_and_the_next_is_refused():
         admission, order = Admission(limit=1), []
 
         async def one(number: int) -> None:
-            async with admission.place(Ticket()):
+            async with admission.slot(Ticket()):
                 order.append(number)
                 await asyncio.sleep(0)
 
@@ -73,12 +73,12 @@ def test_those_who_wait_are_served_in_order_and_the_next_is_refused():
 def test_prompt_tokens_are_bounded_too_but_one_long_prompt_alone_is_let_in():
     async def run() -> None:
         admission = Admission(limit=10, max_tokens=100)
-        async with admission.place(Ticket(150)):
+        async with admission.slot(Ticket(150)):
             assert admission.is_full
             with pytest.raises(Overloaded, match="150 prompt tokens are being served or wait"):
-                async with admission.place(Ticket(1)):
+                async with admission.slot(Ticket(1)):
                     pass
-        async with admission.place(Ticket(60)), admission.place(Ticket(40)):
+        async with admission.slot(Ticket(60)), admission.slot(Ticket(40)):
             assert admission.num_tokens == 100
 
     asyncio.run(run())

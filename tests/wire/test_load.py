@@ -1,4 +1,4 @@
-"""Many streams at once, the request that is one too many, and how fast a place is free again."""
+"""Many streams at once, the request that is one too many, and how fast a slot is free again."""
 
 import asyncio
 import json

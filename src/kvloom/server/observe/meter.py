@@ -62,11 +62,11 @@ class Meter:
     failed_s: float = 0.0
     last_s: float = 0.0  # when the last generation came, since the epoch; 0 = none has
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
-    first_token: Histogram = field(default_factory=_times)  # with the wait for a place
+    first_token: Histogram = field(default_factory=_times)  # with the wait for a slot
     between_tokens: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # mean of a generation
     gaps: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # each, in a choice
     queue: Histogram = field(default_factory=_times)
-    prefill: Histogram = field(default_factory=_times)  # from the place to the first token
+    prefill: Histogram = field(default_factory=_times)  # from the slot to the first token
     decode: Histogram = field(default_factory=_times)
     inference: Histogram = field(default_factory=_times)  # prefill and decode
     whole: Histogram = field(default_factory=_times)

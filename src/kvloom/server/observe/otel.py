@@ -84,8 +84,8 @@ class OtelTracer:
     def _phases(self, trace: Trace, request: Span, start_ns: int, end_ns: int) -> None:
         """Each phase that began; the one in which the request ended lasts to the end."""
         context, timing = set_span_in_context(request), trace.timing
-        lengths = [("queue", timing.queue_s if timing.has_place else None)]
-        if timing.has_place:
+        lengths = [("queue", timing.queue_s if timing.has_slot else None)]
+        if timing.has_slot:
             lengths.append(("prefill", timing.first_token_s))
         if timing.first_token_s is not None:
             lengths.append(("decode", timing.decode_s))
@@ -121,7 +121,7 @@ def _attributes(trace: Trace, operation: str) -> dict[str, AttributeValue]:
         "gen_ai.usage.cache_read.input_tokens": trace.num_cached_tokens,
         "gen_ai.usage.output_tokens": timing.num_tokens,
         "gen_ai.response.finish_reasons": tuple(trace.finish_reasons) or None,
-        "gen_ai.latency.time_in_queue": timing.queue_s if timing.has_place else None,
+        "gen_ai.latency.time_in_queue": timing.queue_s if timing.has_slot else None,
         "gen_ai.latency.time_to_first_token": None
         if timing.first_token_s is None
         else timing.queue_s + timing.first_token_s,

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds: waited for a place, from there to the first token, from there to the last token so far."""
+    """Seconds: waited for an admission slot, from there to the first token, from there to the last token so far."""
 
     queue_s: float = 0.0
     first_token_s: float | None = None
     decode_s: float = 0.0
     num_tokens: int = 0
-    has_place: bool = False
+    has_slot: bool = False
     _choices: dict[int, list[float]] = field(default_factory=dict)  # when each one's last token came, and how many
     _began: float = field(default_factory=time.perf_counter)
 
@@ -26,13 +26,13 @@ class Timing:
         """Since the epoch."""
         return time.time()
 
-    def place_given(self) -> None:
+    def slot_given(self) -> None:
         now = time.perf_counter()
-        self.queue_s, self._began, self.has_place = now - self._began, now, True
+        self.queue_s, self._began, self.has_slot = now - self._began, now, True
 
     @property
     def inference_s(self) -> float:
-        """From the place to the last token."""
+        """From the slot to the last token."""
         return (self.first_token_s or 0.0) + self.decode_s
 
     @property

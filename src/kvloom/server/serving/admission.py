@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from kvloom.contract.errors import Overloaded
 
-WAITING_PER_PLACE = 2  # requests that wait for each one that is served
+WAITING_PER_SLOT = 2  # requests that wait for each one that is served
 
 
 @dataclass(slots=True, eq=False)
@@ -20,21 +20,21 @@ class Ticket:
     turn: asyncio.Future[None] | None = field(default=None, repr=False)
 
     def stop(self) -> None:
-        """The request is no longer wanted: it stops waiting, without a place."""
+        """The request is no longer wanted: it stops waiting, without a slot."""
         self.is_stopped = True
         if self.turn is not None and not self.turn.done():
             self.turn.set_result(None)
 
 
 class Admission:
-    """At most `limit` requests at once; `waiting_per_place` times as many wait in order; the next is refused.
+    """At most `limit` requests at once; `waiting_per_slot` times as many wait in order; the next is refused.
 
     So is a request whose prompt would make more than `max_tokens` prompt tokens wait or run.
     """
 
-    def __init__(self, limit: int, max_tokens: int | None = None, waiting_per_place: int = WAITING_PER_PLACE) -> None:
+    def __init__(self, limit: int, max_tokens: int | None = None, waiting_per_slot: int = WAITING_PER_SLOT) -> None:
         self.limit, self.max_tokens = limit, max_tokens
-        self._max_waiting = waiting_per_place * limit
+        self._max_waiting = waiting_per_slot * limit
         self.num_active = 0  # served and waiting
         self.num_tokens = 0  # of their prompts
         self._num_served = 0
@@ -50,19 +50,19 @@ class Admission:
         return len(self._waiting)
 
     @asynccontextmanager
-    async def place(self, ticket: Ticket) -> AsyncIterator[None]:
-        """Wait for a place; a stopped ticket enters without one. Raises Overloaded when too many wait already."""
+    async def slot(self, ticket: Ticket) -> AsyncIterator[None]:
+        """Wait for an admission slot; a stopped ticket enters without. Raises Overloaded when too many wait already."""
         self._check(ticket)
         self.num_active += 1
         self.num_tokens += ticket.num_tokens
-        has_place = False
+        has_slot = False
         try:
-            has_place = await self._enter(ticket)
+            has_slot = await self._enter(ticket)
             yield
         finally:
             self.num_active -= 1
             self.num_tokens -= ticket.num_tokens
-            if has_place:
+            if has_slot:
                 self._leave()
 
     def _check(self, ticket: Ticket) -> None:
@@ -73,7 +73,7 @@ class Admission:
             raise Overloaded(f"{self.num_tokens} prompt tokens are being served or wait; try again later")
 
     async def _enter(self, ticket: Ticket) -> bool:
-        """Whether the ticket got a place: yes, unless it was stopped."""
+        """Whether the ticket got a slot: yes, unless it was stopped."""
         if self._num_served < self.limit:
             self._num_served += 1
             return True
@@ -85,7 +85,7 @@ class Admission:
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             elif not ticket.is_stopped:
-                self._leave()  # the place had been given in the same moment
+                self._leave()  # the slot had been given in the same moment
             raise
         if ticket in self._waiting:  # stopped
             self._waiting.remove(ticket)
@@ -93,7 +93,7 @@ class Admission:
         return True
 
     def _leave(self) -> None:
-        """Give the place to the next that still waits."""
+        """Give the slot to the next that still waits."""
         while self._waiting:
             ticket = self._waiting.popleft()
             if ticket.turn is not None and not ticket.turn.done():

@@ -182,8 +182,8 @@ class GenerationService:
         requests = _requests(generation, self._runs.next_serial(), self.adapter)
         item = Running(ticket, requests, generation, timing)
         with self._runs.added(item, self.card.time_limit_s) as running:
-            async with self.admission.place(ticket):
-                timing.place_given()
+            async with self.admission.slot(ticket):
+                timing.slot_given()
                 yield running
 
 

@@ -192,7 +192,7 @@ def _sums(histogram: Histogram) -> dict[str, float]:
 def _row(service: GenerationService, item: Running) -> dict[str, Any]:
     """Never what the request says."""
     timing = item.timing
-    state = "decode" if timing.num_tokens else "prefill" if timing.has_place else "queued"
+    state = "decode" if timing.num_tokens else "prefill" if timing.has_slot else "queued"
     return {
         "id": item.generation.id,
         "model": service.name,

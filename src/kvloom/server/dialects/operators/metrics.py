@@ -127,7 +127,7 @@ class Metrics:
             names = {s.adapter: s.name for s in self._models.served if s.adapter and s.parent == service.name}
             used: dict[bool, set[str]] = {True: set(), False: set()}
             for item in service.running():
-                used[item.timing.has_place].add(names.get(item.requests[0].adapter, ""))
+                used[item.timing.has_slot].add(names.get(item.requests[0].adapter, ""))
             texts = (",".join(sorted(used[is_running] - {""})) for is_running in (True, False))
             rows.append(((str(MAX_ADAPTERS), *texts), service, time.time()))
         labels = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")

@@ -68,7 +68,7 @@ class PictureService:
 
     def __init__(self, card: PictureCard, painter: Painter) -> None:
         self.card, self.painter = card, painter
-        self.admission = Admission(1, waiting_per_place=MAX_WAITING)
+        self.admission = Admission(1, waiting_per_slot=MAX_WAITING)
         self.meter = PictureMeter()
         self._running: dict[int, Painting] = {}
         self._serial = itertools.count()
@@ -114,7 +114,7 @@ class PictureService:
         is_over = False
         try:
             with self._listed(Painting(id, tenant, len(order.seeds))) as item:
-                async with self.admission.place(item.ticket), aclosing(self.painter.paint(order)) as reports:
+                async with self.admission.slot(item.ticket), aclosing(self.painter.paint(order)) as reports:
                     item.is_painting = True
                     self._check_wanted(item)
                     while not is_over:
