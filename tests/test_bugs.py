@@ -1,10 +1,13 @@
 """The planted bugs of `make mutants`: each still fits the code, and its tests are there."""
 
 import ast
+from dataclasses import replace
 from functools import cache
 
 import pytest
-from tools.mutants import ROOT, read_bugs
+from tools.mutants import ROOT, Bug, Outcome, outcome_of, read_bugs
+
+HUNG = Outcome("tests/a.py::test_b", hung=True)
 
 
 @cache
@@ -31,3 +34,26 @@ def test_a_bug_whose_text_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("tools.mutants.TABLES", tmp_path)
     with pytest.raises(SystemExit, match="stands in Makefile 0 times; write the bug anew"):
         read_bugs([])
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "expected"),
+    [
+        (100, "1 passed", Outcome("")),
+        (101, "FAILED tests/a.py::test_b[x y] - assert 1 == 2", Outcome("tests/a.py::test_b")),
+        (101, "FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.", HUNG),
+        (101, "ERROR tests/a.py::test_b - OSError", Outcome("tests/a.py::test_b")),
+        (-11, "", Outcome("a crash, signal 11")),
+        (None, "", Outcome("for 600 s", hung=True)),
+    ],
+)
+def test_who_noticed_a_bug_is_read_from_how_its_tests_ended(status, said, expected):
+    assert outcome_of(status, said) == expected
+
+
+def test_a_test_that_hangs_has_noticed_only_bugs_that_are_seen_by_it():
+    bug = Bug("table", "what", "file", "old", "new", ["tests/a.py::test_b"])
+    assert not HUNG.catches(bug)
+    assert HUNG.catches(replace(bug, hangs=True))
+    assert Outcome("tests/a.py::test_b").catches(bug)
+    assert not Outcome("").catches(replace(bug, hangs=True))

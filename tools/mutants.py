@@ -2,8 +2,9 @@
 
 `python tools/mutants.py [WORD ...]` plants those of tools/bugs/*.toml whose table, file or description has one of the
 words; without words all. Each is a line: how long it took, and the test that noticed it. Exits 1 and names the bugs
-that none did. A bug whose text does not stand in its file exactly once, or whose test is gone or fails without it, ends
-everything before the first is planted.
+that none did. A test that ran into its limit has hung and noticed nothing, unless the row says `hangs = true`. A bug
+whose text does not stand in its file exactly once, or whose test is gone or fails without it, ends everything before
+the first is planted.
 """
 
 import os
@@ -34,7 +35,10 @@ PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starle
 
 @dataclass(frozen=True)
 class Bug:
-    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters."""
+    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters.
+
+    `hangs`: nothing comes any more is how one sees it.
+    """
 
     table: str
     what: str
@@ -42,6 +46,32 @@ class Bug:
     old: str
     new: str
     tests: Sequence[str]
+    hangs: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`ending`: the test that failed, or how its process ended; empty when all passed."""
+
+    ending: str
+    hung: bool = False
+
+    def catches(self, bug: Bug) -> bool:
+        return bool(self.ending) and (bug.hangs or not self.hung)
+
+
+def outcome_of(status: int | None, said: str) -> Outcome:
+    """Of how pytest's process ended, None when it did not, and what it said last."""
+    if status == PASSED:
+        return Outcome("")
+    if status is None:
+        return Outcome(f"for {RUN_S} s", hung=True)
+    if status < 0:
+        return Outcome(f"a crash, signal {-status}")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*\])?(?: - (.*))?$", said, re.MULTILINE)
+    if not found:
+        return Outcome(said)
+    return Outcome(found[1], hung="Timeout (>" in (found[2] or ""))
 
 
 class Workshop:
@@ -54,21 +84,15 @@ class Workshop:
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
 
-    def catch(self, bug: Bug) -> str:
-        """The test that notices the bug, or how its process ended; empty when none does."""
+    def try_out(self, bug: Bug) -> Outcome:
         with self._planted(bug):
             status, said = self.run(bug.tests)
-        if status == PASSED:
-            return ""
-        if status != FAILED:
-            if status < 0:
-                return f"a crash, signal {-status}"
+        if status not in (PASSED, FAILED, None) and status >= 0:
             raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said}")
-        found = re.search(r"^FAILED (\S+?)(?:\[| |$)", said, re.MULTILINE)
-        return found[1] if found else said
+        return outcome_of(status, said)
 
-    def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int, str]:
-        """pytest's status and what it said last."""
+    def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int | None, str]:
+        """pytest's status, None when it did not end, and what it said last."""
         said = self._folder / "said"
         said.write_text("")
         process = PROCESSES.Process(target=run_pytest, args=(self._folder, said, tests))
@@ -76,7 +100,7 @@ class Workshop:
         process.join(limit_s)
         if process.exitcode is None:
             process.kill()
-            return FAILED, "it hangs"
+            return None, f"they do not end in {limit_s} s"
         return process.exitcode, "\n".join(said.read_text().splitlines()[-30:])
 
     @contextmanager
@@ -100,7 +124,7 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
             os.dup2(file.fileno(), number)
     paths = [str(folder / "src"), str(folder)]
     os.chdir(folder)
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache")}
+    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "1000"}
     sys.path[:0] = paths
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]
@@ -134,25 +158,36 @@ def survivors(bugs: Sequence[Bug]) -> list[Bug]:
         num_workers = os.cpu_count() or 1
         for _ in range(num_workers):
             free.put(Workshop(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
-        first = free.get()
-        status, said = first.run(sorted({test for bug in bugs for test in bug.tests}), FIRST_S)
-        if status != PASSED:
-            raise SystemExit(f"the tests fail without a bug:\n{said}")
-        free.put(first)
 
-        def attempt(bug: Bug) -> tuple[str, float]:
-            workshop, began_s = free.get(), time.monotonic()
+        @contextmanager
+        def workshop() -> Iterator[Workshop]:
+            taken = free.get()
             try:
-                return workshop.catch(bug), time.monotonic() - began_s
+                yield taken
             finally:
-                free.put(workshop)
+                free.put(taken)
+
+        def check(tests: Sequence[str]) -> None:
+            with workshop() as unchanged:
+                status, said = unchanged.run(tests, FIRST_S)
+            if status != PASSED:
+                raise SystemExit(f"the tests fail without a bug:\n{said}")
+
+        def attempt(bug: Bug) -> tuple[Outcome, float]:
+            with workshop() as changed:
+                began_s = time.monotonic()
+                return changed.try_out(bug), time.monotonic() - began_s
 
         workers = stack.enter_context(ThreadPoolExecutor(num_workers))
+        tests = sorted({test for bug in bugs for test in bug.tests})
+        for _ in workers.map(check, filter(None, (tests[part::num_workers] for part in range(num_workers)))):
+            pass
         alive = []
-        for number, (bug, (catcher, took_s)) in enumerate(zip(bugs, workers.map(attempt, bugs), strict=True), 1):
+        for number, (bug, (outcome, took_s)) in enumerate(zip(bugs, workers.map(attempt, bugs), strict=True), 1):
             told = f"{number:3} of {len(bugs)} {took_s:5.1f} s  {bug.table}: {bug.what}"
-            print(f"{told}  <-  {catcher or 'NOT CAUGHT'}", flush=True)
-            if not catcher:
+            ending = f"{'HUNG ' if outcome.hung else ''}{outcome.ending or 'NOT CAUGHT'}"
+            print(f"{told}  <-  {ending}", flush=True)
+            if not outcome.catches(bug):
                 alive.append(bug)
         return alive
 
