@@ -1,7 +1,6 @@
 """The control plane: credentials, tenants, nodes, and agents that follow it."""
 
 import socket
-import threading
 import time
 from contextlib import ExitStack, closing
 
@@ -14,6 +13,7 @@ from starlette.testclient import TestClient
 from ems import CcKvOption, EmsErrorCode, EmsException
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState
+from tests.support.asgi import PromptServer, in_thread
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
 
@@ -107,14 +107,9 @@ def served(clock):
     """The control plane on a port, and its admin client."""
     with closing(ControlState(":memory:", time.time)) as state, socket.create_server(("127.0.0.1", 0)) as sock:
         config = uvicorn.Config(build_app(state, TOKEN, SECRET), log_level="error", lifespan="off", ws="none")
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-        thread.start()
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        with httpx.Client(base_url=url, headers=ADMIN) as client:
+        with in_thread(PromptServer(config), sock), httpx.Client(base_url=url, headers=ADMIN) as client:
             yield client
-        server.should_exit = True
-        thread.join()
 
 
 def controlled(stack, url, name, **changes):

@@ -1,7 +1,6 @@
 """Real HTTP servers on free ports, over the fake model in this process."""
 
 import asyncio
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from kvloom.server.serving.health import Health
 from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
-from tests.support.waiting import until
+from tests.support.asgi import PromptServer, in_thread
 
 MODEL = "mock"
 LIMIT_S = 10.0
@@ -125,7 +124,7 @@ def fake_server(
     def on_start() -> None:
         engine.start(asyncio.get_running_loop())
 
-    def build() -> uvicorn.Server:
+    def build() -> PromptServer:
         admission = Admission(max_link_num, max_queued_tokens)
         cards = [ModelCard(name, engine_config, **card or {}) for name in names]
         services = [GenerationService(card, engine, tokenizer, admission, tracer) for card in cards]
@@ -143,7 +142,7 @@ def fake_server(
     with listen("127.0.0.1", 0) as listener:
         url = f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            with _running(build(), listener), made[0].client:
+            with in_thread(build(), listener), made[0].client:
                 yield made[0]
         finally:
             for each in made:
@@ -151,23 +150,10 @@ def fake_server(
             engine.close()
 
 
-def _server(app: ASGIApp, tls: ServerContext | None) -> uvicorn.Server:
+def _server(app: ASGIApp, tls: ServerContext | None) -> PromptServer:
     factory = None if tls is None else lambda settings, default: tls
     settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", ssl_context_factory=factory)
-    return uvicorn.Server(settings)
-
-
-@contextmanager
-def _running(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
-    """In a thread, until the end."""
-    thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
-    thread.start()
-    try:
-        until(lambda: server.started)
-        yield
-    finally:
-        server.should_exit = server.force_exit = True
-        thread.join(LIMIT_S)
+    return PromptServer(settings)
 
 
 async def _drain(health: Health, grace_s: float | None) -> None:

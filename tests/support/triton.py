@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import threading
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from kvloom.server.http.slow import GuardedProtocol
+from tests.support.asgi import PromptServer, in_thread
 
 MODEL = "llama_65b"
 MAX_PIECES = 200
@@ -92,27 +93,8 @@ class FakeTriton:
 @contextmanager
 def serving(app: ASGIApp, **options: Any) -> Iterator[int]:
     """Runs `app` on 127.0.0.1 and a free port, which is the value; `options` are uvicorn's."""
-    options = {
-        "http": GuardedProtocol,
-        "log_level": "error",
-        "lifespan": "off",
-        "timeout_graceful_shutdown": 1,
-    } | options
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, **options))
-    started = threading.Event()
-
-    async def run() -> None:
-        task = asyncio.create_task(server.serve())
-        while not server.started and not task.done():
-            await asyncio.sleep(0.005)
-        started.set()
-        await task
-
-    thread = threading.Thread(target=asyncio.run, args=(run(),), daemon=True)
-    thread.start()
-    assert started.wait(20)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        thread.join(20)
+    options = {"http": GuardedProtocol, "log_level": "error", "lifespan": "off"} | options
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        with in_thread(PromptServer(uvicorn.Config(app, **options)), listener):
+            yield port
