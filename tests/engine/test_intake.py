@@ -89,7 +89,7 @@ def with_engine(body: Callable[[EngineThread, Recorder], Awaitable[None]], **fie
     async def main() -> None:
         executor = Recorder()
         config = EngineConfig(
-            backend="fake", **{"max_batch": 512, "max_tokens_per_step": 8192, "pace_s": 0.0, **fields}
+            backend="fake", **{"max_batch": 512, "max_tokens_per_step": 8192, "max_gap_s": 0.0, **fields}
         )
         engine = EngineThread(Engine(config, executor, ByteTokenizer()), executor)
         engine.start(asyncio.get_running_loop())

@@ -10,7 +10,7 @@ from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
-from kvloom.engine.schedule.swap import ComputeTimer, HostPool, SwapCosts, is_swap_cheaper
+from kvloom.engine.schedule.swap import HostPool, SwapCosts, is_swap_cheaper
 from tests.engine.test_engine import truth
 from tests.engine.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
 from tests.support.engines import drain, fake_engine, run_all, tokens_of
@@ -40,16 +40,6 @@ def test_the_host_pool_gives_each_block_to_one_holder(counts):
         else:
             held += blocks
         pool.check(held)
-
-
-def test_the_timer_learns_from_large_steps_only():
-    timer = ComputeTimer()
-    timer.learn(ComputeTimer.MIN_TOKENS - 1, 1.0)
-    assert timer.token_s is None
-    timer.learn(100, 1.0)
-    assert timer.token_s == pytest.approx(0.01)
-    timer.learn(100, 2.0)
-    assert timer.token_s == pytest.approx(0.012)
 
 
 def crowded() -> tuple[list[Seq], BlockPool, Limits]:

@@ -102,6 +102,15 @@ def test_a_step_has_a_token_for_every_sequence_of_the_largest_batch(tmp_path, ma
     assert (card.engine.max_batch, card.engine.max_tokens_per_step) == (max_batch, num_tokens)
 
 
+@pytest.mark.parametrize(("gap_ms", "gap_s"), [(None, None), (-1, None), (0, 0.0), (62.5, 0.0625)])
+def test_the_gap_of_streams_is_three_decode_steps_unless_it_is_given(tmp_path, gap_ms, gap_s):
+    document = SEED_LAYOUT if gap_ms is None else changed(SEED_LAYOUT, "ScheduleParam.maxDecodeGap", gap_ms)
+    settings = Settings(load_settings(write(tmp_path, document)))
+    assert settings.build().models[0].engine.max_gap_s == gap_s
+    settings.override(max_gap_ms=40.0)  # the command line's
+    assert settings.build().models[0].engine.max_gap_s == 0.04
+
+
 def test_the_later_layout_is_read_too(tmp_path):
     config = Settings(load_settings(write(tmp_path, LATER_LAYOUT))).build()
     assert (config.port, config.max_link_num, config.models[0].engine.max_batch) == (1026, 1000, 200)
@@ -212,6 +221,8 @@ def test_flags_override_the_file(tmp_path):
         ("ScheduleParam.maxPreemptCount", 201, "must be at most 200 (ScheduleParam.maxBatchSize), got 201"),
         ("ScheduleParam.maxPrefillBatchSize", 300, "must be at most 200 (ScheduleParam.maxBatchSize), got 300"),
         ("ScheduleParam.maxPrefillTokens", 4095, "must be between 4096 and 409600, got 4095"),
+        ("ScheduleParam.maxDecodeGap", -0.5, "must be -1 or 0 ms and more, got -0.5"),
+        ("ScheduleParam.maxDecodeGap", 100_001, "must be between -1 and 100000, got 100001"),
         ("OtherParam.ResourceParam.preAllocBlocks", 5, "must be at most 4 (maxIterTimes / cacheBlockSize), got 5"),
         ("ScheduleParam.prefillPolicyType", 2, "must be one of 0, 1, 3, got 2"),
         ("ScheduleParam", [], "must be an object, got []"),

@@ -31,6 +31,7 @@ class MortalExecutor(InProcessExecutor):
         super().__init__(make())
         self._make = make
         self.kills = kills
+        self.took: Callable[[Batch], float] | None = None  # what a step is said to have taken; None = as it did
         self.is_dead = False
         self.batches: list[Batch] = []
 
@@ -49,6 +50,8 @@ class MortalExecutor(InProcessExecutor):
         output = super().collect()
         if self.is_dead:
             raise RankDied("dead")
+        if self.took is not None:
+            output.compute_s = self.took(self.batches[-1])
         return output
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:

@@ -16,9 +16,10 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.schedule.cost import Load
 from kvloom.rank.fake import ByteTokenizer, FakeRunner
 from kvloom.tuning.simulate import Arrival, read_trace, simulate
-from kvloom.tuning.steptime import Load, StepTimes, fit, load_times, measure, save_times
+from kvloom.tuning.steptime import StepTimes, fit, load_times, measure, save_times
 
 STEP_S, TOKEN_S = 0.004, 0.001
 BLOCK = 4
@@ -96,12 +97,12 @@ def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, policy
 
 def test_prompts_beside_streams_are_held_back_as_in_the_engine():
     trace = [Arrival(0.0, 2, 40), *(Arrival(0.05, 50, 3) for _ in range(6))]
-    config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=400, pace_s=0.01)
+    config = EngineConfig(backend="fake", max_batch=8, max_tokens_per_step=400, max_gap_s=0.01)
     real = EngineAtItsOwnTime(trace, 200, config)
     ended_s = real.run()
     found = simulate(trace, config, make_times())
     assert [run.ended_s for run in found.times] == pytest.approx([ended_s[str(i)] for i in range(len(trace))])
-    free = simulate(trace, replace(config, pace_s=0.0), make_times())
+    free = simulate(trace, replace(config, max_gap_s=0.0), make_times())
     assert max(found.times[0].gaps_s) < max(free.times[0].gaps_s)
 
 

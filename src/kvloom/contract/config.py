@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
 KV_DTYPES = ("auto", "bf16", "int8")
 MAX_CRASH_PATIENCE_S = 86_400
+MAX_GAP_S = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class EngineConfig:
     block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
     max_batch: int = 64
     max_tokens_per_step: int = 512
-    pace_s: float = 0.035  # what prompts may make a step take while somebody waits for a next token; 0 = any time
+    max_gap_s: float | None = None  # a step may take so long while somebody waits for a next token; see pace.py
     max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
     prefill_policy: int = 0  # 0 FCFS, 1 STATE, 3 MLFQ; see policies.py
     decode_policy: int = 0
@@ -174,9 +175,10 @@ class EngineConfig:
             raise BadRequest(
                 "device", f"the cpu backend computes on the CPU, not on {self.device}; leave backend at auto"
             )
-        for name in ("fair_token_s", "idle_release_s", "pace_s"):
+        for name in ("fair_token_s", "idle_release_s"):
             if not getattr(self, name) >= 0:
                 raise BadRequest(name, f"must not be negative, got {getattr(self, name):g}")
+        _between("max_gap_s", self.max_gap_s or 0, 0, MAX_GAP_S)
         _between("crash_patience_s", self.crash_patience_s, 0, MAX_CRASH_PATIENCE_S)
         for name in ("prefill_policy", "decode_policy"):
             _policy(name, getattr(self, name))

@@ -29,7 +29,7 @@ from kvloom.engine.schedule.policies import Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 from kvloom.engine.schedule.suspicion import accuse, next_alone
-from kvloom.engine.schedule.swap import ComputeTimer, SwapCosts
+from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.engine.schedule.transfers import Transfers
 from kvloom.engine.stats import Stats
 from kvloom.engine.text.detok import Detokenizer, text_bytes
@@ -72,8 +72,7 @@ class Engine:
         self._plan = Plan()
         self._computing: list[Seq] = []  # in the step that is under way
         self._counts = Counts()
-        self._timer = ComputeTimer()
-        self._pace = Pace(config.pace_s)
+        self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self.reset()
 
     def reset(self) -> None:
@@ -117,7 +116,7 @@ class Engine:
         seq.max_len = self._max_len(request)
         now_s = self._clock()
         seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
-        seq.may_reuse = request.may_reuse
+        seq.may_reuse, seq.is_scored = request.may_reuse, params.prompt_logprobs is not None
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
         detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
@@ -238,8 +237,7 @@ class Engine:
         self.last_step = StepSize(len(self._plan.steps), self._pool.num_blocks - self._pool.num_free)
         num_tokens = sum(step.num_tokens for step in self._plan.steps)
         self._counts.step(len(self._plan.steps), num_tokens, output.compute_s)
-        self._timer.learn(num_tokens, output.compute_s)
-        self._pace.learn([step.seq for step in self._plan.steps], num_tokens, output.compute_s)
+        self._pace.learn(self._plan, output.compute_s)
         for chunk in output.prompt_logprobs:
             if chunk.id in self._seqs:
                 self._seqs[chunk.id].take_prompt_logprobs(chunk)
@@ -291,7 +289,7 @@ class Engine:
         return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
-        costs = SwapCosts(self._executor.info.swap_block_s, self._timer.token_s)
+        costs = SwapCosts(self._executor.info.swap_block_s, self._pace.token_s or None)
         alone = next_alone(seqs)
         limits = self._pace.limited(limits, seqs if alone is None else [alone])
         asks_tier = self._transfers.may_ask(not any(seq.status is Status.RUNNING for seq in seqs))

@@ -12,13 +12,14 @@ from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.commit import apply_step, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.cost import load_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import MAX_PRIORITY, MAX_SLO_S, Turns, policy_of
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.tuning.figures import Figures, Times, figures
-from kvloom.tuning.steptime import StepTimes, load_of
+from kvloom.tuning.steptime import StepTimes
 
 Progress = Callable[[int, int], object]  # requests done, of how many
 
@@ -97,7 +98,7 @@ class _Machine:
         self._pool = BlockPool(num_blocks, config.enable_prefix_cache, config.num_host_blocks or 0)
         self._policy = policy_of(config.prefill_policy, config.decode_policy)
         self._turns = Turns(config.fair_token_s)
-        self._pace = Pace(config.pace_s)
+        self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self._max_output = config.max_iter_times
         order = sorted(range(len(trace)), key=lambda i: trace[i].arrival_s)
         self._coming = deque(order)
@@ -125,8 +126,7 @@ class _Machine:
         if plan.steps:
             compute_s = self._times.step_s(load_of(plan))
             self._now_s += compute_s + num_copies * self._times.swap_block_s
-            num_tokens = sum(step.num_tokens for step in plan.steps)
-            self._pace.learn([step.seq for step in plan.steps], num_tokens, compute_s)
+            self._pace.learn(plan, compute_s)
             self._num_steps += 1
         self._num_preempted += len(plan.preempted)
         self._num_swapped += len(plan.swapped)

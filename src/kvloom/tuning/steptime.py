@@ -4,7 +4,6 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -15,6 +14,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.cost import Load, load_of
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq
 from kvloom.rank.byte_tokenizer import ByteTokenizer
@@ -27,20 +27,6 @@ _PROMPTS = (16, 128, 512)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 Progress = Callable[[int, int], object]  # workloads done, of how many
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a step computes."""
-
-    num_tokens: int
-    num_samples: int  # sequences that get a token
-    num_pairs: int  # of a query and a key that it attends to
-
-    def basis(self) -> tuple[float, ...]:
-        """The amounts that the parts of StepTimes are multiplied with, in their order."""
-        few = min(self.num_tokens, FEW_TOKENS)
-        return (1.0, few, self.num_tokens - few, self.num_samples, self.num_pairs / 1000)
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,20 +50,19 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def step_s(self, load: Load) -> float:
         """Foretold seconds of a step."""
         parts = (self.base_s, self.few_token_s, self.token_s, self.sample_s, self.kilopair_s)
-        return sum(part * amount for part, amount in zip(parts, load.basis(), strict=True))
+        return sum(part * amount for part, amount in zip(parts, _basis(load), strict=True))
 
 
-def load_of(plan: Plan) -> Load:
-    """What a plan computes; to be called before the plan is committed."""
-    pairs = sum(step.num_tokens * step.start + step.num_tokens * (step.num_tokens + 1) // 2 for step in plan.steps)
-    samples = sum(step.start + step.num_tokens >= len(step.seq.token_ids) for step in plan.steps)
-    return Load(sum(step.num_tokens for step in plan.steps), samples, pairs)
+def _basis(load: Load) -> tuple[float, ...]:
+    """The amounts that the parts of StepTimes are multiplied with, in their order."""
+    few = min(load.num_tokens, FEW_TOKENS)
+    return (1.0, few, load.num_tokens - few, load.num_samples, load.num_pairs / 1000)
 
 
 def fit(loads: Sequence[Load], seconds: Sequence[float]) -> tuple[float, ...]:
     """Parts that minimise the relative error over the steps, none negative. Needs one step at least."""
     wanted = np.array(seconds)
-    rows = np.array([load.basis() for load in loads]) / wanted[:, None]
+    rows = np.array([_basis(load) for load in loads]) / wanted[:, None]
     parts = _nonnegative(rows)
     errors = np.abs(rows @ parts - 1)
     kept = errors <= max(_OUTLIER * float(np.median(errors)), 1e-6)

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.capacity import GIB, SHARE, blocks_per_seq, max_batch
-from kvloom.tuning.steptime import Load, StepTimes
+from kvloom.engine.schedule.cost import Load
+from kvloom.tuning.steptime import StepTimes
 
 CLOSE = 0.05  # limits of maxBatchSize that are nearer to each other are not told apart
 KNEE = 0.95  # of the best throughput: without a limit, the smallest batch that reaches it is taken

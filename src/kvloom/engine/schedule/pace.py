@@ -1,48 +1,85 @@
 """Pace: how much of other people's prompts a step computes while somebody waits for a next token.
 
-A step of a whole budget of prompt tokens takes a small machine a fifth of a second, and every stream stands still for
-as long. What a token costs is learned from the steps, so that a quick machine is never held back.
+A step of a whole budget of prompt tokens takes a small machine a fifth of a second and more, and every stream stands
+still for as long. What a step takes is learned (cost.py), and prompts get the tokens that fit beside the decodes into
+the longest gap that streams shall have.
+
+A prompt is never stopped: a step beside streams computes LEAST_TOKENS of prompts whatever they cost, so one of n
+tokens is computed by ceil(n / LEAST_TOKENS) steps in which no other prompt comes first.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from kvloom.contract.config import Limits
-from kvloom.engine.schedule.seq import Seq, Status
+from kvloom.engine.schedule.cost import Load, StepCost, decode_load, load_of
+from kvloom.engine.schedule.seq import Plan, Seq, Status
 
-LEAST_TOKENS = 64  # a step computes so many whatever they cost, so that prompts get on
-LEAST_DEAR_TOKENS = 32  # and of those that cost more
-FIRST_TOKENS = 128  # before anything was measured
-_WEIGHT = 0.2  # of the newest step, when it was quicker than was thought; a slower one counts at once
+GAP_STEPS = 3.0  # the longest gap where none is given, in steps that only decode
+LEAST_TOKENS = 16  # and their multiples: tiles of the kernels, blocks of the KV cache
+FIRST_TOKENS = 128  # before anything was learned, beside streams
+FIRST_ALONE_TOKENS = 512  # and without
+LONGEST_S = 5.0  # of a step that only computes prompts: whoever comes meanwhile, or leaves, waits for its end
+_TIMEOUT_SHARE = 0.25  # of the time after which a rank counts as dead, of any step
 
 
 class Pace:
-    """Prompts of which every token is wanted (log-probabilities, means) cost more than others and are counted apart."""
+    def __init__(self, max_gap_s: float | None = None, step_timeout_s: float = 300.0) -> None:
+        """`max_gap_s`: what a step beside streams may take; None = GAP_STEPS decode steps, 0 = as long as it does."""
+        self._max_gap_s = max_gap_s
+        self._longest_s = min(LONGEST_S, step_timeout_s * _TIMEOUT_SHARE)
+        self._cost = StepCost()
 
-    def __init__(self, step_s: float) -> None:
-        """`step_s`: what a step with prompts should take; 0 = as long as it does."""
-        self._step_s = step_s
-        self._token_s: dict[bool, float] = {}  # by whether every token is wanted
+    @property
+    def token_s(self) -> float | None:
+        """What a prompt's token is believed to take; None before the first step."""
+        return self._cost.token_s
+
+    def decode_s(self, seqs: Sequence[Seq]) -> float:
+        """What a step that decodes the running sequences is believed to take; 0 before the first, and for none."""
+        load = decode_load([seq for seq in seqs if _is_decoding(seq)], 0)
+        return self._cost.step_s(load) if load.num_tokens and self._cost.is_known else 0.0
 
     def limited(self, limits: Limits, seqs: Sequence[Seq]) -> Limits:
         """The budget of the next step."""
-        if not self._step_s or not any(seq.status is Status.RUNNING and seq.num_pending == 1 for seq in seqs):
+        decoding = [seq for seq in seqs if _is_decoding(seq)]
+        prompts = [seq for seq in seqs if seq.status is Status.RUNNING and seq.num_pending > 1]
+        prompts += [seq for seq in seqs if seq.status is Status.WAITING]
+        if not prompts:
             return limits
-        is_dear = _is_dear(seqs)
-        least = LEAST_DEAR_TOKENS if is_dear else LEAST_TOKENS
-        cost_s = self._token_s.get(is_dear)
-        most = FIRST_TOKENS if cost_s is None else int(min(self._step_s / cost_s, limits.prefill_tokens))
-        most = max(least, most)
+        is_paced = bool(decoding) and self._max_gap_s != 0
+        if not self._cost.is_known:
+            most = FIRST_TOKENS if is_paced else FIRST_ALONE_TOKENS
+        else:
+            decode = decode_load(decoding, limits.max_draft_tokens)
+            most = self._num_fitting(prompts, self._room_s(decode, is_paced), limits.prefill_tokens)
         return limits if most >= limits.prefill_tokens else replace(limits, max_prefill_tokens=most)
 
-    def learn(self, seqs: Sequence[Seq], num_tokens: int, compute_s: float) -> None:
-        """A step that computed so many tokens of these has taken so long."""
-        if num_tokens < LEAST_DEAR_TOKENS or compute_s <= 0:
-            return
-        kind, new_s = _is_dear(seqs), compute_s / num_tokens
-        old_s = self._token_s.get(kind, new_s)
-        self._token_s[kind] = max(new_s, old_s + _WEIGHT * (new_s - old_s))
+    def learn(self, plan: Plan, compute_s: float) -> None:
+        """The step has taken so long; to be called before the plan is committed."""
+        self._cost.learn(load_of(plan), compute_s)
+
+    def _room_s(self, decode: Load, is_paced: bool) -> float:
+        """What prompts may add to the decodes."""
+        decode_s = self._cost.step_s(decode)
+        if not is_paced:
+            return self._longest_s - decode_s
+        gap_s = GAP_STEPS * decode_s if self._max_gap_s is None else self._max_gap_s
+        return min(gap_s, self._longest_s) - decode_s
+
+    def _num_fitting(self, prompts: Sequence[Seq], room_s: float, most: int) -> int:
+        """Tokens that fit, those in prefill first, then those that wait; whole tiles, one at least."""
+        total = 0
+        for seq in prompts:
+            count = self._cost.num_fitting(seq, room_s)
+            total += count
+            if count < seq.num_pending or total >= most:
+                break
+            room_s -= self._cost.prompt_s(seq, count)
+        else:
+            return most  # whatever else comes fits as well
+        return min(most, max(LEAST_TOKENS, total - total % LEAST_TOKENS))
 
 
-def _is_dear(seqs: Sequence[Seq]) -> bool:
-    return any(not seq.may_reuse and seq.num_pending > 1 for seq in seqs)
+def _is_decoding(seq: Seq) -> bool:
+    return seq.status is Status.RUNNING and seq.num_pending == 1

@@ -23,7 +23,8 @@ class Seq:
     token_ids: list[int]  # prompt, then answer
     num_prompt: int
     salt: str = ""
-    may_reuse: bool = True  # False: every prompt token must be computed (their log-probabilities are wanted)
+    may_reuse: bool = True  # False: every prompt token must be computed (something of each is wanted)
+    is_scored: bool = False  # the log-probability of every prompt token is wanted
     status: Status = Status.WAITING
     num_computed: int = 0  # tokens whose keys and values are in block_table
     block_table: list[int] = field(default_factory=list)

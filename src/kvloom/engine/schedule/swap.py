@@ -45,19 +45,3 @@ class HostPool:
     def check(self, held: Sequence[int]) -> None:
         """Assert that `held`, the host blocks of all sequences, and the free ones are all there is, each once."""
         assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "host blocks: held and free differ"
-
-
-class ComputeTimer:
-    """Learns what a token of a prefill costs: the average over recent steps that computed many tokens."""
-
-    MIN_TOKENS = 32  # of a step, so that what a step costs anyway does not count
-    WEIGHT = 0.2  # of the newest step
-
-    def __init__(self) -> None:
-        self.token_s: float | None = None
-
-    def learn(self, num_tokens: int, compute_s: float) -> None:
-        """A step of `num_tokens` took the rank `compute_s`."""
-        if num_tokens >= self.MIN_TOKENS and compute_s > 0:
-            new = compute_s / num_tokens
-            self.token_s = new if self.token_s is None else self.token_s + self.WEIGHT * (new - self.token_s)

@@ -136,3 +136,9 @@ def check_devices(value: list[Any]) -> None:
             raise BadRequest("", f"{form} from 0 to 1023, got {shown(ids)}")
         if len(set(ids)) < len(ids):
             raise BadRequest("", f"must name each device of a model once, got {shown(ids)}")
+
+
+def check_gap(value: float) -> None:
+    """maxDecodeGap. Raises BadRequest."""
+    if -1 < value < 0:
+        raise BadRequest("", f"must be -1 or 0 ms and more, got {value}")

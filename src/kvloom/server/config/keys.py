@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvloom.contract.config import MAX_CRASH_PATIENCE_S
+from kvloom.contract.config import MAX_CRASH_PATIENCE_S, MAX_GAP_S
 from kvloom.server.config.backends import check_backend
-from kvloom.server.config.key import Key, check_devices, needed
+from kvloom.server.config.key import Key, check_devices, check_gap, needed
 from kvloom.server.config.published import (
     BACKEND_KEYS,
     LOG_KEYS,
@@ -74,10 +74,6 @@ _SERVE: dict[str, Key] = {
     ),
     "fairTokenMicroseconds": Key(
         int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
-    ),
-    "promptPaceMs": Key(
-        _NUMBER, "ms that prompts may make a step take while others stream; 0 = any time", 0, 10**5,
-        setting="prompt_pace_ms",
     ),
     "kvIdleSeconds": Key(
         _NUMBER, "seconds without work after which the KV cache's memory goes back; 0 = never", 0, 10**7,
@@ -181,6 +177,10 @@ _SCHEDULE: dict[str, Key] = {
     "maxBatchSize": needed(int, 200, "requests in a step", 1, 5000, setting="max_batch"),
     "maxIterTimes": needed(int, 512, "longest answer in tokens, below maxSeqLen", 1, setting="max_iter_times"),
     "maxPreemptCount": needed(int, 0, "requests a step may preempt; 0 = never", 0, setting="max_preempt"),
+    "maxDecodeGap": Key(
+        _NUMBER, "ms that a step may take while somebody streams; 0 = throughput first, -1 = 3 decode steps", -1,
+        1000 * MAX_GAP_S, setting="max_gap_ms", default=-1, check_more=check_gap,
+    ),
     "supportSelectBatch": needed(bool, False, "weigh prefill against decode", setting="is_selecting"),
     "supportSwapPolicy": Key(bool, "preempted requests are swapped out to cpuMemSize", setting="is_swapping"),
     "numSpeculativeTokens": Key(

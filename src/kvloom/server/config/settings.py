@@ -241,8 +241,8 @@ class Settings:
             engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
         if "fair_token_us" in both:
             engine["fair_token_s"] = both["fair_token_us"] / 1e6
-        if "prompt_pace_ms" in both:
-            engine["pace_s"] = both["prompt_pace_ms"] / 1e3
+        if both.get("max_gap_ms", -1) != -1:
+            engine["max_gap_s"] = both["max_gap_ms"] / 1e3
         if "max_batch" in engine:
             engine["max_tokens_per_step"] = max(512, engine["max_batch"])
         if "device_ids" in both:

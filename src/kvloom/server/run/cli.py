@@ -30,6 +30,9 @@ def serve(
     speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
+    max_gap_ms: Annotated[
+        float | None, typer.Option(help="Longest step while somebody streams; 0: throughput first, -1: 3 decode steps.")
+    ] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
     parse_special_tokens: Annotated[
         bool | None, typer.Option(help="Take special tokens in the text of messages for such.")
@@ -49,6 +52,7 @@ def serve(
     """Serve models over HTTP. Without MODEL, the demo model is fetched and served."""
     settings = read_settings(config, os.environ)
     settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
+    settings.override(max_gap_ms=max_gap_ms)
     settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
     settings.override_model(model=model, name=served_model_name, backend=backend, device=device, dtype=dtype)
