@@ -112,7 +112,7 @@ def test_code_that_packs_otherwise_finds_nothing(kept, model, monkeypatch):
 
 def test_the_recipe_covers_every_file_that_decides_a_packed_byte():
     files = {path.name for path in packed.recipe_files()}
-    assert {"cpu.py", "source.py", "gguf.py", "safetensors.py", "qwen3.py", "spec.py", "quants.py"} <= files
+    assert {"cpu.py", "packer.py", "source.py", "gguf.py", "safetensors.py", "qwen3.py", "spec.py", "quants.py"} <= files
 
 
 def test_a_small_model_is_packed_as_fast_as_it_is_looked_for(kept, model):
