@@ -6,14 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from kvloom.checkpoints.blocks import KINDS as BLOCK_KINDS
+from kvloom.checkpoints.blocks import form_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.gguf_types import GGUF_TYPES, GgufType
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
-from kvloom.checkpoints.source import Bytes, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.source import WIDE, Bytes, RawTensor, as_rows, check_shape
 from kvloom.contract.errors import ModelError
 
-KINDS = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k")
+KINDS = (*WIDE, *BLOCK_KINDS)
 TOP_NAMES = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
 LAYER_NAMES = {
     "attn_norm": "attn_norm.weight",
@@ -128,6 +130,9 @@ class GgufSource:
 
     def names(self) -> list[str]:
         return list(self._shapes)
+
+    def form(self, name: str) -> str:
+        return form_of(self._file.kind(file_name(name)))
 
     def tensor(self, name: str) -> RawTensor:
         """Raises ModelError when the spec has no such tensor."""

@@ -68,6 +68,9 @@ class SafetensorsSource:
         key = file_name(name)
         return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
 
+    def form(self, name: str) -> str:
+        return ""
+
     def tensor(self, name: str) -> RawTensor:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:

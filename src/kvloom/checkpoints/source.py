@@ -8,27 +8,37 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvloom.checkpoints.blocks import form_of, read_blocks
+from kvloom.checkpoints.numbers import Bytes, Floats, Numbers
 from kvloom.contract.errors import ModelError
 
 WIDE = ("f32", "f16", "bf16")  # kinds that are numbers, not blocks
 _PIECE_VALUES = 1 << 20
 _LONG_ROW_BYTES = 1 << 14
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """A tensor as the file holds it. `shape` is [out, in] row-major, whatever the file's own order was.
 
-    kind is "f32", "f16", "bf16" or a GGUF block type ("q8_0", "q4_0", "q4_1", "q4_k", "q5_k", "q6_k");
-    data is a read-only view of the bytes: uint8 [rows, bytes a row].
+    kind is "f32", "f16", "bf16" or a GGUF block type of blocks.KINDS; data is a read-only view of the bytes: uint8 [rows, bytes a row].
     """
 
     name: str
     shape: tuple[int, ...]
     kind: str
     data: Bytes
+
+    @property
+    def form(self) -> str:
+        """In which memory holds it as it is (numbers.FORM_BITS), "" for a kind of WIDE."""
+        return form_of(self.kind)
+
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
+        """(first row, numbers) of a matrix that has a form, from top to bottom. Raises ModelError for scales like NaN."""
+        rows = max(1, _PIECE_VALUES // self.shape[-1])
+        for at in range(0, self.shape[0], rows):
+            yield at, read_blocks(self.kind, self.data[at : at + rows]).check(self.name)
 
     def float32(self) -> Floats:
         """The values, dequantised, as a new float32 array of `shape`."""
@@ -88,6 +98,10 @@ class WeightSource(Protocol):
 
     def names(self) -> list[str]:
         """Of all tensors, in kvloom's spelling."""
+        ...
+
+    def form(self, name: str) -> str:
+        """Of the tensor, without a look at its bytes; see RawTensor."""
         ...
 
     def tensor(self, name: str) -> RawTensor:

@@ -38,38 +38,29 @@ static void test_norm_and_quantisation(int64_t cols) {
     rms_norm(x.data(), weight.data(), padded, cols, 1e-5f, got.data());
     scalar::rms_norm(x.data(), weight.data(), cols, 1e-5f, want.data());
     for (int64_t k = 0; k < padded; k++) near(got[size_t(k)], want[size_t(k)], 1e-5, "rms_norm", cols, k);
-    for (int group : {kInt8Group, kInt4Group}) {
+    for (int format : {KVL_INT8, KVL_INT4}) {
+        const int group = group_size(format);
+        const size_t run = size_t(run_size(format));
         std::vector<int8_t> data(static_cast<size_t>(padded));
         std::vector<float> scale(static_cast<size_t>(padded / group));
-        std::vector<int32_t> sums(scale.size());
-        quantize_row(x.data(), padded, group, data.data(), scale.data(), sums.data());
+        std::vector<int32_t> sums(size_t(padded) / run);
+        quantize_row(x.data(), padded, group, int(run), data.data(), scale.data(), sums.data());
         for (int64_t k = 0; k < padded; k++)
             near(float(data[size_t(k)]) * scale[size_t(k / group)], x[size_t(k)],
                  1.001 * double(scalar::half_step(x.data(), k, group)), "quantize", group, k);
         for (size_t g = 0; g < sums.size(); g++)
-            near(sums[g], std::accumulate(&data[g * size_t(group)], &data[(g + 1) * size_t(group)], 0), 0, "sum", group, 0);
+            near(sums[g], std::accumulate(&data[g * run], &data[(g + 1) * run], 0), 0, "sum", group, 0);
     }
 }
 
-// A linear packed through the C interface, then each number of rows of the micro-kernel.
-static void test_tiles(int format, int64_t cols) {
-    kvl_shape shape{};
-    shape.num_threads = 2;
-    kvl_model* model = kvl_new(&shape);
-    kvl_add_linear(model, kPanel, cols, format);
-    kvl_allocate(model);
-    const std::vector<float> weights = noise(kPanel * cols);
-    kvl_fill_f32(model, 0, weights.data(), kPanel, 0, -1);
-    const Linear& linear = model->linears[0];
-    const double step = format == KVL_INT4 ? 0.3 : format == KVL_INT8 ? 0.03 : 0.02;
-    for (int c = 0; c < kPanel; c++)
-        for (int64_t k = 0; k < cols; k++)
-            near(scalar::weight_at(linear.panel(0), format, k, c), weights[size_t(c * cols + k)], step, "weight", c, k);
+// Every number of rows of a micro-kernel over one packed panel.
+static void test_tile(const Linear& linear) {
+    const int format = linear.format(0);
     const int64_t padded = linear.padded_cols, groups = padded / group_size(format);
     for (int rows = 1; rows <= kRowsOnce; rows++) {
         std::vector<float> scale(static_cast<size_t>(rows * groups));
         std::vector<int8_t> data(static_cast<size_t>(rows * padded * 2));
-        std::vector<int32_t> sums(scale.size());
+        std::vector<int32_t> sums(static_cast<size_t>(rows * padded / run_size(format)));
         const Activations x{data.data(), scale.data(), sums.data()};
         std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
         for (int m = 0; m < rows; m++, values = noise(padded)) store_activations(x, m, values.data(), padded, format);
@@ -78,6 +69,88 @@ static void test_tiles(int format, int64_t cols) {
             for (int c = 0; c < kPanel; c++)
                 near(out[size_t(m * kPanel + c)], scalar::dot(x, m, padded, format, linear.panel(0), c), 2e-3, "tile", rows, c);
     }
+}
+
+// A linear of one panel, through the C interface.
+struct OnePanel {
+    OnePanel(int64_t cols, int format) : model(kvl_new(&shape)), cols(cols) {
+        kvl_add_linear(model, kPanel, cols, format);
+        kvl_allocate(model);
+    }
+    ~OnePanel() { kvl_free(model); }
+    const Linear& linear() const { return model->linears[0]; }
+    // The weights behind the panel, as the scalar reference and as an embedding reads them.
+    void check(const std::vector<float>& want, double tolerance) const {
+        std::vector<float> row(static_cast<size_t>(cols));
+        for (int c = 0; c < kPanel; c++) {
+            read_row(linear(), c, row.data());
+            for (int64_t k = 0; k < cols; k++) {
+                const float held = scalar::weight_at(linear().panel(0), linear().format(0), k, c);
+                near(held, want[size_t(c * cols + k)], tolerance, "weight", c, k);
+                near(row[size_t(k)], held, 0, "row", c, k);
+            }
+        }
+    }
+    const kvl_shape shape{0, 0, 0, 0, 0, 0, 0, 2, 0, 0};
+    kvl_model* model;
+    const int64_t cols;
+};
+
+// Floats, quantised here.
+static void test_quantised(int format, int64_t cols) {
+    const OnePanel panel(cols, format);
+    const std::vector<float> weights = noise(kPanel * cols);
+    kvl_fill_f32(panel.model, 0, weights.data(), kPanel, 0, -1);
+    panel.check(weights, format == KVL_INT4 ? 0.3 : format == KVL_BF16 ? 0.02 : 0.03);
+    test_tile(panel.linear());
+}
+
+// Numbers of a file, kept as they are: all of a form's numbers, scales of both signs, with and without minimums.
+static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) {
+    const OnePanel panel(cols, format);
+    const int64_t runs = (cols + run - 1) / run;
+    const int bits = has_bytes(format) ? 8 : 4 + high_bits(format);
+    std::vector<uint8_t> numbers(static_cast<size_t>(kPanel * cols));
+    for (size_t i = 0; i < numbers.size(); i++) numbers[i] = uint8_t(generator() & ((1u << bits) - 1));
+    std::vector<float> scales = noise(kPanel * runs, 1.0f / float(1 << bits)), minimums = noise(kPanel * runs), want;
+    for (std::vector<float>* half : {&scales, &minimums})
+        for (float& value : *half) value = fp16_to_float(float_to_fp16(value));
+    for (int64_t i = 0; i < kPanel * cols; i++) {
+        const int number = numbers[size_t(i)];
+        const int level = format == KVL_IQ4   ? kIq4[number]
+                          : format == KVL_FP4 ? kFp4[number]
+                                              : number - (has_bytes(format) ? 128 : format == KVL_INT6 ? 32 : 0);
+        const size_t at = size_t(i / cols * runs + i % cols / run);
+        want.push_back(float(level) * scales[at] + (has_minimums ? minimums[at] : 0));
+    }
+    const kvl_numbers from{numbers.data(), scales.data(), has_minimums ? minimums.data() : nullptr, run};
+    kvl_fill_numbers(panel.model, 0, &from, kPanel, 0, -1);
+    panel.check(want, 1e-6);
+    test_tile(panel.linear());
+}
+
+// Panels of three forms in one linear: each lies where the ones before it end, whichever thread's it is.
+static void test_stretches(int threads) {
+    kvl_shape shape{};
+    shape.num_threads = threads;
+    kvl_model* model = kvl_new(&shape);
+    const int formats[] = {KVL_INT4, KVL_INT6, KVL_INT8_32}, panels[] = {3, 1, 2};
+    const int64_t cols = 40;
+    kvl_add_linear(model, 6 * kPanel - 5, cols, formats[0]);
+    kvl_set_format(model, 0, 3 * kPanel, formats[1]);
+    kvl_set_format(model, 0, 4 * kPanel, formats[2]);
+    kvl_allocate(model);
+    const Linear& linear = model->linears[0];
+    std::vector<const uint8_t*> ends(static_cast<size_t>(threads));
+    for (int part = 0, index = 0; part < 3; part++)
+        for (int i = 0; i < panels[part]; i++, index++) {
+            near(linear.format(index), formats[part], 0, "form", threads, index);
+            const size_t owner = size_t(linear.owner(index));
+            if (ends[owner]) near(double(linear.panel(index) - ends[owner]), 0, 0, "panel", threads, index);
+            ends[owner] = linear.panel(index) + 2 * group_bytes(formats[part]);
+        }
+    for (int t = 0; t < threads; t++)
+        if (ends[size_t(t)]) near(double(ends[size_t(t)] - kvl_arena(model, t)), double(kvl_arena_bytes(model, t)), 0, "arena", threads, t);
     kvl_free(model);
 }
 
@@ -218,8 +291,14 @@ int main() {
         for (int64_t cols : {64, 100}) test_adapters(cols, rank, cols == 64 ? kPanel : kPanel - 3);
     test_numbers();
     for (int64_t cols : {1, 15, 16, 63, 64, 65, 200}) test_norm_and_quantisation(cols);
-    for (int format : {KVL_INT8, KVL_INT4, KVL_BF16})
-        for (int64_t cols : {1, 31, 33, 64, 96, 200}) test_tiles(format, cols);
+    for (int64_t cols : {1, 31, 33, 64, 96, 200}) {
+        for (int format : {KVL_INT8, KVL_INT8_32, KVL_INT4, KVL_BF16}) test_quantised(format, cols);
+        for (int format : {KVL_INT4, KVL_INT5, KVL_INT8_MIN}) test_kept(format, cols, 32, true);
+        for (int format : {KVL_INT4, KVL_INT8_32, KVL_IQ4, KVL_FP4}) test_kept(format, cols, 32, false);
+        for (int64_t run : {16, 32}) test_kept(KVL_INT6, cols, run, false);
+        for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
+    }
+    for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {
             test_attention<Bf16Cache>(dim, length, 0);

@@ -52,6 +52,9 @@ class MemoryWeights:
     def names(self) -> list[str]:
         return list(self.values)
 
+    def form(self, name: str) -> str:
+        return self.blocks[name].form if name in self.blocks else ""
+
     def tensor(self, name: str) -> RawTensor:
         if name in self.blocks:
             return self.blocks[name]

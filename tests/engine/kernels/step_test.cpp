@@ -20,6 +20,7 @@ constexpr int kMaxPositions = 256, kMaxBlocks = kMaxPositions / kBlockTokens;
 struct Options {
     int kv_format, threads, window;
     bool has_bias, has_norms;
+    bool is_apart = false;  // gate and up in panels of their own, the embedding in a linear: as files of mixed forms have them
 };
 
 // A matrix [rows][cols] of bf16 numbers, so that packing as bf16 loses nothing.
@@ -164,11 +165,13 @@ class Native {
         const int32_t head = kvl_add_linear(model.get(), kVocab, kHidden, KVL_BF16);
         emit({KVL_ROWS_NORM_QUANT, 0, head, 0, vector(plain.norm), -1, 0});
         emit({KVL_LINEAR, 0, head, KVL_LOGITS, -1, -1, 0});
+        const int32_t table = plain.options.is_apart ? kvl_add_linear(model.get(), kVocab, kHidden, KVL_BF16) : -1;
         near(kvl_allocate(model.get()) > 0, 1, 0, "allocate", 0, 0);
         for (int l = 0; l < kLayers; l++) fill(l * 4, plain.layers[size_t(l)]);
         kvl_fill_f32(model.get(), head, plain.head.values.data(), kVocab, 0, -1);
+        if (plain.options.is_apart) kvl_fill_f32(model.get(), table, plain.embed.values.data(), kVocab, 0, -1);
         for (float value : plain.embed.values) embed.push_back(float_to_bf16(value));
-        kvl_set_tables(model.get(), embed.data(), plain.rope.data());
+        kvl_set_tables(model.get(), plain.options.is_apart ? nullptr : embed.data(), table, plain.rope.data());
         kvl_set_program(model.get(), program.data(), int32_t(program.size()));
     }
 
@@ -236,7 +239,8 @@ class Native {
         const Options& options = plain.options;
         const int32_t qkv = kvl_add_linear(model.get(), kQueries + 2 * kKeys, kHidden, KVL_BF16);
         const int32_t o = kvl_add_linear(model.get(), kHidden, kQueries, KVL_BF16);
-        const int32_t gate_up = kvl_add_linear(model.get(), 2 * round_up(kMlp, kLanes), kHidden, KVL_BF16);
+        const int64_t width = round_up(kMlp, options.is_apart ? kPanel : kLanes);
+        const int32_t gate_up = kvl_add_linear(model.get(), 2 * width, kHidden, KVL_BF16);
         const int32_t down = kvl_add_linear(model.get(), kHidden, kMlp, KVL_BF16);
         emit({KVL_NORM_QUANT, index, qkv, 0, vector(layer.attention_norm), -1, 0});
         emit({KVL_LINEAR, index, qkv, KVL_TO_QKV, options.has_bias ? vector(layer.bias) : -1, -1, 0});
@@ -246,18 +250,19 @@ class Native {
         emit({KVL_QUANT, index, o, 0, -1, -1, KVL_FROM_ATTENTION});
         emit({KVL_LINEAR, index, o, KVL_RESIDUAL, -1, -1, 0});
         emit({KVL_NORM_QUANT, index, gate_up, 0, vector(layer.mlp_norm), -1, 0});
-        emit({KVL_LINEAR, index, gate_up, KVL_SWIGLU, -1, -1, 0});
-        emit({KVL_QUANT, index, down, 0, -1, -1, KVL_FROM_MLP});
+        emit({KVL_LINEAR, index, gate_up, options.is_apart ? KVL_TO_QKV : KVL_SWIGLU, -1, -1, 0});
+        emit({KVL_QUANT, index, down, KVL_SWIGLU, -1, -1, options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP});
         emit({KVL_LINEAR, index, down, KVL_RESIDUAL, -1, -1, 0});
     }
 
     void fill(int32_t first, const Layer& layer) {
+        const bool is_apart = plain.options.is_apart;
         kvl_fill_f32(model.get(), first, layer.q.values.data(), kQueries, 0, -1);
         kvl_fill_f32(model.get(), first, layer.k.values.data(), kKeys, kQueries, -1);
         kvl_fill_f32(model.get(), first, layer.v.values.data(), kKeys, kQueries + kKeys, -1);
         kvl_fill_f32(model.get(), first + 1, layer.o.values.data(), kHidden, 0, -1);
-        kvl_fill_f32(model.get(), first + 2, layer.gate.values.data(), kMlp, 0, 0);
-        kvl_fill_f32(model.get(), first + 2, layer.up.values.data(), kMlp, 0, 1);
+        kvl_fill_f32(model.get(), first + 2, layer.gate.values.data(), kMlp, 0, is_apart ? -1 : 0);
+        kvl_fill_f32(model.get(), first + 2, layer.up.values.data(), kMlp, is_apart ? round_up(kMlp, kPanel) : 0, is_apart ? -1 : 1);
         kvl_fill_f32(model.get(), first + 3, layer.down.values.data(), kHidden, 0, -1);
     }
 
@@ -301,6 +306,7 @@ int main() {
         for (int threads : {1, 3}) test_steps({kv_format, threads, 0, threads == 1, threads == 3});
     test_steps({KVL_KV_BF16, 2, 21, false, false});
     test_steps({KVL_KV_INT8, 2, 140, true, true});
+    test_steps({KVL_KV_BF16, 2, 0, true, false, true});
     std::printf("%s: %d differences\n", kvl_isa(), failures);
     return failures != 0;
 }

@@ -41,9 +41,10 @@ class CpuOptions:
 class CpuBackend:
     """Weights packed for the vector unit; a sequence's logits never depend on the rest of a step.
 
-    `weight_format`: "w8a8" (groups of 64), "bf16", or "w4a8" (groups of 32), which holds the blocks of a GGUF Q4_0 or
-    Q4_1 file as they are and packs every other tensor of the layers to 4 bits, the head to 8. Activations of the 8 and
-    4 bit formats are quantised a token and group. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
+    `weight_format`: "w8a8" (groups of 64), "bf16", "w4a8" (groups of 32), which holds what the file has in 4 bits as it
+    is and packs every other tensor of the layers to 4 bits, the head to 8, or "stored": every quantised tensor in the
+    form that holds its own values, the others in 8 bits. Activations of all but bf16 are quantised a token and
+    group. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
     halves the cache. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * tile bytes] are permuted
     (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
     """
@@ -86,11 +87,11 @@ class CpuBackend:
                 options.packed.keep(packer.pieces(), self)
         self._position_of = packer.position_of
         self._adapters: dict[int, int] = {}  # id -> the library's
-        self.streamed_bytes = packer.packed_bytes  # read by every step
-        self.weight_bytes = packer.packed_bytes + packer.embed.nbytes
+        self.streamed_bytes, self.weight_bytes = packer.streamed_bytes, packer.num_bytes
         self._held = packer.held
         self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
-        self._lib.kvl_set_tables(self._model, self._embed.ctypes.data, self._rope.ctypes.data)
+        table = self._embed.ctypes.data if self._embed.size else None
+        self._lib.kvl_set_tables(self._model, table, packer.embed_linear, self._rope.ctypes.data)
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )

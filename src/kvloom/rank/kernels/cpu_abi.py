@@ -4,10 +4,10 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-INT8, INT4, BF16 = range(3)
+INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4 = range(9)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT = range(6)
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS = range(5)
-FROM_ATTENTION, FROM_MLP = range(2)
+FROM_ATTENTION, FROM_MLP, FROM_GATE_UP = range(3)
 KV_BF16, KV_INT8 = range(2)
 NONE = -1
 
@@ -52,6 +52,12 @@ class Batch(ctypes.Structure):
     )
 
 
+class FileNumbers(ctypes.Structure):
+    """kvl_numbers."""
+
+    _fields_ = (*((name, _POINTER) for name in ("numbers", "scales", "minimums")), ("run", _I64))
+
+
 class DrawRules(ctypes.Structure):
     """kvl_draw_rules."""
 
@@ -67,13 +73,14 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
         "kvl_free": (None, [_POINTER]),
         "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
+        "kvl_set_format": (None, [_POINTER, _I32, _I64, _I32]),
         "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
         "kvl_allocate": (_I64, [_POINTER]),
         "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
         "kvl_arena": (_POINTER, [_POINTER, _I32]),
         "kvl_adopt": (None, [_POINTER, _POINTER]),
         "kvl_fill_f32": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32]),
-        "kvl_fill_q4": (None, [_POINTER, _I32, _POINTER, _I64, _I64, _I32, _I32]),
+        "kvl_fill_numbers": (None, [_POINTER, _I32, ctypes.POINTER(FileNumbers), _I64, _I64, _I32]),
         "kvl_round_bf16": (None, [_POINTER, _I64, _POINTER]),
         "kvl_adapter_new": (_I32, [_POINTER]),
         "kvl_adapter_add": (
@@ -81,7 +88,7 @@ def load(path: Path) -> ctypes.CDLL:
             [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
         ),
         "kvl_adapter_free": (None, [_POINTER, _I32]),
-        "kvl_set_tables": (None, [_POINTER, _POINTER, _POINTER]),
+        "kvl_set_tables": (None, [_POINTER, _POINTER, _I32, _POINTER]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
         "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),

@@ -24,7 +24,17 @@ typedef struct {
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
-enum { KVL_INT8 = 0, KVL_INT4 = 1, KVL_BF16 = 2 };
+enum {
+    KVL_INT8 = 0,
+    KVL_INT4 = 1,
+    KVL_BF16 = 2,
+    KVL_INT8_32 = 3,
+    KVL_INT8_MIN = 4,
+    KVL_INT5 = 5,
+    KVL_INT6 = 6,
+    KVL_IQ4 = 7,
+    KVL_FP4 = 8
+};
 
 /* How keys and values are held; see layout.hpp. */
 enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
@@ -33,14 +43,15 @@ enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
 enum {
     KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear`; rows with an
                                 adapter make its h = scale * A x here (lora.hpp), those of QUANT too */
-    KVL_QUANT = 1,           /* the buffer that the next linear reads (attention's or the MLP's), quantised for `linear` */
+    KVL_QUANT = 1,           /* what the next linear reads, quantised for `linear`: `source` says where it is; `epilogue` =
+                                how gate and up become one, when they are apart */
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
     KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
     KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
 };
 enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4 };
-enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1 };
+enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2 };
 
 typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source;
@@ -69,6 +80,9 @@ const char *kvl_isa(void);
 kvl_model *kvl_new(const kvl_shape *shape);
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
+/* Channels from `first` on, a multiple of 32 above those of earlier calls, are held in `format`. All formats of a linear
+ * take the same activations: KVL_INT8 its own, KVL_BF16 its own, the others each other's. */
+void kvl_set_format(kvl_model *model, int32_t linear, int64_t first, int32_t format);
 int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
 int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
 
@@ -79,16 +93,24 @@ const uint8_t *kvl_arena(const kvl_model *model, int32_t thread);
 void kvl_adopt(kvl_model *model, const uint8_t *arenas);
 
 /* Rows [0, count) go to output channels first + r, or, when `interleave` is 0 or 1, to the gate (0) or up (1) half of
- * channel r's panel. `values` is float [count][cols]; `blocks` is GGUF Q4_0 (min = 0) or Q4_1 (min = 1) rows. Calls for
- * different rows may run at the same time. */
+ * channel r's panel. Calls for different rows may run at the same time. `values` is float [count][cols]. */
 void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
-void kvl_fill_q4(kvl_model *model, int32_t linear, const uint8_t *blocks, int64_t count, int64_t first, int32_t interleave,
-                 int32_t has_min);
+
+/* Weights as a file holds them: `numbers` [count][cols] of one byte each, and for each `run` of them (a multiple of 32, of
+ * 16 in KVL_INT6; the last may be short) a scale and a minimum, [count][runs]; null = no minimums. What a number means is
+ * said in layout.hpp; the channels are held in a format of the file's, not KVL_INT8 and KVL_BF16. */
+typedef struct {
+    const uint8_t *numbers;
+    const float *scales, *minimums;
+    int64_t run;
+} kvl_numbers;
+void kvl_fill_numbers(kvl_model *model, int32_t linear, const kvl_numbers *from, int64_t count, int64_t first, int32_t interleave);
 
 /* `count` floats as bf16, the nearest, ties to even: rows of the table below. */
 void kvl_round_bf16(const float *values, int64_t count, uint16_t *out);
-/* embed: bf16 [vocab][hidden]; rope: float [positions][head_dim], cosines then sines. Both must outlive the model. */
-void kvl_set_tables(kvl_model *model, const uint16_t *embed, const float *rope);
+/* embed: bf16 [vocab][hidden], or null, then the embedding is the rows of `linear`; rope: float [positions][head_dim],
+ * cosines then sines. Both must outlive the model. */
+void kvl_set_tables(kvl_model *model, const uint16_t *embed, int32_t linear, const float *rope);
 /* An adapter that changes nothing yet; its id, -1 = no memory. */
 int32_t kvl_adapter_new(kvl_model *model);
 /* y += b (scale * (a x)) on the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills; `first` is

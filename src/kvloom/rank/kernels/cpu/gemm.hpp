@@ -37,30 +37,68 @@ inline I32 total(I32 (&sums)[SUMS]) {
     return sums[0];
 }
 
+// What group `g` adds to one row: scale * (weights . x), and where the form has minimums, minimum * (sum of x). Sums of
+// integers are exact, so that is all the rounding there is.
+template <int FORMAT>
+struct Scales {
+    Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
+        if constexpr (has_min(FORMAT)) min_a = load_fp16(at + kPanel), min_b = load_fp16(at + kPanel + kLanes);
+    }
+    void add_to(F32& lo, F32& hi, I32 a, I32 b, float x_scale, int32_t x_sum) const {
+        const F32 row_scale = splat(x_scale);
+        if constexpr (has_min(FORMAT)) {
+            const F32 row_sum = splat(float(x_sum));
+            lo = fma(fma(to_float(a), scale_a, mul(row_sum, min_a)), row_scale, lo);
+            hi = fma(fma(to_float(b), scale_b, mul(row_sum, min_b)), row_scale, hi);
+        } else {
+            lo = fma(to_float(a), mul(scale_a, row_scale), lo);
+            hi = fma(to_float(b), mul(scale_b, row_scale), hi);
+        }
+    }
+    F32 scale_a, scale_b, min_a, min_b;
+};
+
+// Sum of the activations of a group, of the sums of its runs.
+template <int FORMAT>
+inline int32_t group_sum(const int32_t* runs) {
+    int32_t sum = 0;
+    for (int r = 0; r < group_size(FORMAT) / run_size(FORMAT); r++) sum += runs[r];
+    return sum;
+}
+
 template <int ROWS>
-void tile_int8(const Pass& pass) {
-    constexpr int kSums = sums_per_row(ROWS);
-    constexpr int kQuads = kInt8Group / 4;
-    const int64_t groups = pass.cols / kInt8Group;
+inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out) {
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        store(out + m * kPanel, lo[m]);
+        store(out + m * kPanel + kLanes, hi[m]);
+    }
+}
+
+// The forms with a byte a weight.
+template <int ROWS, int FORMAT>
+void tile_bytes(const Pass& pass) {
+    constexpr int kSums = sums_per_row(ROWS), kGroup = group_size(FORMAT), kRuns = kGroup / run_size(FORMAT);
+    const int64_t groups = pass.cols / kGroup;
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const float* scale = pass.x.scale + pass.row * groups;
-    const int32_t* sums = pass.x.sum + pass.row * groups;
+    const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = splat(0);
-    for (int64_t g = 0; g < groups; g++, x += kInt8Group) {
+    for (int64_t g = 0; g < groups; g++, x += kGroup, sums += kRuns) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
-        weights += kPanel * 2;
+        weights += scale_bytes(FORMAT);
         I32 a[ROWS][kSums], b[ROWS][kSums];
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
-            a[m][0] = b[m][0] = splat_int(-kByteZero * sums[m * groups + g]);
+            a[m][0] = b[m][0] = splat_int(-kByteZero * group_sum<FORMAT>(sums + m * groups * kRuns));
 #pragma GCC unroll 4
             for (int s = 1; s < kSums; s++) a[m][s] = b[m][s] = splat_int(0);
         }
 #pragma GCC unroll 1
-        for (int quad = 0; quad < kQuads; quad += kSums) {
+        for (int quad = 0; quad < kGroup / 4; quad += kSums) {
 #pragma GCC unroll 4
             for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
                 prefetch(weights + kPrefetchBytes);
@@ -74,70 +112,88 @@ void tile_int8(const Pass& pass) {
                 }
             }
         }
-        const F32 scale_a = load_fp16(scales), scale_b = load_fp16(scales + kLanes);
+        const Scales<FORMAT> of_group(scales);
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
-            const F32 row_scale = splat(scale[m * groups + g]);
-            lo[m] = fma(to_float(total(a[m])), mul(scale_a, row_scale), lo[m]);
-            hi[m] = fma(to_float(total(b[m])), mul(scale_b, row_scale), hi[m]);
+            const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
+            of_group.add_to(lo[m], hi[m], total(a[m]), total(b[m]), scale[m * groups + g], sum);
         }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        store(pass.out + m * kPanel, lo[m]);
-        store(pass.out + m * kPanel + kLanes, hi[m]);
-    }
+    store_rows(lo, hi, pass.out);
 }
 
-// value = nibble * scale + minimum, so a group adds scale * (nibbles . x) + minimum * (sum of x), both exact integers.
-template <int ROWS>
-void tile_int4(const Pass& pass) {
-    constexpr int kOctets = kInt4Group / 8;
-    const int64_t groups = pass.cols / kInt4Group;
+// Quad `quad` of a run, of 16 channels, from its nibbles (two quads share a byte) and from the run's plane.
+template <int FORMAT>
+inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad) {
+    const bool is_low = quad % 2 == 0;
+    if constexpr (FORMAT == KVL_IQ4) return is_low ? low_entries(nibbles, kIq4) : high_entries(nibbles, kIq4);
+    if constexpr (FORMAT == KVL_FP4) return is_low ? low_entries(nibbles, kFp4) : high_entries(nibbles, kFp4);
+    const Bytes low = is_low ? low_nibbles(nibbles) : high_nibbles(nibbles);
+    if constexpr (FORMAT == KVL_INT5) return with_bits(low, plane, 4 - quad, 0x10);
+    if constexpr (FORMAT == KVL_INT6) return with_bits(low, plane, 4 - 2 * quad, 0x30);
+    return low;
+}
+
+// What a number of a form stands for when it has none of its own: what is to be subtracted from it.
+constexpr int zero_of(int format) { return format == KVL_INT6 ? 32 : format == KVL_IQ4 || format == KVL_FP4 ? kByteZero : 0; }
+
+template <int FORMAT>
+inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {
+    constexpr bool kSigned = FORMAT == KVL_IQ4 || FORMAT == KVL_FP4;
+    return kSigned ? dot_weights(acc, weights, quad) : dot_nibbles(acc, weights, quad);
+}
+
+// The forms with a nibble a weight. A group is one part, or (int6) two with scales of their own.
+template <int ROWS, int FORMAT>
+void tile_nibbles(const Pass& pass) {
+    constexpr int kParts = FORMAT == KVL_INT6 ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
+    const int64_t groups = pass.cols / kFileGroup;
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const float* scale = pass.x.scale + pass.row * groups;
-    const int32_t* sums = pass.x.sum + pass.row * groups;
+    const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = splat(0);
-    for (int64_t g = 0; g < groups; g++, x += kInt4Group) {
+    for (int64_t g = 0; g < groups; g++, sums += kRuns) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
-        weights += kPanel * 4;
-        I32 a[ROWS], b[ROWS];
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) a[m] = b[m] = splat_int(0);
-#pragma GCC unroll 2
-        for (int octet = 0; octet < kOctets; octet++, weights += kPanel * 4) {
-            prefetch(weights + kPrefetchBytes);
-            prefetch(weights + kPrefetchBytes + 64);
-            const Bytes la = low_nibbles(weights), lb = low_nibbles(weights + kLanes * 4);
-            const Bytes ha = high_nibbles(weights), hb = high_nibbles(weights + kLanes * 4);
+        const uint8_t* planes = weights + scale_bytes(FORMAT);
+#pragma GCC unroll 6
+        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + kPrefetchBytes + at);
+        weights = planes + plane_bytes(FORMAT);
+        for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
+            I32 a[ROWS], b[ROWS];
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++) {
-                const int8_t* at = x + m * pass.cols + octet * 8;
-                const int32_t first = quad_at(at), second = quad_at(at + 4);
-                a[m] = dot_nibbles(dot_nibbles(a[m], la, first), ha, second);
-                b[m] = dot_nibbles(dot_nibbles(b[m], lb, first), hb, second);
+                const int32_t* runs = sums + m * groups * kRuns;
+                const int32_t sum = zero_of(FORMAT) == 0 ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
+                a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
+            }
+#pragma GCC unroll 8
+            for (int quad = 0; quad < kQuads; quad++, x += 4) {
+                if (quad % 2 == 0) {
+                    prefetch(weights + kPrefetchBytes);
+                    prefetch(weights + kPrefetchBytes + 64);
+                }
+                const Bytes wa = quad_of<FORMAT>(weights, planes, quad);
+                const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad);
+                if (quad % 2) weights += kPanel * 4;
+#pragma GCC unroll 8
+                for (int m = 0; m < ROWS; m++) {
+                    const int32_t xs = quad_at(x + m * pass.cols);
+                    a[m] = dot_quad<FORMAT>(a[m], wa, xs);
+                    b[m] = dot_quad<FORMAT>(b[m], wb, xs);
+                }
+            }
+            const Scales<FORMAT> of_part(scales);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
+                of_part.add_to(lo[m], hi[m], a[m], b[m], scale[m * groups + g], sum);
             }
         }
-        const F32 scale_a = load_fp16(scales), scale_b = load_fp16(scales + kLanes);
-        const F32 min_a = load_fp16(scales + kPanel), min_b = load_fp16(scales + kPanel + kLanes);
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) {
-            const F32 row_scale = splat(scale[m * groups + g]);
-            const F32 row_sum = splat(float(sums[m * groups + g]));
-            const F32 part_a = fma(to_float(a[m]), scale_a, mul(row_sum, min_a));
-            const F32 part_b = fma(to_float(b[m]), scale_b, mul(row_sum, min_b));
-            lo[m] = fma(part_a, row_scale, lo[m]);
-            hi[m] = fma(part_b, row_scale, hi[m]);
-        }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        store(pass.out + m * kPanel, lo[m]);
-        store(pass.out + m * kPanel + kLanes, hi[m]);
-    }
+    store_rows(lo, hi, pass.out);
 }
 
 // Two chains a channel (even and odd pairs of k) for every number of rows: the order of additions is part of the result.
@@ -175,7 +231,17 @@ template <int ROWS = kRowsOnce>
 Tile tile_for(int format, int rows) {
     if constexpr (ROWS > 1)
         if (rows < ROWS) return tile_for<ROWS - 1>(format, rows);
-    return format == KVL_INT8 ? &tile_int8<ROWS> : format == KVL_INT4 ? &tile_int4<ROWS> : &tile_bf16<ROWS>;
+    switch (format) {
+        case KVL_INT8: return &tile_bytes<ROWS, KVL_INT8>;
+        case KVL_INT8_32: return &tile_bytes<ROWS, KVL_INT8_32>;
+        case KVL_INT8_MIN: return &tile_bytes<ROWS, KVL_INT8_MIN>;
+        case KVL_INT4: return &tile_nibbles<ROWS, KVL_INT4>;
+        case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
+        case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
+        case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
+        case KVL_FP4: return &tile_nibbles<ROWS, KVL_FP4>;
+        default: return &tile_bf16<ROWS>;
+    }
 }
 
 // Rows of each pass over a panel: one pass when all fit, else passes of nearly equal size, at most kRowsMany.

@@ -2,10 +2,17 @@
 //
 // Weights: panels of 32 output channels. A panel is a row of groups along K, each group holding what one pass of the
 // micro-kernel needs, contiguous:
-//   int8: 32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale        (64 k a group)
-//   int4: 32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
-//         the octet, high nibble = second; value = nibble * scale + minimum                            (32 k a group)
-//   bf16: [16 pairs of k][32][2] bf16                                                                  (32 k a group)
+//   int8:     32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale    (64 k a group)
+//   int8_32:  the same with 8 quads                                                               (from here on 32 k)
+//   int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum
+//   int4:     32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
+//             the octet, high nibble = second; value = nibble * scale + minimum
+//   int5:     as int4, a plane of fifth bits before the nibbles: [32][4] bytes, bit q = that of quad q
+//   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k a plane [32][4] of the upper two bits,
+//             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value = (number - 32) * scale
+//   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale
+//   bf16:     [16 pairs of k][32][2] bf16
+// int8 is for what is quantised here; the others hold the blocks of files as they are (decision 036).
 // K is padded with zero weights to a multiple of kPad, so no kernel has a tail along K.
 //
 // KV cache: a block of 16 tokens of one kv head is a K tile [head_dim / 2][16 keys][2] and, elsewhere, a V tile
@@ -25,25 +32,45 @@ namespace kvl {
 constexpr int kLanes = 16;        // floats in the widest register; narrower machines use several
 constexpr int kPanel = 32;        // output channels a panel: two registers, so one activation broadcast feeds two dot products
 constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes
-constexpr int kInt4Group = 32;    // GGUF's own group, so that Q4_0 and Q4_1 files are held exactly
+constexpr int kFileGroup = 32;    // GGUF's own group, so that the blocks of its files are held exactly
+constexpr int kRun = 16;          // weights of Q6_K that share a scale
 constexpr int kPad = 64;          // every K is padded to this
 constexpr int kBlockTokens = 16;  // keys of a KV block
 constexpr int kChunkKeys = 128;   // keys of one attention task, at absolute positions: a query's sums never depend on the step
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-constexpr int group_size(int format) { return format == KVL_INT8 ? kInt8Group : kInt4Group; }
+// What the nibbles of the forms with a table stand for: IQ4_NL of GGUF; E2M1 numbers, doubled.
+constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+constexpr int group_size(int format) { return format == KVL_INT8 ? kInt8Group : kFileGroup; }
+
+// Weights of a group that share a scale; activations have a sum for as many.
+constexpr int run_size(int format) { return format == KVL_INT8 ? kInt8Group : kRun; }
+
+constexpr bool has_min(int format) { return format == KVL_INT4 || format == KVL_INT5 || format == KVL_INT8_MIN; }
+constexpr bool has_bytes(int format) { return format == KVL_INT8 || format == KVL_INT8_32 || format == KVL_INT8_MIN; }
+constexpr int high_bits(int format) { return format == KVL_INT5 ? 1 : format == KVL_INT6 ? 2 : 0; }
+
+// The parts of a group: scales and minimums, planes of upper bits, the rest of each weight.
+constexpr int scale_bytes(int format) {
+    if (format == KVL_BF16) return 0;
+    return has_min(format) || format == KVL_INT6 ? kPanel * 4 : kPanel * 2;
+}
+constexpr int plane_bytes(int format) { return high_bits(format) * kPanel * kFileGroup / 8; }
 constexpr int64_t group_bytes(int format) {
-    if (format == KVL_INT8) return kPanel * 2 + kPanel * kInt8Group;
-    if (format == KVL_INT4) return kPanel * 4 + kPanel * kInt4Group / 2;
-    return kPanel * kInt4Group * 2;
+    const int rest = format == KVL_BF16 ? kPanel * kFileGroup * 2 : kPanel * group_size(format) / (has_bytes(format) ? 1 : 2);
+    return scale_bytes(format) + plane_bytes(format) + rest;
 }
 
-// Byte of weight k (within its group) of channel c, counted from the first weight byte of an int8 group.
-constexpr int int8_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }
-// The same for int4; the nibble is the high one when k % 8 >= 4.
-constexpr int int4_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
+// Byte of weight k (within its group) of channel c, counted from the first weight byte of a group of bytes.
+constexpr int byte_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }
+// The same for nibbles; it is the high one when k % 8 >= 4.
+constexpr int nibble_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
+// Where the upper bits of weight k are: a byte, counted from the first plane, and the lowest of them in it.
+constexpr int plane_offset(int format, int k, int c) { return (format == KVL_INT6 ? k / kRun : 0) * kPanel * 4 + c * 4 + k % 4; }
+constexpr int plane_shift(int format, int k) { return format == KVL_INT6 ? k % kRun / 4 * 2 : k / 4; }
 // Element (not byte) of a bf16 group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
 

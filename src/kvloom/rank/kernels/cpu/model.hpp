@@ -38,13 +38,36 @@ class HugeBuffer {
     int64_t bytes_ = 0;
 };
 
+// Panels from `first` on, to where the next stretch begins, are held in one form.
+struct Stretch {
+    int64_t first;
+    int format;
+};
+
 // Panels [share(t), share(t + 1)) lie one after the other at part[t], in thread t's arena.
 struct Linear {
     int64_t rows, cols, padded_cols, panels;
-    int format;
+    std::vector<Stretch> stretches;
     std::vector<uint8_t*> part;
 
-    int64_t panel_bytes() const { return padded_cols / group_size(format) * group_bytes(format); }
+    int format(int64_t panel) const {
+        size_t last = stretches.size() - 1;
+        while (panel < stretches[last].first) last--;
+        return stretches[last].format;
+    }
+    // The form that says how activations are quantised: the same for every stretch.
+    int activation_format() const { return stretches.front().format; }
+    int64_t panel_bytes(int format) const { return padded_cols / group_size(format) * group_bytes(format); }
+    // Bytes of the panels before `panel`.
+    int64_t offset(int64_t panel) const {
+        int64_t bytes = 0;
+        for (size_t s = 0; s < stretches.size(); s++) {
+            const int64_t end = s + 1 < stretches.size() ? stretches[s + 1].first : panels;
+            const int64_t held = end < panel ? end : panel;
+            if (held > stretches[s].first) bytes += (held - stretches[s].first) * panel_bytes(stretches[s].format);
+        }
+        return bytes;
+    }
     int64_t share(int thread) const { return panels * thread / int64_t(part.size()); }
     int owner(int64_t panel) const {
         int thread = 0;
@@ -53,9 +76,12 @@ struct Linear {
     }
     uint8_t* panel(int64_t index) const {
         const int thread = owner(index);
-        return part[thread] + (index - share(thread)) * panel_bytes();
+        return part[size_t(thread)] + offset(index) - offset(share(thread));
     }
 };
+
+// Row `channel` of a linear, each weight as the float that it stands for; out[cols].
+void read_row(const Linear& linear, int64_t channel, float* out);
 
 // Float rows with a padded stride; the padding stays zero.
 struct Rows {
@@ -68,7 +94,7 @@ struct Rows {
 struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
-    Rows residual, qkv, attended, mlp;
+    Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
     uint16_t* queries;                  // [tokens][num_heads][head_dim], as kvcache.hpp stores them
     float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
@@ -95,7 +121,8 @@ struct kvl_model {
     std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
     std::vector<kvl_instruction> program;
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
-    const uint16_t* embed = nullptr;
+    const uint16_t* embed = nullptr;  // null: the rows of embed_linear
+    int32_t embed_linear = -1;
     const float* rope = nullptr;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // an instruction's work handed out one by one: panels, attention tasks

@@ -40,25 +40,55 @@ float peak_of(const float* values, int64_t count) {
     return peak;
 }
 
-void pack_int8(uint8_t* group, int channel, const float* values, int64_t count) {
+// The number of weight k of a channel of a group, in any form but bf16.
+void set_number(uint8_t* group, int format, int channel, int k, int number) {
+    uint8_t* planes = group + scale_bytes(format);
+    uint8_t* rest = planes + plane_bytes(format);
+    if (has_bytes(format)) {
+        rest[byte_offset(k, channel)] = uint8_t(number);
+        return;
+    }
+    uint8_t& byte = rest[nibble_offset(k, channel)];
+    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | (number & 15)) : uint8_t((byte & 0x0f) | (number & 15) << 4);
+    if (high_bits(format) == 0) return;
+    uint8_t& plane = planes[plane_offset(format, k, channel)];
+    const int shift = plane_shift(format, k), mask = (1 << high_bits(format)) - 1;
+    plane = uint8_t((plane & ~(mask << shift)) | (number >> 4 & mask) << shift);
+}
+
+// What set_number wrote.
+int number_at(const uint8_t* group, int format, int channel, int k) {
+    const uint8_t* planes = group + scale_bytes(format);
+    const uint8_t* rest = planes + plane_bytes(format);
+    if (has_bytes(format)) return rest[byte_offset(k, channel)];
+    const int byte = rest[nibble_offset(k, channel)], nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
+    if (high_bits(format) == 0) return nibble;
+    const int upper = planes[plane_offset(format, k, channel)] >> plane_shift(format, k);
+    return nibble | (upper & ((1 << high_bits(format)) - 1)) << 4;
+}
+
+// What a number stands for, before scale and minimum.
+int level_of(int format, int number) {
+    if (has_bytes(format)) return number - 128;
+    if (format == KVL_IQ4) return kIq4[number];
+    if (format == KVL_FP4) return kFp4[number];
+    return format == KVL_INT6 ? number - 32 : number;
+}
+
+// Scale and minimum, or the scales of both runs, of a channel of a group.
+void set_halves(uint8_t* group, int channel, uint16_t first, uint16_t second) {
+    std::memcpy(group + channel * 2, &first, 2);
+    std::memcpy(group + kPanel * 2 + channel * 2, &second, 2);
+}
+
+void pack_int8(uint8_t* group, int format, int channel, const float* values, int64_t count) {
     const uint16_t scale_bits = float_to_fp16(peak_of(values, count) / 127.0f);
     const float scale = fp16_to_float(scale_bits), inverse = scale > 0 ? 1.0f / scale : 0.0f;
     std::memcpy(group + channel * 2, &scale_bits, 2);
-    uint8_t* bytes = group + kPanel * 2;
-    for (int k = 0; k < kInt8Group; k++) {
+    for (int k = 0; k < group_size(format); k++) {
         const float value = k < count ? std::nearbyint(values[k] * inverse) : 0.0f;
-        bytes[int8_offset(k, channel)] = uint8_t(int(std::clamp(value, -127.0f, 127.0f)) + 128);
+        set_number(group, format, channel, k, int(std::clamp(value, -127.0f, 127.0f)) + 128);
     }
-}
-
-void set_nibble(uint8_t* group, int channel, int k, int value) {
-    uint8_t& byte = group[kPanel * 4 + int4_offset(k, channel)];
-    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | value) : uint8_t((byte & 0x0f) | value << 4);
-}
-
-void set_scale_and_min(uint8_t* group, int channel, uint16_t scale, uint16_t minimum) {
-    std::memcpy(group + channel * 2, &scale, 2);
-    std::memcpy(group + kPanel * 2 + channel * 2, &minimum, 2);
 }
 
 // Fifteen equal steps from the smallest to the largest value of the group.
@@ -70,50 +100,50 @@ void pack_int4(uint8_t* group, int channel, const float* values, int64_t count) 
     }
     const uint16_t scale_bits = float_to_fp16((high - low) / 15.0f), min_bits = float_to_fp16(low);
     const float scale = fp16_to_float(scale_bits), minimum = fp16_to_float(min_bits);
-    set_scale_and_min(group, channel, scale_bits, min_bits);
-    for (int k = 0; k < kInt4Group; k++) {
+    set_halves(group, channel, scale_bits, min_bits);
+    for (int k = 0; k < kFileGroup; k++) {
         const float step = k < count && scale > 0 ? std::nearbyint((values[k] - minimum) / scale) : 0.0f;
-        set_nibble(group, channel, k, int(std::clamp(step, 0.0f, 15.0f)));
+        set_number(group, KVL_INT4, channel, k, int(std::clamp(step, 0.0f, 15.0f)));
     }
 }
 
 void pack_bf16(uint8_t* group, int channel, const float* values, int64_t count) {
     uint16_t* out = reinterpret_cast<uint16_t*>(group);
-    for (int k = 0; k < kInt4Group; k++) out[bf16_offset(k, channel)] = k < count ? float_to_bf16(values[k]) : 0;
+    for (int k = 0; k < kFileGroup; k++) out[bf16_offset(k, channel)] = k < count ? float_to_bf16(values[k]) : 0;
 }
 
 // One row of floats into its channel of every group of its panel.
 void pack_row(const Linear& linear, int64_t channel, const float* values) {
     uint8_t* group = linear.panel(channel / kPanel);
-    const int lane = int(channel % kPanel), size = group_size(linear.format);
-    for (int64_t k = 0; k < linear.padded_cols; k += size, group += group_bytes(linear.format)) {
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel), size = group_size(format);
+    for (int64_t k = 0; k < linear.padded_cols; k += size, group += group_bytes(format)) {
         const int64_t count = std::clamp<int64_t>(linear.cols - k, 0, size);
-        if (linear.format == KVL_INT8) pack_int8(group, lane, values + k, count);
-        if (linear.format == KVL_INT4) pack_int4(group, lane, values + k, count);
-        if (linear.format == KVL_BF16) pack_bf16(group, lane, values + k, count);
+        if (format == KVL_INT8 || format == KVL_INT8_32) pack_int8(group, format, lane, values + k, count);
+        if (format == KVL_INT4) pack_int4(group, lane, values + k, count);
+        if (format == KVL_BF16) pack_bf16(group, lane, values + k, count);
     }
 }
 
-// One row of GGUF blocks. Q4_0: fp16 d, 16 bytes; value = d * (nibble - 8), and -8 d is exact in fp16. Q4_1: fp16 d,
-// fp16 m, 16 bytes; value = d * nibble + m. Byte j holds weight j (low nibble) and weight j + 16 (high nibble).
-void pack_q4_row(const Linear& linear, int64_t channel, const uint8_t* block, bool has_min) {
+// Row `row` of the numbers of a file into its channel. What lies behind the last column keeps scales of zero, or meets
+// activations of zero.
+void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from, int64_t row) {
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
+    const int64_t runs = (linear.cols + from.run - 1) / from.run;
+    const uint8_t* numbers = from.numbers + row * linear.cols;
+    const float* scales = from.scales + row * runs;
+    const float* minimums = has_min(format) && from.minimums != nullptr ? from.minimums + row * runs : nullptr;
     uint8_t* group = linear.panel(channel / kPanel);
-    const int lane = int(channel % kPanel);
-    for (int64_t k = 0; k < linear.cols; k += kInt4Group, group += group_bytes(KVL_INT4)) {
-        uint16_t scale, minimum;
-        std::memcpy(&scale, block, 2);
-        block += 2;
-        if (has_min) {
-            std::memcpy(&minimum, block, 2);
-            block += 2;
+    for (int64_t k = 0; k < linear.cols; k += kFileGroup, group += group_bytes(format)) {
+        const uint16_t scale = float_to_fp16(scales[k / from.run]);
+        if (format == KVL_INT6) {
+            const int64_t second = k + kRun;
+            set_halves(group, lane, scale, second < linear.cols ? float_to_fp16(scales[second / from.run]) : 0);
+        } else if (has_min(format)) {
+            set_halves(group, lane, scale, minimums == nullptr ? 0 : float_to_fp16(minimums[k / from.run]));
         } else {
-            minimum = float_to_fp16(-8.0f * fp16_to_float(scale));
+            std::memcpy(group + lane * 2, &scale, 2);
         }
-        set_scale_and_min(group, lane, scale, minimum);
-        for (int j = 0; j < kInt4Group / 2; j++, block++) {
-            set_nibble(group, lane, j, *block & 15);
-            set_nibble(group, lane, j + kInt4Group / 2, *block >> 4);
-        }
+        for (int i = 0; i < kFileGroup && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
     }
 }
 
@@ -121,12 +151,31 @@ void pack_q4_row(const Linear& linear, int64_t channel, const uint8_t* block, bo
 uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
     for (Linear& linear : model.linears) {
         linear.part[size_t(thread)] = at;
-        at += (linear.share(thread + 1) - linear.share(thread)) * linear.panel_bytes();
+        at += linear.offset(linear.share(thread + 1)) - linear.offset(linear.share(thread));
     }
     return at;
 }
 
 }  // namespace
+
+void read_row(const Linear& linear, int64_t channel, float* out) {
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
+    const uint8_t* group = linear.panel(channel / kPanel);
+    for (int64_t k = 0; k < linear.cols; group += group_bytes(format)) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
+        const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + lane]) : 0;
+        for (int i = 0; i < group_size(format) && k < linear.cols; i++, k++) {
+            if (format == KVL_BF16) {
+                out[k] = bf16_to_float(halves[bf16_offset(i, lane)]);
+                continue;
+            }
+            const bool is_second = format == KVL_INT6 && i >= kRun;
+            const float scale = fp16_to_float(halves[lane + (is_second ? kPanel : 0)]);
+            out[k] = float(level_of(format, number_at(group, format, lane, i))) * scale + minimum;
+        }
+    }
+}
+
 }  // namespace kvl
 
 using kvl::kPad;
@@ -137,10 +186,16 @@ void kvl_free(kvl_model* model) { delete model; }
 
 int32_t kvl_add_linear(kvl_model* model, int64_t rows, int64_t cols, int32_t format) {
     const int64_t panels = kvl::round_up(rows, kvl::kPanel) / kvl::kPanel;
-    kvl::Linear linear{rows, cols, kvl::round_up(cols, kPad), panels, format, {}};
+    kvl::Linear linear{rows, cols, kvl::round_up(cols, kPad), panels, {{0, format}}, {}};
     linear.part.resize(size_t(model->pool.size()));
     model->linears.push_back(std::move(linear));
     return int32_t(model->linears.size()) - 1;
+}
+
+void kvl_set_format(kvl_model* model, int32_t linear, int64_t first, int32_t format) {
+    std::vector<kvl::Stretch>& stretches = model->linears[size_t(linear)].stretches;
+    if (first == 0) stretches.clear();
+    stretches.push_back({first / kvl::kPanel, format});
 }
 
 int32_t kvl_add_vector(kvl_model* model, const float* values, int64_t count) {
@@ -152,7 +207,7 @@ int32_t kvl_add_vector(kvl_model* model, const float* values, int64_t count) {
 
 int64_t kvl_arena_bytes(const kvl_model* model, int32_t thread) {
     int64_t bytes = 0;
-    for (const kvl::Linear& l : model->linears) bytes += (l.share(thread + 1) - l.share(thread)) * l.panel_bytes();
+    for (const kvl::Linear& l : model->linears) bytes += l.offset(l.share(thread + 1)) - l.offset(l.share(thread));
     return bytes;
 }
 
@@ -189,16 +244,15 @@ void kvl_round_bf16(const float* values, int64_t count, uint16_t* out) {
     for (int64_t i = 0; i < count; i++) out[i] = kvl::float_to_bf16(values[i]);
 }
 
-void kvl_fill_q4(kvl_model* model, int32_t linear, const uint8_t* blocks, int64_t count, int64_t first, int32_t interleave,
-                 int32_t has_min) {
+void kvl_fill_numbers(kvl_model* model, int32_t linear, const kvl_numbers* from, int64_t count, int64_t first,
+                      int32_t interleave) {
     const kvl::Linear& to = model->linears[size_t(linear)];
-    const int64_t row_bytes = to.cols / kvl::kInt4Group * (has_min ? 20 : 18);
-    for (int64_t r = 0; r < count; ++r)
-        kvl::pack_q4_row(to, kvl::channel_of(r, first, interleave), blocks + r * row_bytes, has_min != 0);
+    for (int64_t r = 0; r < count; ++r) kvl::pack_numbers(to, kvl::channel_of(r, first, interleave), *from, r);
 }
 
-void kvl_set_tables(kvl_model* model, const uint16_t* embed, const float* rope) {
+void kvl_set_tables(kvl_model* model, const uint16_t* embed, int32_t linear, const float* rope) {
     model->embed = embed;
+    model->embed_linear = linear;
     model->rope = rope;
 }
 

@@ -8,8 +8,8 @@
 namespace kvl {
 
 // Quantised rows. cols is padded to kPad; groups = cols / group_size(format).
-//   int8, int4: data = int8 [rows][cols], scale float and sum (of the int8 values) int32 [rows][groups]
-//   bf16:       data = bf16 [rows][cols]; scale and sum unused
+//   bf16:   data = bf16 [rows][cols]; scale and sum unused
+//   others: data = int8 [rows][cols], scale float [rows][groups], sum (of the int8 values) int32 [rows][cols / run_size]
 struct Activations {
     int8_t* data;
     float* scale;
@@ -27,8 +27,8 @@ inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t
     for (int64_t k = 0; k < count; k += kLanes) store(out + k, mul(mul(load(x + k), factor), load(weight + k)));
 }
 
-// One row to int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0.
-inline void quantize_row(const float* x, int64_t count, int group, int8_t* data, float* scale, int32_t* sums) {
+// One row to int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each `run`.
+inline void quantize_row(const float* x, int64_t count, int group, int run, int8_t* data, float* scale, int32_t* sums) {
     for (int64_t g = 0; g < count / group; g++, x += group, data += group) {
         F32 peak = splat(0);
         for (int k = 0; k < group; k += kLanes) peak = max(peak, abs(load(x + k)));
@@ -39,9 +39,11 @@ inline void quantize_row(const float* x, int64_t count, int group, int8_t* data,
             const I32 value = to_int(mul(load(x + k), inverse));
             total = add(total, value);
             store_bytes(data + k, value);
+            if ((k + kLanes) % run) continue;
+            *sums++ = sum(total);
+            total = splat_int(0);
         }
         scale[g] = top / 127.0f;
-        sums[g] = sum(total);
     }
 }
 
@@ -52,9 +54,8 @@ inline void store_activations(const Activations& to, int64_t row, const float* x
         for (int64_t k = 0; k < count; k += kLanes) store_bf16(data + k, load(x + k));
         return;
     }
-    const int group = group_size(format);
-    const int64_t groups = count / group;
-    quantize_row(x, count, group, to.data + row * count, to.scale + row * groups, to.sum + row * groups);
+    const int group = group_size(format), run = run_size(format);
+    quantize_row(x, count, group, run, to.data + row * count, to.scale + row * (count / group), to.sum + row * (count / run));
 }
 
 }  // namespace kvl

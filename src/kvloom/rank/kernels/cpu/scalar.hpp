@@ -18,10 +18,17 @@ inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     const uint8_t* group = panel + k / group_size(format) * group_bytes(format);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
     if (format == KVL_BF16) return bf16_to_float(halves[bf16_offset(in_group, c)]);
-    const float scale = fp16_to_float(halves[c]);
-    if (format == KVL_INT8) return float(int(group[kPanel * 2 + int8_offset(in_group, c)]) - 128) * scale;
-    const int byte = group[kPanel * 4 + int4_offset(in_group, c)];
-    return float(in_group % 8 < 4 ? byte & 15 : byte >> 4) * scale + fp16_to_float(halves[kPanel + c]);
+    const uint8_t* planes = group + scale_bytes(format);
+    const uint8_t* rest = planes + plane_bytes(format);
+    const float scale = fp16_to_float(halves[c + (format == KVL_INT6 && in_group >= kRun ? kPanel : 0)]);
+    const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + c]) : 0;
+    if (has_bytes(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * scale + minimum;
+    const int byte = rest[nibble_offset(in_group, c)], nibble = in_group % 8 < 4 ? byte & 15 : byte >> 4;
+    if (format == KVL_IQ4) return float(kIq4[nibble]) * scale;
+    if (format == KVL_FP4) return float(kFp4[nibble]) * scale;
+    const int upper = high_bits(format) == 0 ? 0 : planes[plane_offset(format, in_group, c)] >> plane_shift(format, in_group);
+    const int number = nibble + 16 * (upper & ((1 << high_bits(format)) - 1));
+    return float(number - (format == KVL_INT6 ? 32 : 0)) * scale + minimum;
 }
 
 // Activation k of a row, as a float.

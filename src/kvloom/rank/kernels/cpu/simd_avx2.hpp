@@ -118,6 +118,21 @@ inline Bytes high_nibbles(const uint8_t* from) {
             _mm256_and_si256(_mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)(from + 32)), 4), mask)};
 }
 
+inline Bytes entries(Bytes nibbles, const int8_t (&table)[16]) {
+    const __m256i bytes = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    return {_mm256_shuffle_epi8(bytes, nibbles.lo), _mm256_shuffle_epi8(bytes, nibbles.hi)};
+}
+inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) { return entries(low_nibbles(from), table); }
+inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) { return entries(high_nibbles(from), table); }
+inline __m256i with_bits_half(__m256i low, const uint8_t* plane, int shift, int mask) {
+    const __m256i bits = _mm256_loadu_si256((const __m256i*)plane);
+    const __m256i moved = shift < 0 ? _mm256_srli_epi16(bits, -shift) : _mm256_slli_epi16(bits, shift);
+    return _mm256_or_si256(low, _mm256_and_si256(moved, _mm256_set1_epi8(char(mask))));
+}
+inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
+    return {with_bits_half(low.lo, plane, shift, mask), with_bits_half(low.hi, plane + 32, shift, mask)};
+}
+
 // |w| x (x with w's sign): both at most 127 in size, so the pair sums stay below 32767 and nothing saturates.
 inline __m256i dot_signed(__m256i acc, __m256i weights, __m256i x) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));

@@ -69,6 +69,19 @@ inline Bytes low_nibbles(const uint8_t* from) {
 inline Bytes high_nibbles(const uint8_t* from) {
     return {_mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(from), 4), _mm512_set1_epi8(15))};
 }
+inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) {
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
+    return {_mm512_shuffle_epi8(bytes, low_nibbles(from).v)};
+}
+inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) {
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_xor_si128(_mm_loadu_si128((const __m128i*)table), _mm_set1_epi8(-128)));
+    return {_mm512_shuffle_epi8(bytes, high_nibbles(from).v)};
+}
+inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
+    const __m512i bits = _mm512_loadu_si512(plane);
+    const __m512i moved = shift < 0 ? _mm512_srli_epi16(bits, unsigned(-shift)) : _mm512_slli_epi16(bits, unsigned(shift));
+    return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))))};
+}
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return {_mm512_dpbusd_epi32(acc.v, weights.v, _mm512_set1_epi32(quad))};
 }

@@ -116,24 +116,46 @@ inline void store_bytes(int8_t* to, I32 a) {
     for (int i = 0; i < kLanes; i++) to[i] = int8_t(a.lane[i]);
 }
 
-inline I32 dot_quads(I32 acc, const int8_t* x, const uint8_t* weights, int zero, int shift, int mask) {
-    for (int i = 0; i < kLanes; i++)
-        for (int j = 0; j < 4; j++) acc.lane[i] += x[j] * (((weights[4 * i + j] >> shift) & mask) - zero);
-    return acc;
+// Four weights of each of 16 channels.
+struct Bytes {
+    int8_t of[kLanes * 4];
+};
+template <class Op>
+inline Bytes each_byte(Op op) {
+    Bytes result;
+    for (int i = 0; i < kLanes * 4; i++) result.of[i] = int8_t(op(i));
+    return result;
+}
+inline Bytes load_bytes(const uint8_t* from) {
+    return each_byte([&](int i) { return from[i] - 128; });
+}
+inline Bytes low_nibbles(const uint8_t* from) {
+    return each_byte([&](int i) { return from[i] & 15; });
+}
+inline Bytes high_nibbles(const uint8_t* from) {
+    return each_byte([&](int i) { return from[i] >> 4; });
+}
+
+// What a table holds for each low or high nibble.
+inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) {
+    return each_byte([&](int i) { return table[from[i] & 15]; });
+}
+inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) {
+    return each_byte([&](int i) { return table[from[i] >> 4]; });
+}
+
+// Weights below 16 with the bits of `mask` of a plane, which lie `shift` places lower there.
+inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
+    return each_byte([&](int i) { return low.of[i] | ((shift < 0 ? plane[i] >> -shift : plane[i] << shift) & mask); });
 }
 
 // Four activations (a quad, packed in an int) times 16 channels of weights.
-struct Bytes {
-    const uint8_t* at;
-    int shift, mask, zero;
-};
-inline Bytes load_bytes(const uint8_t* from) { return {from, 0, 255, 128}; }
-inline Bytes low_nibbles(const uint8_t* from) { return {from, 0, 15, 0}; }
-inline Bytes high_nibbles(const uint8_t* from) { return {from, 4, 15, 0}; }
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     int8_t x[4];
     std::memcpy(x, &quad, 4);
-    return dot_quads(acc, x, weights.at, weights.zero, weights.shift, weights.mask);
+    for (int i = 0; i < kLanes; i++)
+        for (int j = 0; j < 4; j++) acc.lane[i] += x[j] * weights.of[4 * i + j];
+    return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
 

@@ -27,17 +27,19 @@ static T* take(uint8_t*& at, int64_t count) {
 }
 
 static Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
-    const int64_t groups = cols / kInt4Group;
     int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
-    float* scale = take<float>(at, tokens * groups);
-    return {data, scale, take<int32_t>(at, tokens * groups)};
+    float* scale = take<float>(at, tokens * (cols / kFileGroup));
+    return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
 }
 
 // Lays the scratch out for `tokens` at `at` and returns its end.
 static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
     const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
     const int64_t queries = round_up(model.query_width(), kPad);
-    const int64_t qkv = round_up(model.query_width() + 2 * model.kv_width(), kPad);
+    int64_t qkv = 0;
+    for (const kvl_instruction& i : model.program)
+        if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
+            qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
     const int64_t widest = std::max({hidden, mlp, queries});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
@@ -102,6 +104,10 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
 void Step::embed_tokens(int thread) {
     const int64_t hidden = shape_.hidden;
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        if (model_.embed == nullptr) {
+            read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[t], scratch_.residual.row(t));
+            continue;
+        }
         const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
         for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
     }
@@ -117,7 +123,9 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
     for (int64_t r = begin; r < end; r++) {
         const float* from;
-        if (instruction.kind == KVL_QUANT) {
+        if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP) {
+            from = activate(instruction, r, scratch_.row[size_t(thread)]);
+        } else if (instruction.kind == KVL_QUANT) {
             from = (instruction.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended).row(r);
         } else {
             float* normed = scratch_.row[size_t(thread)];
@@ -125,12 +133,24 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
             rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, normed);
             from = normed;
         }
-        store_activations(to, r, from, linear.padded_cols, linear.format);
+        store_activations(to, r, from, linear.padded_cols, linear.activation_format());
         if (asked_only) continue;
         if (const LoraLinear* lora = lora_of(r, instruction.linear))
             shrink(*lora, from, linear.padded_cols, lora_row(r, thread));
     }
     if (!small) sync();
+}
+
+static F32 gated(int epilogue, F32 gate, F32 up) { return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up); }
+
+// A row of gate and of up, each in panels of its own because they are held in different forms, as one; into `to`.
+const float* Step::activate(const kvl_instruction& instruction, int64_t row, float* to) const {
+    const int64_t width = round_up(shape_.intermediate, kPanel), padded = round_up(shape_.intermediate, kPad);
+    const float* gate = scratch_.qkv.row(row);
+    for (int64_t k = 0; k < width; k += kLanes)
+        store(to + k, gated(instruction.epilogue, load(gate + k), load(gate + width + k)));
+    std::fill(to + width, to + padded, 0.0f);
+    return to;
 }
 
 // Whole normed rows for whoever wants a token's state itself. Needs no barrier: nobody writes the residual any more.
@@ -162,10 +182,11 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
 void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kRowsOnce * kPanel];
+    const int format = linear.format(index);
     const Passes passes(rows);
     for (int64_t i = 0; i < passes.count; i++) {
         const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
-        tile_for(linear.format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
+        tile_for(format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
         for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
     }
 }
@@ -184,10 +205,8 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
         lo = add(lo, load(bias + channel));
         hi = add(hi, load(bias + channel + kLanes));
     }
-    if (instruction.epilogue == KVL_SWIGLU || instruction.epilogue == KVL_GEGLU) {
-        const F32 gate = instruction.epilogue == KVL_SWIGLU ? silu(lo) : gelu_tanh(lo);
-        return store(scratch_.mlp.row(row) + channel / 2, mul(gate, hi));
-    }
+    if (instruction.epilogue == KVL_SWIGLU || instruction.epilogue == KVL_GEGLU)
+        return store(scratch_.mlp.row(row) + channel / 2, gated(instruction.epilogue, lo, hi));
     float* to = (instruction.epilogue == KVL_RESIDUAL ? scratch_.residual : scratch_.qkv).row(row) + channel;
     if (instruction.epilogue == KVL_RESIDUAL) {
         lo = add(lo, load(to));

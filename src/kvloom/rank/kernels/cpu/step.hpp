@@ -31,6 +31,7 @@ class Step {
     void execute(const kvl_instruction& instruction, int thread);
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
+    const float* activate(const kvl_instruction& instruction, int64_t row, float* to) const;
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread);
