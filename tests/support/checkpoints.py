@@ -21,6 +21,22 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def longrope(trained_len: int) -> dict[str, Any]:
+    """For rotated parts of 8 dimensions."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "original_max_position_embeddings": trained_len,
+    }
+
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -36,6 +52,53 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2, tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3, yarn rope": ("Qwen3", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
+    "qwen2, two layers of three with a window": (
+        "Qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 7,
+            "layer_types": [LOCAL, FULL, LOCAL],
+            "rope_parameters": {LOCAL: {**DEFAULT_ROPE, "rope_theta": 100.0}, FULL: LINEAR_ROPE},
+        },
+    ),
+    "phi3": ("Phi3", {"rope_parameters": {**DEFAULT_ROPE, "partial_rotary_factor": 0.5}, "sliding_window": 11}),
+    "phi3, long rope": ("Phi3", {"original_max_position_embeddings": 16, "rope_parameters": longrope(16)}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 4}),
+    "granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": (
+        "Olmo3",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 7,
+            "rope_parameters": {LOCAL: DEFAULT_ROPE, FULL: YARN_ROPE},
+        },
+    ),
 }
 VOCAB_SIZE = 128
 BASE = {
@@ -47,18 +110,22 @@ BASE = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 256,
     "initializer_range": 0.3,
+    "pad_token_id": 0,
 }
 
 
 def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
-    """A random model of a family, its biases random too. `fields` override its configuration."""
+    """A random model of a family, its biases and norms random too. `fields` override its configuration."""
     family, own = TINY_MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**BASE, **own, **fields})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
+    model.set_attn_implementation("eager")  # the others leave softcaps out
     for key, parameter in model.named_parameters():
         if key.endswith("bias"):
             torch.nn.init.normal_(parameter)
+        elif key.endswith("norm.weight"):
+            parameter.data += 0.2 * torch.randn_like(parameter)
     return model
 
 

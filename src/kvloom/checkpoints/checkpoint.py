@@ -6,7 +6,8 @@ from pathlib import Path
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.families import family_of
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.adapted import adapted, file_shapes
+from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object, refuse_quantized
 from kvloom.checkpoints.fingerprint import Stamp, stamp
 from kvloom.checkpoints.pooling import folder_pooling, gguf_pooling
@@ -51,11 +52,12 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
     family = family_of(str(names[0]), str(folder / "config.json"))
     spec = family.spec(config)
+    source = folder_file.SafetensorsSource(folder, file_shapes(family, spec), family.names)
     bos_id = config.get("bos_token_id")
     return Checkpoint(
         folder,
         spec,
-        folder_file.SafetensorsSource(folder, spec),
+        adapted(source, family, spec, family.norm_offset),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
         folder_pooling(folder),
@@ -66,17 +68,16 @@ def _open_gguf(path: Path) -> Checkpoint:
     file = gguf_file.GgufFile(path)
     arch, config = gguf_file.config_of(file.header, str(path))
     family = family_of(arch, str(path))
+    config["rope_scaling"] |= gguf_file.rope_factors(file)
     spec = family.spec(config)
-    factors = gguf_file.frequency_factors(file, spec.head_dim)
-    if factors:
-        freqs = tuple(f / factor for f, factor in zip(spec.rope.inv_freq, factors, strict=True))
-        spec = replace(spec, rope=Rope(freqs, spec.rope.attention_factor))
+    heads = {"q": spec.num_heads, "k": spec.num_kv_heads} if family.permuted_gguf else {}
+    source = gguf_file.GgufSource(file, file_shapes(family, spec), heads)
     metadata = file.header.metadata
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return Checkpoint(
         path,
         spec,
-        gguf_file.GgufSource(file, spec, family.permuted_gguf),
+        adapted(source, family, spec, norm_offset=0.0),
         frozenset(int(i) for i in ids if i is not None),
         metadata.get("tokenizer.ggml.bos_token_id"),
         gguf_pooling(metadata.get(f"{arch}.pooling_type")),

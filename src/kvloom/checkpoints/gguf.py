@@ -1,6 +1,7 @@
 """GGUF files: metadata -> configuration, tensors as raw quantised rows."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import numpy as np
 
 from kvloom.checkpoints.blocks import KINDS as BLOCK_KINDS
 from kvloom.checkpoints.blocks import form_of
-from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.gguf_types import GGUF_TYPES, GgufType
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
@@ -32,6 +32,10 @@ LAYER_NAMES = {
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "down": "ffn_down.weight",
+    "qkv": "attn_qkv.weight",
+    "gate_up": "ffn_up.weight",
+    "attn_post_norm": "post_attention_norm.weight",
+    "mlp_post_norm": "post_ffw_norm.weight",
 }
 
 
@@ -57,13 +61,12 @@ def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
     config["tie_word_embeddings"] = TOP_NAMES["head"] not in header.tensors
     config["use_sliding_window"] = "sliding_window" in config
     kind = metadata.get(f"{arch}.rope.scaling.type")
-    if kind not in (None, "none"):
-        config["rope_scaling"] = {
-            "rope_type": kind,
-            "factor": metadata.get(f"{arch}.rope.scaling.factor"),
-            "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
-            "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
-        }
+    config["rope_scaling"] = {
+        "rope_type": "default" if kind in (None, "none") else kind,
+        "factor": metadata.get(f"{arch}.rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.get(f"{arch}.rope.scaling.original_context_length"),
+        "attention_factor": metadata.get(f"{arch}.rope.scaling.attn_factor"),
+    }
     return arch, config
 
 
@@ -104,21 +107,26 @@ def _type_of(info: TensorInfo, path: Path) -> GgufType:
         raise ModelError(f"{path}: tensor {info.name} has the unknown type {info.type}") from None
 
 
-def frequency_factors(file: GgufFile, dim: int) -> list[float] | None:
-    """Divisors of the rotary frequencies (Llama 3 scaling), dim/2 of them; None where the file has none."""
-    name = "rope_freqs.weight"
-    if name not in file.header.tensors:
-        return None
-    check_shape(name, file.header.tensors[name].shape, (dim // 2,), str(file.path))
-    return [float(value) for value in file.rows(name).view(np.float32).ravel()]
+def rope_factors(file: GgufFile) -> dict[str, Any]:
+    """Divisors of rotary frequencies that are tensors of the file (Llama 3, LongRoPE), as keys of rope_scaling."""
+    names = {"freq_factors": "rope_freqs", "long_factor": "rope_factors_long", "short_factor": "rope_factors_short"}
+    found = {}
+    for key, name in names.items():
+        name += ".weight"
+        if name not in file.header.tensors:
+            continue
+        if file.kind(name) != "f32":
+            raise ModelError(f"{file.path}: tensor {name} is {file.kind(name).upper()}; F32 is known")
+        found[key] = [float(value) for value in file.rows(name).view(np.float32).ravel()]
+    return found | ({"rope_type": "longrope"} if "long_factor" in found else {})
 
 
 class GgufSource:
-    """Raw rows of a mapped GGUF file; the existence, shape and type of every tensor of `spec` is checked on opening."""
+    """Raw rows of a mapped GGUF file; that it has every tensor of `shapes`, of that shape, is checked on opening."""
 
-    def __init__(self, file: GgufFile, spec: DecoderSpec, permuted: bool) -> None:
-        self._file, self._spec, self._permuted = file, spec, permuted
-        self._shapes = spec.tensor_shapes()
+    def __init__(self, file: GgufFile, shapes: Mapping[str, tuple[int, ...]], heads: Mapping[str, int]) -> None:
+        """shapes: adapted.file_shapes; heads: of the tensors ("q", "k") whose rows are in interleaved RoPE order."""
+        self._file, self._shapes, self._heads = file, shapes, heads
         for name, shape in self._shapes.items():
             key = file_name(name)
             if key not in file.header.tensors:
@@ -140,8 +148,8 @@ class GgufSource:
             raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
         data = self._file.rows(file_name(name))
         part = name.rsplit(".", 1)[-1]
-        if self._permuted and part in ("q", "k"):
-            data = _neox_rows(data, self._spec.num_heads if part == "q" else self._spec.num_kv_heads)
+        if part in self._heads:
+            data = _neox_rows(data, self._heads[part])
         return RawTensor(name, self._shapes[name], self._file.kind(file_name(name)), data)
 
 

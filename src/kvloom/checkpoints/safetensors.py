@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
@@ -12,6 +11,8 @@ from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, Entry, header_b
 from kvloom.contract.errors import ModelError
 
 _PREFIX = "model."
+# as sentence-transformers saves a decoder: ""; as models that read pictures too hold theirs: the last two
+_PREFIXES = (_PREFIX, "", "language_model.model.", "model.language_model.")
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -28,29 +29,37 @@ LAYER_NAMES = {
     "gate": "mlp.gate_proj.weight",
     "up": "mlp.up_proj.weight",
     "down": "mlp.down_proj.weight",
+    "qkv": "self_attn.qkv_proj.weight",
+    "gate_up": "mlp.gate_up_proj.weight",
+    "attn_post_norm": "post_attention_layernorm.weight",
+    "mlp_post_norm": "post_feedforward_layernorm.weight",
 }
+_NO_NAMES: Mapping[str, str] = {}
 
 
-def file_name(name: str) -> str:
-    """The name a Hugging Face checkpoint gives to a canonical tensor."""
+def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
+    """The name a Hugging Face checkpoint gives to a canonical tensor; `own`: of a layer's, where they differ."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, index, part = name.split(".")
-    return f"model.layers.{index}.{LAYER_NAMES[part]}"
+    return f"model.layers.{index}.{own.get(part) or LAYER_NAMES[part]}"
 
 
 class SafetensorsSource:
-    """Maps the files of a folder; the existence and shape of every tensor of `spec` is checked on opening."""
+    """Maps the files of a folder; the existence and shape of every tensor of `shapes` is checked on opening."""
 
-    def __init__(self, folder: Path, spec: DecoderSpec) -> None:
-        self._shapes = spec.tensor_shapes()
+    def __init__(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str] = _NO_NAMES
+    ) -> None:
+        """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES."""
+        self._shapes, self._names = shapes, names
         self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
             for key, entry in _entries(path, file).items():
                 self._tensors[key] = path, file, entry
-        bare = file_name("embed").removeprefix(_PREFIX)  # as sentence-transformers saves a decoder
-        self._prefix = "" if bare in self._tensors else _PREFIX
+        bare = file_name("embed").removeprefix(_PREFIX)
+        self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
         for name, shape in self._shapes.items():
             key = self._key(name)
             if key not in self._tensors:
@@ -65,7 +74,7 @@ class SafetensorsSource:
 
     def _key(self, name: str) -> str:
         """The tensor's name in these files."""
-        key = file_name(name)
+        key = file_name(name, self._names)
         return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
 
     def form(self, name: str) -> str:

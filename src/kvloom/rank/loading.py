@@ -4,6 +4,7 @@ import functools
 import importlib
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,8 +40,9 @@ def open_runner(
     """
     check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
-    spec = checkpoint.spec
-    max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
+    max_seq_len = min(checkpoint.spec.max_seq_len, config.max_seq_len or checkpoint.spec.max_seq_len)
+    spec = checkpoint.spec.served(max_seq_len)
+    checkpoint = replace(checkpoint, spec=spec)
     with explain_oom():
         opened = _open_kernels(config, checkpoint, max_seq_len, progress) if _kernels_fit(config) else None
         if opened is None:

@@ -91,7 +91,7 @@ struct OnePanel {
             }
         }
     }
-    const kvl_shape shape{0, 0, 0, 0, 0, 0, 0, 2, 0, 0};
+    const kvl_shape shape{0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 1, 1, 0, 0, 0};
     kvl_model* model;
     const int64_t cols;
 };
@@ -162,7 +162,8 @@ static void test_attention(int dim, int length, int window) {
     std::vector<uint8_t> keys(size_t(blocks * stride)), values(keys);
     std::vector<int32_t> table(static_cast<size_t>(blocks));
     std::iota(table.rbegin(), table.rend(), 0);
-    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim};
+    const float softcap = window ? 0.8f : 0.0f;
+    const PagedHead head{keys.data(), values.data(), table.data(), stride, dim, softcap};
     std::vector<float> rope = noise(dim);
     for (int key = 0; key < length; key++) {
         std::vector<float> k = noise(dim), want = k, v = noise(dim);
@@ -212,7 +213,7 @@ static void test_extreme_heads() {
         std::vector<float> head(size_t(dim), size);
         std::vector<uint16_t> q(static_cast<size_t>(dim));
         const int32_t table = 0;
-        const PagedHead cached{tile.data(), tile.data(), &table, 0, dim};
+        const PagedHead cached{tile.data(), tile.data(), &table, 0, dim, 0};
         Int8Cache::store_key(tile.data(), head.data(), dim, 3);
         near(std::isfinite(Int8Cache::store_query(q.data(), head.data(), dim, 1)), 1, 0, "query scale", 0, 0);
         const double want = std::min(double(size), double(kLargestFp16) * 127);

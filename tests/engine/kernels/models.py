@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Layer, Rope
 from kvloom.checkpoints.source import RawTensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
@@ -21,23 +21,52 @@ def tiny_spec(
     kv_heads: int = 2,
     head_dim: int = 32,
     vocab: int = 101,
+    layers: tuple[Layer, ...] = (),
     **switches: object,
 ) -> DecoderSpec:
-    rope = Rope(tuple(float(10000.0 ** (-2 * i / head_dim)) for i in range(head_dim // 2)))
+    layers = layers or (Layer(rope_of(head_dim)),) * 2
     return DecoderSpec(
-        family, 2, hidden, intermediate, heads, kv_heads, head_dim, vocab, 2048, rope, 1e-5, True, **switches
+        family, hidden, intermediate, heads, kv_heads, head_dim, vocab, 2048, layers, 1e-5, True, **switches
     )
+
+
+def rope_of(dim: int, theta: float = 10000.0, factor: float = 1.0) -> Rope:
+    return Rope(tuple(float(theta ** (-2 * i / dim)) for i in range(dim // 2)), factor)
 
 
 SPECS = {
     "llama": tiny_spec(),
     "llama, own head": tiny_spec(vocab=96),
     "smollm2 heads": tiny_spec(hidden=192, intermediate=200, heads=9, kv_heads=3, head_dim=64),
-    "mistral": tiny_spec("mistral", heads=4, kv_heads=1, head_dim=96, sliding_window=37),
+    "mistral": tiny_spec("mistral", heads=4, kv_heads=1, head_dim=96, layers=(Layer(rope_of(96), 37),) * 2),
     "qwen2": tiny_spec("qwen2", heads=14, kv_heads=2, head_dim=64, qkv_bias=True),
-    "qwen3": tiny_spec("qwen3", heads=2, kv_heads=2, head_dim=128, qk_norm=True),
+    "qwen3": tiny_spec("qwen3", heads=2, kv_heads=2, head_dim=128, qk_norm="head"),
     "gelu, uneven sizes": tiny_spec(
         "gemma", hidden=72, intermediate=100, activation="gelu_tanh", head_dim=256, heads=2
+    ),
+    "gemma2": tiny_spec(
+        "gemma2",
+        hidden=72,
+        layers=(Layer(rope_of(32), 21), Layer(rope_of(32, 1e6, 1.1))),
+        qk_norm="head",
+        norms="both",
+        activation="gelu_tanh",
+        embed_scale=8.5,
+        attention_scale=0.21,
+        attention_softcap=2.0,
+        logit_softcap=5.0,
+    ),
+    "olmo3": tiny_spec(
+        "olmo", qk_norm="row", norms="post", head_dim=64, layers=(Layer(rope_of(64), 140), Layer(rope_of(64)))
+    ),
+    "granite with half of each head rotated": tiny_spec(
+        "granite",
+        head_dim=64,
+        layers=(Layer(rope_of(32)), Layer(None)),
+        embed_scale=3.0,
+        residual_scale=0.4,
+        attention_scale=0.1,
+        logit_scale=0.25,
     ),
 }
 

@@ -158,20 +158,21 @@ class Native {
   public:
     explicit Native(const Plain& plain)
         : plain(plain), cache(size_t(kLayers * 2 * kBlocks * kKvHeads * kv_tile_bytes(plain.options.kv_format, kDim))) {
-        const kvl_shape shape{kHidden, kMlp, kHeads, kKvHeads, kDim, kVocab, plain.options.window, plain.options.threads,
-                              plain.options.kv_format, 1e-5f};
+        const kvl_shape shape{kHidden, kMlp, kHeads, kKvHeads, kDim, kVocab, plain.options.threads,
+                              plain.options.kv_format, 1e-5f, 1, 1, 1, 0, 0, 0};
         model.reset(kvl_new(&shape));
+        kvl_add_rope(model.get(), plain.rope.data(), kDim);
         for (int l = 0; l < kLayers; l++) declare(l, plain.layers[size_t(l)]);
         const int32_t head = kvl_add_linear(model.get(), kVocab, kHidden, KVL_BF16);
-        emit({KVL_ROWS_NORM_QUANT, 0, head, 0, vector(plain.norm), -1, 0});
-        emit({KVL_LINEAR, 0, head, KVL_LOGITS, -1, -1, 0});
+        emit({KVL_ROWS_NORM_QUANT, 0, head, 0, vector(plain.norm), -1, 0, 0, 0});
+        emit({KVL_LINEAR, 0, head, KVL_LOGITS, -1, -1, 0, 0, 0});
         const int32_t table = plain.options.is_apart ? kvl_add_linear(model.get(), kVocab, kHidden, KVL_BF16) : -1;
         near(kvl_allocate(model.get()) > 0, 1, 0, "allocate", 0, 0);
         for (int l = 0; l < kLayers; l++) fill(l * 4, plain.layers[size_t(l)]);
         kvl_fill_f32(model.get(), head, plain.head.values.data(), kVocab, 0, -1);
         if (plain.options.is_apart) kvl_fill_f32(model.get(), table, plain.embed.values.data(), kVocab, 0, -1);
         for (float value : plain.embed.values) embed.push_back(float_to_bf16(value));
-        kvl_set_tables(model.get(), plain.options.is_apart ? nullptr : embed.data(), table, plain.rope.data());
+        kvl_set_embed(model.get(), plain.options.is_apart ? nullptr : embed.data(), table);
         kvl_set_program(model.get(), program.data(), int32_t(program.size()));
     }
 
@@ -242,17 +243,17 @@ class Native {
         const int64_t width = round_up(kMlp, options.is_apart ? kPanel : kLanes);
         const int32_t gate_up = kvl_add_linear(model.get(), 2 * width, kHidden, KVL_BF16);
         const int32_t down = kvl_add_linear(model.get(), kHidden, kMlp, KVL_BF16);
-        emit({KVL_NORM_QUANT, index, qkv, 0, vector(layer.attention_norm), -1, 0});
-        emit({KVL_LINEAR, index, qkv, KVL_TO_QKV, options.has_bias ? vector(layer.bias) : -1, -1, 0});
+        emit({KVL_NORM_QUANT, index, qkv, 0, vector(layer.attention_norm), -1, 0, 0, 0});
+        emit({KVL_LINEAR, index, qkv, KVL_TO_QKV, options.has_bias ? vector(layer.bias) : -1, -1, 0, 0, 0});
         const int32_t q_norm = options.has_norms ? vector(layer.q_norm) : -1;
-        emit({KVL_ROPE_KV, index, -1, 0, q_norm, options.has_norms ? vector(layer.k_norm) : -1, 0});
-        emit({KVL_ATTENTION, index, -1, 0, -1, -1, 0});
-        emit({KVL_QUANT, index, o, 0, -1, -1, KVL_FROM_ATTENTION});
-        emit({KVL_LINEAR, index, o, KVL_RESIDUAL, -1, -1, 0});
-        emit({KVL_NORM_QUANT, index, gate_up, 0, vector(layer.mlp_norm), -1, 0});
-        emit({KVL_LINEAR, index, gate_up, options.is_apart ? KVL_TO_QKV : KVL_SWIGLU, -1, -1, 0});
-        emit({KVL_QUANT, index, down, KVL_SWIGLU, -1, -1, options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP});
-        emit({KVL_LINEAR, index, down, KVL_RESIDUAL, -1, -1, 0});
+        emit({KVL_ROPE_KV, index, -1, 0, q_norm, options.has_norms ? vector(layer.k_norm) : -1, 0, 0, 0});
+        emit({KVL_ATTENTION, index, -1, 0, -1, -1, 0, 0, options.window});
+        emit({KVL_QUANT, index, o, 0, -1, -1, KVL_FROM_ATTENTION, 0, 0});
+        emit({KVL_LINEAR, index, o, KVL_RESIDUAL, -1, -1, 0, 0, 0});
+        emit({KVL_NORM_QUANT, index, gate_up, 0, vector(layer.mlp_norm), -1, 0, 0, 0});
+        emit({KVL_LINEAR, index, gate_up, options.is_apart ? KVL_TO_QKV : KVL_SWIGLU, -1, -1, 0, 0, 0});
+        emit({KVL_QUANT, index, down, KVL_SWIGLU, -1, -1, options.is_apart ? KVL_FROM_GATE_UP : KVL_FROM_MLP, 0, 0});
+        emit({KVL_LINEAR, index, down, KVL_RESIDUAL, -1, -1, 0, 0, 0});
     }
 
     void fill(int32_t first, const Layer& layer) {

@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvloom.checkpoints.families.spec import Layer
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
-from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions, _rope_table
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
+from kvloom.rank.kernels.rope_table import rope_table
 from kvloom.rank.sampler import draw_plain
 
-from .models import SPECS, all_logits, four_bit, int32, ragged, random_weights, step, tiny_spec
+from .models import SPECS, all_logits, four_bit, int32, ragged, random_weights, rope_of, step, tiny_spec
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 FORMATS = [("bf16", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
@@ -225,6 +227,8 @@ def test_logits_that_are_no_numbers_still_end_in_a_token(drawing):
 def test_what_the_kernels_lack_is_refused_by_name():
     with pytest.raises(ModelError, match="head size 80"):
         CpuBackend(tiny_spec(head_dim=80), random_weights(tiny_spec()), 4)
+    with pytest.raises(ModelError, match="rotary embedding of 48 dimensions"):
+        CpuBackend(tiny_spec(layers=(Layer(rope_of(48)),)), random_weights(tiny_spec()), 4)
     with pytest.raises(ModelError, match="weight format w2"):
         CpuBackend(tiny_spec(), random_weights(tiny_spec()), 4, CpuOptions(weight_format="w2"))
     with pytest.raises(ModelError, match="KV cache type fp8"):
@@ -234,10 +238,10 @@ def test_what_the_kernels_lack_is_refused_by_name():
 
 
 def test_cosines_and_sines_are_the_nearest_of_float32_angles_on_every_machine():
-    spec = SPECS["llama"]
-    table = _rope_table(spec, 300)
+    rope = SPECS["llama"].layers[0].rope
+    table = rope_table(rope, 300)
     for position in (0, 1, 7, 299):
-        angles = np.float32(position) * np.array(spec.rope.inv_freq, np.float32)
+        angles = np.float32(position) * np.array(rope.inv_freq, np.float32)
         want = [f(float(angle)) for f in (math.cos, math.sin) for angle in angles]
         assert np.array_equal(table[position], np.array(want, np.float32))
 

@@ -124,7 +124,7 @@ def test_the_number_of_threads_does_not_change_the_result(tmp_path, threads):
 
 @pytest.mark.parametrize("kind", ["reference", f"w8a8 {AVAILABLE[0]}"])
 def test_a_dropped_adapter_leaves_its_place_to_the_next(tmp_path, kind):
-    spec = replace(SPECS["llama"], num_layers=1)
+    spec = replace(SPECS["llama"], layers=SPECS["llama"].layers[:1])
     backend = open_backend(kind, spec, random_weights(spec))
     found = []
     for id, seed in ((1, 1), (2, 2), (3, 1)):

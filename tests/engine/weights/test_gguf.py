@@ -21,6 +21,10 @@ NAMES = {
     "model.norm": "output_norm",
     "lm_head": "output",
     "input_layernorm": "attn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -34,7 +38,13 @@ NAMES = {
 }
 
 
-def gguf_name(key: str) -> str:
+PERMUTED = ("llama", "smollm3", "granite")
+GEMMA = ("gemma2", "gemma3")
+
+
+def gguf_name(key: str, arch: str = "llama") -> str:
+    if arch in (*GEMMA, "olmo2"):
+        key = key.replace("post_attention_layernorm", "post_attention_norm")
     for theirs, ours in NAMES.items():
         key = key.replace(theirs, ours)
     return key.replace("model.layers.", "blk.")
@@ -56,27 +66,35 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    ropes = config.rope_parameters
+    writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
     for key, value in metadata.items():
-        writer.add_key_value(key.replace("__", "."), value, gguf.GGUFValueType.get_type(value))
+        kind = gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key.replace("__", "."), value, kind, _item_kind(value))
     for key, value in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         data = value.numpy()
-        if arch == "llama" and (".q_proj." in key or ".k_proj." in key):
+        if arch in GEMMA and key.endswith("norm.weight"):
+            data = data + 1
+        if arch in PERMUTED and (".q_proj." in key or ".k_proj." in key):
             data = interleave(data, config.num_attention_heads if ".q_" in key else config.num_key_value_heads)
         if quantised and data.ndim == 2:
             kind = gguf.GGMLQuantizationType[quantised]
-            writer.add_tensor(gguf_name(key), gguf.quants.quantize(data, kind), raw_dtype=kind)
+            writer.add_tensor(gguf_name(key, arch), gguf.quants.quantize(data, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(key), np.ascontiguousarray(data))
+            writer.add_tensor(gguf_name(key, arch), np.ascontiguousarray(data))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _item_kind(value: Any) -> gguf.GGUFValueType | None:
+    return gguf.GGUFValueType.get_type(value[0]) if isinstance(value, list) else None
 
 
 def backend_of(path: Path) -> ReferenceBackend:
@@ -154,9 +172,9 @@ def test_raw_rows_of_q_move_as_a_whole(tmp_path):
 
 
 def test_rope_scaling_comes_from_metadata_and_from_frequency_factors(tmp_path):
-    plain = open_checkpoint(write(tmp_path / "a.gguf", tiny_model("llama"), "llama")).spec.rope
+    plain = open_checkpoint(write(tmp_path / "a.gguf", tiny_model("llama"), "llama")).spec.ropes[0]
     scaled = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
-    linear = open_checkpoint(write(tmp_path / "b.gguf", tiny_model("llama"), "llama", **scaled)).spec.rope
+    linear = open_checkpoint(write(tmp_path / "b.gguf", tiny_model("llama"), "llama", **scaled)).spec.ropes[0]
     assert linear.inv_freq == pytest.approx([f / 4 for f in plain.inv_freq])
 
 

@@ -1,8 +1,12 @@
 """The families of models, by the architecture name that a checkpoint states."""
 
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.llama import LLAMA
+from kvloom.checkpoints.families.gemma import GEMMA2, GEMMA3
+from kvloom.checkpoints.families.granite import GRANITE
+from kvloom.checkpoints.families.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.mistral import MISTRAL
+from kvloom.checkpoints.families.olmo import OLMO
+from kvloom.checkpoints.families.phi3 import PHI3
 from kvloom.checkpoints.families.qwen2 import QWEN2
 from kvloom.checkpoints.families.qwen3 import QWEN3
 from kvloom.contract.errors import ModelError
@@ -12,10 +16,24 @@ FAMILIES: dict[str, Family] = {
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3,  # its text; pictures are not read
+    "Phi3ForCausalLM": PHI3,
+    "GraniteForCausalLM": GRANITE,
+    "Olmo2ForCausalLM": OLMO,
+    "Olmo3ForCausalLM": OLMO,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "phi3": PHI3,
+    "granite": GRANITE,
+    "olmo2": OLMO,
 }
 
 

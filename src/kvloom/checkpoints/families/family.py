@@ -1,16 +1,29 @@
 """Family: the switches in which one line of decoders differs from another, and the configuration keys they share."""
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from kvloom.checkpoints.families.rope import build_rope
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.positions import layers_of
+from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.values import count, positive
 from kvloom.contract.errors import ModelError
 
-_MOST = {"num_hidden_layers": 1 << 12, "head_dim": 1 << 12, "num_attention_heads": 1 << 16}  # else _MOST_ANY
-_MOST_ANY = 1 << 31
+ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {  # by the names of configurations
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a model that reads pictures too: the part that describes its decoder."""
+    part = config.get("text_config")
+    return part if isinstance(part, Mapping) else {}
+
+
+def _no_scales(config: Mapping[str, Any]) -> dict[str, float]:
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,92 +32,52 @@ class Family:
 
     name: str
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "row"] = ""
+    norms: Literal["pre", "post", "both"] = "pre"
     permuted_gguf: bool = False  # GGUF files hold the rows of q and k in interleaved RoPE order
-    window_needs_switch: bool = False  # sliding_window counts only when use_sliding_window is true
-    default_tied: bool = False  # tie_word_embeddings where the configuration is silent
+    fused: bool = False  # files hold q, k and v as one tensor, gate and up as another
+    norm_offset: float = 0.0  # folders hold the weights of norms less this; GGUF files as they are
+    names: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of a layer's tensors in folders, where they are not Llama's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where the configuration is silent
+    scales: Callable[[Mapping[str, Any]], dict[str, float]] = _no_scales  # fields of DecoderSpec: scales and softcaps
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
         """Raises ModelError naming the key when a value is missing, of the wrong type or impossible."""
-        hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-        kv_heads = _count(config, "num_key_value_heads", heads)
-        head_dim = _count(config, "head_dim", hidden // heads)
-        max_seq_len = _count(config, "max_position_embeddings", 2048)
+        config = {**self.defaults, **config, **_text_part(config)}
+        hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+        kv_heads = count(config, "num_key_value_heads", heads)
+        head_dim = count(config, "head_dim", hidden // heads)
+        max_seq_len = count(config, "max_position_embeddings", 2048)
         if heads % kv_heads:
             raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported by {self.name}; silu is")
         if config.get("mlp_bias") or (config.get("attention_bias") and not self.qkv_bias):
             raise ModelError(f"{self.name} with attention_bias or mlp_bias is not supported")
         return DecoderSpec(
             family=self.name,
-            num_layers=_count(config, "num_hidden_layers"),
             hidden=hidden,
-            intermediate=_count(config, "intermediate_size"),
+            intermediate=count(config, "intermediate_size"),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=_count(config, "vocab_size"),
+            vocab_size=count(config, "vocab_size"),
             max_seq_len=max_seq_len,
-            rope=_rope(config, head_dim, max_seq_len),
-            norm_eps=_real("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(config.get("tie_word_embeddings", self.default_tied)),
+            layers=layers_of(config, head_dim, max_seq_len),
+            norm_eps=positive(config, "rms_norm_eps", 1e-6),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
-            sliding_window=self._window(config),
+            norms=self.norms,
+            activation=self._activation(config),
+            **self.scales(config),
         )
 
-    def _window(self, config: Mapping[str, Any]) -> int | None:
-        """Tokens a query sees, itself included; None = all. A mix of windowed and full layers is refused."""
-        window = config.get("sliding_window")
-        if window is None or (self.window_needs_switch and not config.get("use_sliding_window")):
-            return None
-        types = config.get("layer_types") or ["sliding_attention"]
-        if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
-            raise ModelError(f"configuration: layer_types must be a list of names, got {types!r:.80}")
-        kinds = set(types)
-        if len(kinds) > 1:
-            raise ModelError("layers with and without sliding_window in one model are not supported")
-        return _count(config, "sliding_window") if kinds == {"sliding_attention"} else None
-
-
-def _rope(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> Rope:
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ModelError(f"configuration: rope_scaling must be an object, got {scaling!r:.80}")
-    theta = _real("rope_theta", scaling.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    try:
-        return build_rope(head_dim, theta, scaling, max_seq_len)
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"configuration: rope_theta and rope_scaling cannot be used: {error}") from None
-
-
-def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ModelError(f"configuration: {key} must be a positive whole number, got {_short(value)}")
-    if value > (most := _MOST.get(key, _MOST_ANY)):
-        raise ModelError(f"configuration: {key} is {_short(value)}, more than {most}")
-    return value
-
-
-def _real(key: str, value: object) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise ModelError(f"configuration: {key} must be a number, got {_short(value)}")
-    return number
-
-
-def _short(value: object) -> str:
-    """As in a message: whole numbers may have thousands of digits."""
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python prints
-        return "a number of thousands of digits"
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    def _activation(self, config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
+        name = config.get("hidden_activation", config.get("hidden_act", "silu"))
+        if name not in ACTIVATIONS:
+            known = ", ".join(ACTIVATIONS)
+            raise ModelError(f"hidden_act {name!r:.80} is not supported by {self.name}; supported are {known}")
+        return ACTIVATIONS[name]

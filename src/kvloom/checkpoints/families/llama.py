@@ -1,5 +1,10 @@
-"""Llama 1 to 3 and the many models of the same shape (SmolLM2 among them)."""
+"""Llama 1 to 3 and the many models of the same shape (SmolLM2 among them); SmolLM3, where some layers have no RoPE."""
 
 from kvloom.checkpoints.families.family import Family
 
 LLAMA = Family("llama", permuted_gguf=True)
+SMOLLM3 = Family(
+    "smollm3",
+    permuted_gguf=True,
+    defaults={"no_rope_layer_interval": 4, "tie_word_embeddings": True, "window_needs_switch": True},
+)

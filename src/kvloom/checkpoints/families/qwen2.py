@@ -2,4 +2,4 @@
 
 from kvloom.checkpoints.families.family import Family
 
-QWEN2 = Family("qwen2", qkv_bias=True, window_needs_switch=True)
+QWEN2 = Family("qwen2", qkv_bias=True, defaults={"window_needs_switch": True})

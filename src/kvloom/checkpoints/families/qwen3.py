@@ -2,4 +2,4 @@
 
 from kvloom.checkpoints.families.family import Family
 
-QWEN3 = Family("qwen3", qk_norm=True, window_needs_switch=True)
+QWEN3 = Family("qwen3", qk_norm="head", defaults={"window_needs_switch": True})

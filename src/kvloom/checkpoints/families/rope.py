@@ -1,24 +1,41 @@
 """Rotary frequencies: every scaling rule of a configuration applied once, while loading."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvloom.checkpoints.families.spec import Rope
 from kvloom.contract.errors import ModelError
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_OLD_NAMES = {"su": "longrope"}
 
 
 def build_rope(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
-    """Rope of `dim` dimensions. `scaling` has the keys of Hugging Face's rope_parameters ({} = none).
+    """Rope of `dim` dimensions. `scaling` has the keys of Hugging Face's rope_parameters ({} = none), `freq_factors`
+    too, which divide the frequencies that the rule gives.
 
-    `max_seq_len` is the trained context where the scaling names none. Raises ModelError for a rule that is not known.
+    `max_seq_len` is the context; the trained one where the scaling names none. Raises ModelError for a rule that is not
+    known.
     """
+    rope = _scaled(dim, theta, scaling, max_seq_len)
+    factors = scaling.get("freq_factors")
+    return rope if factors is None else replace(rope, inv_freq=_divided(rope.inv_freq, factors))
+
+
+def _divided(inv_freq: Sequence[float], factors: Sequence[float]) -> tuple[float, ...]:
+    if len(factors) != len(inv_freq):
+        raise ModelError(f"{len(factors)} factors for the {len(inv_freq)} frequencies of the rotary embedding")
+    return tuple(freq / float(factor) for freq, factor in zip(inv_freq, factors, strict=True))
+
+
+def _scaled(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _OLD_NAMES.get(str(kind), kind)
     inv_freq = [theta ** (-2 * i / dim) for i in range(dim // 2)]
     try:
-        if kind == "default":
+        if kind in ("default", "dynamic"):  # "dynamic" stretches what is longer than the context, and nothing is
             return Rope(tuple(inv_freq))
         if kind == "linear":
             return Rope(tuple(f / float(scaling["factor"]) for f in inv_freq))
@@ -26,6 +43,8 @@ def build_rope(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: 
             return Rope(tuple(_llama3(inv_freq, scaling)))
         if kind == "yarn":
             return _yarn(dim, theta, inv_freq, scaling, max_seq_len)
+        if kind == "longrope":
+            return _longrope(inv_freq, scaling, max_seq_len)
     except KeyError as error:
         raise ModelError(f"rope scaling {kind!r} lacks {error.args[0]!r}") from None
     raise ModelError(f"rope scaling {kind!r} is not known; known are {', '.join(KINDS)}")
@@ -72,3 +91,18 @@ def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return magnitude(float(scaling["mscale"])) / magnitude(float(scaling["mscale_all_dim"]))
     return magnitude(1.0)
+
+
+def _longrope(inv_freq: Sequence[float], scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
+    """LongRoPE (Ding et al. 2024): a factor a frequency, one set for sequences of the trained context, one for longer.
+
+    Which set holds is settled once, by the longest sequence that is served: keys in the cache are rotated already.
+    """
+    context = int(scaling.get("original_max_position_embeddings") or max_seq_len)
+    factor = float(scaling.get("factor") or max_seq_len / context)
+    if scaling.get("attention_factor") is not None:
+        attention = float(scaling["attention_factor"])
+    else:
+        attention = math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
+    long, short = (_divided(inv_freq, scaling[key]) for key in ("long_factor", "short_factor"))
+    return Rope(long, attention, short, context)

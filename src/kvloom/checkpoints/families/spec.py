@@ -1,36 +1,51 @@
 """DecoderSpec: what a decoder-only transformer looks like, said once for every backend.
 
-A family (llama.py, qwen2.py, ...) turns a checkpoint's configuration into a DecoderSpec and maps its tensor names;
+A family (llama.py, gemma.py, ...) turns a checkpoint's configuration into a DecoderSpec and maps its tensor names;
 backends read the spec and know no family.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding (Su et al. 2021), "neox" order: partners are i and i + dim/2 within `dim`.
+    """Rotary position embedding (Su et al. 2021) of a head's first `dim` dimensions; partners are i and i + dim/2.
 
     `inv_freq` has dim/2 entries, every scaling rule already applied; `attention_factor` multiplies cos and sin.
+    Where no sequence is ever longer than `short_len` tokens, `short_freq` stands for inv_freq (LongRoPE).
     """
 
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+    short_freq: tuple[float, ...] = ()
+    short_len: int = 0
+
+    @property
+    def dim(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return 2 * len(self.inv_freq)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What the layers of one model may differ in."""
+
+    rope: Rope | None  # None = its queries and keys know no positions
+    window: int | None = None  # tokens a query sees, itself included; None = all up to it
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """Shapes and switches of a pre-norm decoder: x += attn(norm(x)); x += mlp(norm(x)).
+    """Shapes and switches of a decoder: x += attn(norm(x)); x += mlp(norm(x)).
 
     Canonical tensor names (weights are [out, in]):
       embed [vocab, hidden]   norm [hidden]   head [vocab, hidden] (absent when tie_embeddings)
-      layers.N. attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm [head_dim], k_norm [head_dim],
-                mlp_norm, gate, up, down
+      layers.N. attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
+                mlp_norm, gate, up, down, mlp_post_norm
     """
 
     family: str
-    num_layers: int
     hidden: int
     intermediate: int
     num_heads: int
@@ -38,35 +53,68 @@ class DecoderSpec:
     head_dim: int
     vocab_size: int
     max_seq_len: int
-    rope: Rope
+    layers: tuple[Layer, ...]
     norm_eps: float
     tie_embeddings: bool
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3: RMSNorm of each head of q and k before RoPE
-    sliding_window: int | None = None  # tokens; Mistral v0.1
+    qk_norm: Literal["", "head", "row"] = ""  # RMSNorm before RoPE of each head of q and k, or of all heads as one row
+    norms: Literal["pre", "post", "both"] = "pre"  # where a branch is normed: x += post(branch(pre(x)))
     activation: Literal["silu", "gelu_tanh"] = "silu"
+    embed_scale: float = 1.0  # of token embeddings on their way in
+    residual_scale: float = 1.0  # of a branch before it is added
+    logit_scale: float = 1.0
+    attention_scale: float = 0.0  # of q . k; 0 = 1 / sqrt(head_dim)
+    attention_softcap: float = 0.0  # c: scores s become c tanh(s / c); 0 = none
+    logit_softcap: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Of all layers, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    def served(self, max_seq_len: int) -> "DecoderSpec":
+        """The model as it is computed where no sequence is longer than `max_seq_len` tokens."""
+        short = {rope: replace(rope, inv_freq=rope.short_freq) for rope in self.ropes if max_seq_len <= rope.short_len}
+        layers = (
+            replace(layer, rope=short.get(layer.rope, layer.rope) if layer.rope else None) for layer in self.layers
+        )
+        return replace(self, layers=tuple(layers)) if short else self
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint of this spec must hold, by canonical name."""
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
+        if not self.tie_embeddings:
+            shapes["head"] = (self.vocab_size, self.hidden)
+        layer = self._layer_shapes()
+        for index in range(self.num_layers):
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        return shapes
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm": (self.hidden,),
+        before = {"attn_norm": (self.hidden,)} if self.norms != "post" else {}
+        layer: dict[str, tuple[int, ...]] = before | {
             "q": (q_size, self.hidden),
             "k": (kv_size, self.hidden),
             "v": (kv_size, self.hidden),
             "o": (self.hidden, q_size),
-            "mlp_norm": (self.hidden,),
+        }
+        if before:
+            layer["mlp_norm"] = (self.hidden,)
+        layer |= {
             "gate": (self.intermediate, self.hidden),
             "up": (self.intermediate, self.hidden),
             "down": (self.hidden, self.intermediate),
         }
+        if self.norms != "pre":
+            layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
         if self.qkv_bias:
             layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
         if self.qk_norm:
-            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
-        if not self.tie_embeddings:
-            shapes["head"] = (self.vocab_size, self.hidden)
-        for index in range(self.num_layers):
-            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-        return shapes
+            sizes = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_size, kv_size)
+            layer |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
+        return layer

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec, Rope
 from kvloom.checkpoints.footprint import kv_head_bytes
 from kvloom.checkpoints.lora import FIELD, AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
@@ -22,6 +22,7 @@ from kvloom.rank.kernels.backend import Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import WEIGHT_FORMATS, Native, Packer
+from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 BLOCK_SIZE = 16
@@ -75,7 +76,8 @@ class CpuBackend:
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise ModelError("no memory for the CPU backend")
-        packer = Packer(Native(self._lib, self._model, self.num_threads), spec, weights, weight_format)
+        ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
+        packer = Packer(Native(self._lib, self._model, self.num_threads), spec, ropes, weights, weight_format)
         packer.declare()
         layout = (weight_format, library.name, self.num_threads)
         pages = options.packed.find(layout, packer.num_bytes) if options.packed else None
@@ -89,9 +91,9 @@ class CpuBackend:
         self._adapters: dict[int, int] = {}  # id -> the library's
         self.streamed_bytes, self.weight_bytes = packer.streamed_bytes, packer.num_bytes
         self._held = packer.held
-        self._embed, self._rope = packer.embed, _rope_table(spec, min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
+        self._embed = packer.embed
         table = self._embed.ctypes.data if self._embed.size else None
-        self._lib.kvl_set_tables(self._model, table, packer.embed_linear, self._rope.ctypes.data)
+        self._lib.kvl_set_embed(self._model, table, packer.embed_linear)
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
@@ -195,9 +197,18 @@ class CpuBackend:
     def _shape(self) -> Shape:
         s = self.spec
         return Shape(
-            s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size, s.sliding_window or 0,
-            self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps,
+            s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
+            self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
+            s.attention_scale, s.attention_softcap, s.logit_softcap,
         )  # fmt: skip
+
+    def _add_ropes(self, positions: int) -> dict[Rope, int]:
+        """The rotary tables of the layers, by what the library calls them; they live as long as the model."""
+        self._tables = {rope: rope_table(rope, positions) for rope in self.spec.ropes}
+        return {
+            rope: int(self._lib.kvl_add_rope(self._model, table.ctypes.data, rope.dim))
+            for rope, table in self._tables.items()
+        }
 
 
 def check_kernels(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
@@ -214,17 +225,9 @@ def _check(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
-    if 2 * len(spec.rope.inv_freq) != spec.head_dim:
-        raise ModelError("rotary embedding of a part of the head: the CPU backend rotates whole heads")
-
-
-def _rope_table(spec: DecoderSpec, positions: int) -> Floats:
-    """[positions, head_dim] float32: cosines, then sines, of float32 angles. Rounded once: the same on all machines."""
-    angles = np.outer(np.arange(positions, dtype=np.float32), np.array(spec.rope.inv_freq, np.float32))
-    table = np.empty((positions, 2 * angles.shape[1]), np.float32)
-    for part, of in zip(np.split(table, 2, axis=1), (np.cos, np.sin), strict=True):
-        part[:] = of(angles, dtype=np.float64)
-    return table * np.float32(spec.rope.attention_factor)
+    for rope in spec.ropes:
+        if rope.dim % 32:
+            raise ModelError(f"rotary embedding of {rope.dim} dimensions: the CPU backend has multiples of 32")
 
 
 def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:

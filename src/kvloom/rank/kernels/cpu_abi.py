@@ -5,9 +5,10 @@ from functools import cache
 from pathlib import Path
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4 = range(9)
-NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT = range(6)
-TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS = range(5)
-FROM_ATTENTION, FROM_MLP, FROM_GATE_UP = range(3)
+NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED = range(7)
+TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH = range(6)
+FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
+NORM_HEADS, NORM_ROWS = range(2)
 KV_BF16, KV_INT8 = range(2)
 NONE = -1
 
@@ -19,17 +20,20 @@ class Shape(ctypes.Structure):
 
     _fields_ = (
         *((name, _I32) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads", "head_dim", "vocab_size")),
-        ("window", _I32),
         ("num_threads", _I32),
         ("kv_format", _I32),
-        ("norm_eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("norm_eps", "embed_scale", "residual_scale", "logit_scale")),
+        *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
     )
 
 
 class Instruction(ctypes.Structure):
     """kvl_instruction."""
 
-    _fields_ = tuple((n, _I32) for n in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source"))
+    _fields_ = tuple(
+        (name, _I32)
+        for name in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window")
+    )
 
 
 class Batch(ctypes.Structure):
@@ -88,7 +92,8 @@ def load(path: Path) -> ctypes.CDLL:
             [_POINTER, _I32, _I32, _POINTER, _POINTER, _I64, _I64, ctypes.c_float, _I64, _I32],
         ),
         "kvl_adapter_free": (None, [_POINTER, _I32]),
-        "kvl_set_tables": (None, [_POINTER, _POINTER, _I32, _POINTER]),
+        "kvl_set_embed": (None, [_POINTER, _POINTER, _I32]),
+        "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
         "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec, Rope
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import Progress
@@ -27,7 +27,7 @@ _FORMS = {
     "iq4": cpu_abi.IQ4,
     "fp4": cpu_abi.FP4,
 }  # of numbers.FORM_BITS
-_NO_OPERANDS = {"linear": cpu_abi.NONE, "vector": cpu_abi.NONE, "vector2": cpu_abi.NONE}
+_NO_OPERANDS = dict.fromkeys(("linear", "vector", "vector2", "rope"), cpu_abi.NONE)
 PANEL = 32  # output channels that lie together (cpu/layout.hpp)
 PANEL_HALF = 16  # gate and up rows that share a panel
 
@@ -44,9 +44,12 @@ class Native:
 class Packer:
     """Turns a checkpoint into declared, then filled linears, and the layer program that runs them."""
 
-    def __init__(self, native: Native, spec: DecoderSpec, weights: WeightSource, weight_format: str) -> None:
+    def __init__(
+        self, native: Native, spec: DecoderSpec, ropes: dict[Rope, int], weights: WeightSource, weight_format: str
+    ) -> None:
+        """`ropes`: of the layers, by what the library calls them."""
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
-        self._spec, self._weights, self._weight_format = spec, weights, weight_format
+        self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
         self._fills: list[tuple[int, str, int, int]] = []  # linear, tensor, first channel, interleave
         self.program: list[Instruction] = []
         self._arenas: list[int] = []  # bytes of each
@@ -122,13 +125,16 @@ class Packer:
         bias = self._vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
         if spec.qk_norm:
-            norms = {"vector": self._vector(at + "q_norm"), "vector2": self._vector(at + "k_norm")}
-        self._emit(cpu_abi.NORM_QUANT, linear=qkv, vector=self._vector(at + "attn_norm"))
+            source = cpu_abi.NORM_ROWS if spec.qk_norm == "row" else cpu_abi.NORM_HEADS
+            norms = {"vector": self._vector(at + "q_norm"), "vector2": self._vector(at + "k_norm"), "source": source}
+        own = spec.layers[layer]
+        self._emit_input(qkv, at + "attn_norm")
         self._emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
-        self._emit(cpu_abi.ROPE_KV, layer=layer, **norms)
-        self._emit(cpu_abi.ATTENTION, layer=layer)
+        rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
+        self._emit(cpu_abi.ROPE_KV, layer=layer, rope=rope, **norms)
+        self._emit(cpu_abi.ATTENTION, layer=layer, window=own.window or 0)
         self._emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
-        self._emit(cpu_abi.LINEAR, linear=out, epilogue=cpu_abi.RESIDUAL)
+        self._emit_output(out, at + "attn_post_norm")
 
     def _declare_mlp(self, at: str) -> None:
         """Gate and up share panels, which is what the fast epilogue needs, unless the file holds them in different forms."""
@@ -144,14 +150,29 @@ class Packer:
             rows = -(-spec.intermediate // PANEL) * PANEL
             gate_up = self._linear(2 * rows, spec.hidden, (gate, 0), (up, rows))
         down = self._linear(spec.hidden, spec.intermediate, (at + "down", 0))
-        self._emit(cpu_abi.NORM_QUANT, linear=gate_up, vector=self._vector(at + "mlp_norm"))
+        self._emit_input(gate_up, at + "mlp_norm")
         if is_joint:
             self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=activation)
             self._emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
         else:
             self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=cpu_abi.TO_QKV)
             self._emit(cpu_abi.QUANT, linear=down, epilogue=activation, source=cpu_abi.FROM_GATE_UP)
-        self._emit(cpu_abi.LINEAR, linear=down, epilogue=cpu_abi.RESIDUAL)
+        self._emit_output(down, at + "mlp_post_norm")
+
+    def _emit_input(self, linear: int, norm: str) -> None:
+        """The residual stream as `linear` reads it, normed where the model norms before a branch."""
+        if self._spec.norms == "post":
+            self._emit(cpu_abi.QUANT, linear=linear, source=cpu_abi.FROM_RESIDUAL)
+        else:
+            self._emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._vector(norm))
+
+    def _emit_output(self, linear: int, norm: str) -> None:
+        """The last linear of a branch, added to the residual stream, normed first where the model norms behind it."""
+        if self._spec.norms == "pre":
+            self._emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL)
+        else:
+            self._emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.TO_BRANCH)
+            self._emit(cpu_abi.ADD_NORMED, vector=self._vector(norm))
 
     def _linear(self, rows: int, cols: int, *parts: tuple[str, int]) -> int:
         """Of tensors (name, first channel), each held in its own format."""
@@ -189,7 +210,9 @@ class Packer:
         raw = self._weights.tensor(name)
         if _FORMS.get(raw.form) == self._format_of(name):
             for at, part in raw.number_pieces():
-                own = [None if a is None else np.ascontiguousarray(a) for a in (part.values, part.scales, part.minimums)]
+                own = [
+                    None if a is None else np.ascontiguousarray(a) for a in (part.values, part.scales, part.minimums)
+                ]
                 numbers = FileNumbers(*(None if array is None else array.ctypes.data for array in own), part.run)
                 count, channel = len(part.values), first + at
                 self._lib.kvl_fill_numbers(self._model, linear, ctypes.byref(numbers), count, channel, interleave)

@@ -1,6 +1,7 @@
 """The reference backend: plain torch on any device, the oracle of every other backend."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec, Rope
 from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
@@ -50,11 +51,10 @@ class _Pair:
 class _Context:
     """Of one sequence in one step: T tokens are computed, with K tokens before and among them."""
 
-    cos: Tensor  # [T, 1, head_dim], as sin
-    sin: Tensor
+    turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
     own: Tensor  # [T] slots of the tokens' keys and values in the cache
     slots: Tensor  # [K] slots of all keys and values
-    mask: Tensor  # [T, K] which of them a token attends to
+    masks: Mapping[int | None, Tensor]  # [T, K] which of them a token attends to, by the window
 
 
 class ReferenceBackend:
@@ -94,7 +94,6 @@ class ReferenceBackend:
             if progress:
                 progress(self.weight_bytes, total)
         self._head = self._w["embed" if spec.tie_embeddings else "head"]
-        self._inv_freq = torch.tensor(spec.rope.inv_freq, dtype=torch.float32, device=device)
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=options.kv_dtype or dtype, device=device)
         is_scaled = self.kv.dtype == torch.int8
@@ -121,9 +120,10 @@ class ReferenceBackend:
             hidden = self._forward(ids[start:end], pos[start:end], table[seq])
             for index, row in enumerate(wanted):
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
-                    logits[index] = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
-            own = [index for index, row in enumerate(kept) if start <= row < end]
-            states[own] = hidden[[kept[index] - start for index in own]].float()
+                    own = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
+                    logits[index] = _capped(own * self.spec.logit_scale, self.spec.logit_softcap)
+            mine = [index for index, row in enumerate(kept) if start <= row < end]
+            states[mine] = hidden[[kept[index] - start for index in mine]].float()
         return logits, states
 
     @property
@@ -166,34 +166,45 @@ class ReferenceBackend:
     def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
         """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
         spec = self.spec
-        angles = torch.outer(pos.float(), self._inv_freq).repeat(1, 2)[:, None, :]
-        factor = spec.rope.attention_factor
-        cos, sin = ((f(angles) * factor).to(self._dtype) for f in (torch.cos, torch.sin))
-        x = self._w["embed"][ids]
+        x = self._w["embed"][ids] * spec.embed_scale
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
-        mask = keys[None, :] <= pos[:, None]
-        if spec.sliding_window is not None:
-            mask &= keys[None, :] > pos[:, None] - spec.sliding_window
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
-        context = _Context(cos, sin, slots[pos], slots, mask)
+        turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
+        masks = {window: _mask(keys, pos, window) for window in {layer.window for layer in spec.layers}}
+        context = _Context(turns, slots[pos], slots, masks)
         for layer in range(spec.num_layers):
-            normed = self._norm(x, f"layers.{layer}.attn_norm")
-            x = x + self._attend(layer, normed, context)
-            x = x + self._mlp(layer, self._norm(x, f"layers.{layer}.mlp_norm"))
+            x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
+            x = self._branch(x, f"layers.{layer}.mlp", functools.partial(self._mlp, layer))
         return self._norm(x, "norm")
+
+    def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
+        """x [T, hidden] plus what a branch makes of it, normed before, behind or both."""
+        branch = of(x if self.spec.norms == "post" else self._norm(x, name + "_norm"))
+        if self.spec.norms != "pre":
+            branch = self._norm(branch, name + "_post_norm")
+        return x + branch * self.spec.residual_scale
+
+    def _turns(self, rope: Rope, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angles at `pos`."""
+        inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=pos.device)
+        angles = torch.outer(pos.float(), inv_freq).repeat(1, 2)[:, None, :]
+        cos, sin = ((f(angles) * rope.attention_factor).to(self._dtype) for f in (torch.cos, torch.sin))
+        return cos, sin
 
     def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
         """Writes keys and values of x [T, hidden] to the cache; what its queries find there."""
         at = f"layers.{layer}."
-        q, k, v = (self._heads(x, at + part) for part in "qkv")
-        if self.spec.qk_norm:
+        own = self.spec.layers[layer]
+        q, k, v = (self._linear(x, at + part) for part in "qkv")
+        if self.spec.qk_norm == "row":
             q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
-        key, value = (
-            self._cached(layer, side, new, context).transpose(0, 1)[None]
-            for side, new in enumerate((_rotate(k, context), v))
-        )
-        query = _rotate(q, context).transpose(0, 1)[None]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=context.mask, enable_gqa=True)
+        q, k, v = (part.view(len(x), -1, self.spec.head_dim) for part in (q, k, v))
+        if self.spec.qk_norm == "head":
+            q, k = self._norm(q, at + "q_norm"), self._norm(k, at + "k_norm")
+        if own.rope is not None:
+            q, k = (_rotate(part, *context.turns[own.rope]) for part in (q, k))
+        key, value = (self._cached(layer, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
+        out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window])
         return self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o"))
 
     def _cached(self, layer: int, side: int, new: Tensor, context: _Context) -> Tensor:
@@ -208,9 +219,15 @@ class ReferenceBackend:
         scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
         return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)
 
-    def _heads(self, x: Tensor, name: str) -> Tensor:
-        """A projection as [T, heads, head_dim]."""
-        return self._linear(x, name).view(len(x), -1, self.spec.head_dim)
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]."""
+        spec = self.spec
+        scale = spec.attention_scale or spec.head_dim**-0.5
+        if not spec.attention_softcap:
+            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
+        scores = _capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap)
+        return scores.masked_fill(~mask, -torch.inf).softmax(-1, torch.float32).to(value.dtype) @ value
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         """x [T, in] -> [T, out], with what the sequence's adapter adds."""
@@ -231,7 +248,19 @@ class ReferenceBackend:
         return (wide * scale).to(x.dtype) * self._w[name]
 
 
-def _rotate(x: Tensor, context: _Context) -> Tensor:
-    """Rotary embedding of x [T, heads, head_dim]."""
-    first, second = x.chunk(2, -1)
-    return x * context.cos + torch.cat((-second, first), -1) * context.sin
+def _mask(keys: Tensor, pos: Tensor, window: int | None) -> Tensor:
+    """[T, K]: which keys, by their positions, a token at `pos` sees."""
+    mask = keys[None, :] <= pos[:, None]
+    return mask if window is None else mask & (keys[None, :] > pos[:, None] - window)
+
+
+def _capped(x: Tensor, softcap: float) -> Tensor:
+    return torch.tanh(x / softcap) * softcap if softcap else x
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of the first dimensions, as many as cos has, of x [T, heads, head_dim]."""
+    rotated, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    first, second = rotated.chunk(2, -1)
+    rotated = rotated * cos + torch.cat((-second, first), -1) * sin
+    return torch.cat((rotated, kept), -1) if kept.shape[-1] else rotated

@@ -4,7 +4,7 @@
  * and kvl_fill_* tensor by tensor, or kvl_adopt, kvl_set_program, then kvl_step as often as wanted (one caller at a
  * time), kvl_free.
  * Adapters come and go between steps: kvl_adapter_new, kvl_adapter_add for each linear they change, kvl_adapter_free.
- * Pointers given to kvl_adopt, kvl_set_tables and kvl_step stay the caller's; the library copies everything else.
+ * Pointers given to kvl_adopt, kvl_set_embed, kvl_add_rope and kvl_step stay the caller's; the library copies everything else.
  */
 #ifndef KVLOOM_CPU_ABI_H
 #define KVLOOM_CPU_ABI_H
@@ -17,10 +17,12 @@ extern "C" {
 
 typedef struct kvl_model kvl_model;
 
-/* Shapes of the decoder. `window` is the number of keys a query sees, itself included; 0 = all. */
+/* Shapes of the decoder. Token embeddings are multiplied by embed_scale, what attention and MLP add to the residual stream
+ * by residual_scale, logits by logit_scale. attention_scale multiplies q . k; 0 = 1 / sqrt(head_dim). A softcap c makes
+ * x into c tanh(x / c), before the mask; 0 = none. */
 typedef struct {
-    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, window, num_threads, kv_format;
-    float norm_eps;
+    int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, num_threads, kv_format;
+    float norm_eps, embed_scale, residual_scale, logit_scale, attention_scale, attention_softcap, logit_softcap;
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
@@ -46,15 +48,18 @@ enum {
     KVL_QUANT = 1,           /* what the next linear reads, quantised for `linear`: `source` says where it is; `epilogue` =
                                 how gate and up become one, when they are apart */
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
-    KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`), RoPE, keys and values of `layer` into the cache */
-    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer` */
-    KVL_ROWS_NORM_QUANT = 5  /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
+    KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`; of what: `source`), `rope`, keys and values of `layer` into
+                                the cache */
+    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer`: the last `window`, 0 = all */
+    KVL_ROWS_NORM_QUANT = 5, /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
+    KVL_ADD_NORMED = 6       /* RMSNorm by `vector` of what KVL_TO_BRANCH left, added to the residual stream */
 };
-enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4 };
-enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2 };
+enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4, KVL_TO_BRANCH = 5 };
+enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3 }; /* of QUANT */
+enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1 }; /* of ROPE_KV: each head, or all in one */
 
 typedef struct {
-    int32_t kind, layer, linear, epilogue, vector, vector2, source;
+    int32_t kind, layer, linear, epilogue, vector, vector2, source, rope, window;
 } kvl_instruction;
 
 /* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
@@ -108,9 +113,11 @@ void kvl_fill_numbers(kvl_model *model, int32_t linear, const kvl_numbers *from,
 
 /* `count` floats as bf16, the nearest, ties to even: rows of the table below. */
 void kvl_round_bf16(const float *values, int64_t count, uint16_t *out);
-/* embed: bf16 [vocab][hidden], or null, then the embedding is the rows of `linear`; rope: float [positions][head_dim],
- * cosines then sines. Both must outlive the model. */
-void kvl_set_tables(kvl_model *model, const uint16_t *embed, int32_t linear, const float *rope);
+/* embed: bf16 [vocab][hidden], which must outlive the model; or null, then the embedding is the rows of `linear`. */
+void kvl_set_embed(kvl_model *model, const uint16_t *embed, int32_t linear);
+/* A rotary table, by the index that instructions name: float [positions][dim], dim / 2 cosines, then as many sines, for the
+ * first `dim` of each head, a multiple of 32. It must outlive the model. */
+int32_t kvl_add_rope(kvl_model *model, const float *table, int32_t dim);
 /* An adapter that changes nothing yet; its id, -1 = no memory. */
 int32_t kvl_adapter_new(kvl_model *model);
 /* y += b (scale * (a x)) on the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills; `first` is

@@ -14,6 +14,7 @@ struct PagedHead {
     const int32_t* table;
     int64_t stride;  // bytes
     int head_dim;
+    float softcap;  // of scores, in log2 units; 0 = none
     const uint8_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
     const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
 };
@@ -34,7 +35,10 @@ struct Partial {
 
 // Scores of ROWS queries against one block, masked, into scores[m * kChunkKeys + ...].
 template <class Cache, int ROWS>
-void score_block(const Query* queries, const uint8_t* tile, int64_t first_key, int head_dim, float* scores) {
+void score_block(const PagedHead& head, const Query* queries, int64_t block, float* scores) {
+    const uint8_t* const tile = head.key_tile(block);
+    const int64_t first_key = block * kBlockTokens;
+    const int head_dim = head.head_dim;
     typename Cache::Sum acc[ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) acc[m] = Cache::zero();
@@ -51,6 +55,7 @@ void score_block(const Query* queries, const uint8_t* tile, int64_t first_key, i
     for (int m = 0; m < ROWS; m++) {
         const int64_t seen = queries[m].until - first_key, hidden = queries[m].from - first_key;
         F32 value = Cache::scores(acc[m], tile, queries[m].scale);
+        if (head.softcap > 0) value = softcap(value, head.softcap);
         if (seen < kBlockTokens) value = first_lanes(value, int(max_of(seen, 0)), kMasked);
         if (hidden > 0) {  // keys that have left the sliding window: what is not among the first `hidden`
             const F32 late = first_lanes(splat(kMasked), int(min_of(hidden, kBlockTokens)), 0.0f);
@@ -125,8 +130,7 @@ void attend_chunk(const PagedHead& head, const Query* queries, int64_t chunk, in
     const uint8_t* tiles[kBlocks];
     for (int b = 0; b < blocks; b++) {
         tiles[b] = head.value_tile(first_block + b);
-        score_block<Cache, ROWS>(queries, head.key_tile(first_block + b), (first_block + b) * kBlockTokens, head.head_dim,
-                                 scores + b * kBlockTokens);
+        score_block<Cache, ROWS>(head, queries, first_block + b, scores + b * kBlockTokens);
     }
     float keep[ROWS], gain[ROWS];
     for (int m = 0; m < ROWS; m++) {

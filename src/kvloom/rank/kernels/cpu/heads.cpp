@@ -26,17 +26,23 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
 template <class Cache>
 void Step::place_token(const kvl_instruction& instruction, int64_t token) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
-    const float scale = kLog2E / std::sqrt(float(dim));
+    const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
     const int32_t* table = batch_.block_table + int64_t(scratch_.sequence[size_t(token)]) * batch_.max_blocks;
     const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
     const int slot = position % kBlockTokens;
-    const float* rope = model_.rope + int64_t(position) * dim;
+    const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
+    const bool norms_rows = instruction.source == KVL_NORM_ROWS;
     float* row = scratch_.qkv.row(token);
+    if (norms_rows) {
+        const int64_t queries = model_.query_width(), keys = model_.kv_width();
+        rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
+        rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
+    }
     for (int h = 0; h < shape_.num_heads + shape_.num_kv_heads; h++, row += dim) {
         const bool is_query = h < shape_.num_heads;
-        if (const float* weight = vector(is_query ? instruction.vector : instruction.vector2))
-            rms_norm(row, weight, dim, dim, shape_.norm_eps, row);
-        rotate(row, rope, dim);
+        const float* weight = vector(is_query ? instruction.vector : instruction.vector2);
+        if (weight != nullptr && !norms_rows) rms_norm(row, weight, dim, dim, shape_.norm_eps, row);
+        if (rope.dim > 0) rotate(row, rope.at + int64_t(position) * rope.dim, rope.dim);
         if (is_query) {
             const int64_t at = token * shape_.num_heads + h;
             scratch_.query_scale[at] = Cache::store_query(scratch_.queries + at * dim, row, dim, scale);
@@ -51,16 +57,16 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
 // Tasks are handed out one by one: their costs differ by the lengths of the sequences.
 void Step::attend(const kvl_instruction& instruction) {
     const int64_t count = int64_t(tasks_.size());
-    for (int64_t i; (i = next(instruction)) < count;) attend_task(tasks_[size_t(i)], instruction.layer);
+    for (int64_t i; (i = next(instruction)) < count;) attend_task(tasks_[size_t(i)], instruction);
     sync();
 }
 
-void Step::attend_task(const AttentionTask& task, int layer) {
-    const int dim = shape_.head_dim, rows = task.num_rows;
+void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction) {
+    const int dim = shape_.head_dim, rows = task.num_rows, layer = instruction.layer;
     const int64_t tile = task.kv_head * tile_bytes_;
     const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
-                         shape_.num_kv_heads * tile_bytes_, dim};
+                         shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kAttentionRows];
     Partial partials[kAttentionRows];
     float* outputs[kAttentionRows];
@@ -71,7 +77,7 @@ void Step::attend_task(const AttentionTask& task, int layer) {
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_;
         const int64_t at = token * shape_.num_heads + own, end = batch_.pos[token] + 1;
         queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
-                      shape_.window > 0 ? std::max<int64_t>(0, end - shape_.window) : 0, end};
+                      instruction.window > 0 ? std::max<int64_t>(0, end - instruction.window) : 0, end};
         outputs[m] = scratch_.attended.row(token) + own * dim;
         std::fill(outputs[m], outputs[m] + dim, 0.0f);
         partials[m].sums = outputs[m];

@@ -95,6 +95,7 @@ struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
+    Rows branch;                        // what is normed before it is added to the residual stream
     uint16_t* queries;                  // [tokens][num_heads][head_dim], as kvcache.hpp stores them
     float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
@@ -102,6 +103,12 @@ struct Scratch {
     std::vector<float*> row;            // a float row a thread
     std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
     std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
+};
+
+// Cosines and sines of the first `dim` of each head: [positions][dim], the caller's.
+struct RopeTable {
+    const float* at;
+    int dim;
 };
 
 }  // namespace kvl
@@ -123,7 +130,7 @@ struct kvl_model {
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear
     int32_t embed_linear = -1;
-    const float* rope = nullptr;
+    std::vector<kvl::RopeTable> ropes;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // an instruction's work handed out one by one: panels, attention tasks
 };

@@ -250,10 +250,14 @@ void kvl_fill_numbers(kvl_model* model, int32_t linear, const kvl_numbers* from,
     for (int64_t r = 0; r < count; ++r) kvl::pack_numbers(to, kvl::channel_of(r, first, interleave), *from, r);
 }
 
-void kvl_set_tables(kvl_model* model, const uint16_t* embed, int32_t linear, const float* rope) {
+void kvl_set_embed(kvl_model* model, const uint16_t* embed, int32_t linear) {
     model->embed = embed;
     model->embed_linear = linear;
-    model->rope = rope;
+}
+
+int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
+    model->ropes.push_back({table, dim});
+    return int32_t(model->ropes.size()) - 1;
 }
 
 void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {

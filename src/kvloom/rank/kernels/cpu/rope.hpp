@@ -1,4 +1,4 @@
-// Rotary position embedding of one head.
+// Rotary position embedding of one head, or of its first dimensions.
 #pragma once
 
 #include "simd.hpp"

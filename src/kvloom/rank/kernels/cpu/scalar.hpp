@@ -110,6 +110,7 @@ inline void attend(const PagedHead& head, int kv_format, const Query& query, dou
         double score = 0;
         for (int d = 0; d < head.head_dim; d++)
             score += double(query_at(query, kv_format, d)) * double(key_at(head, kv_format, key, d));
+        if (head.softcap > 0) score = double(head.softcap) * std::tanh(score / double(head.softcap));
         scores.push_back(score);
     }
     const double peak = *std::max_element(scores.begin(), scores.end());

@@ -47,6 +47,12 @@ inline F32 gelu_tanh(F32 x) {
     return div(x, add(splat(1.0f), exp2(mul(twice_u, splat(-kLog2E)))));
 }
 
+// cap * tanh(x / cap), the tanh as 1 - 2 / (1 + e^2y).
+inline F32 softcap(F32 x, float cap) {
+    const F32 power = exp2(mul(x, splat(2 * kLog2E / cap)));
+    return mul(splat(cap), sub(splat(1.0f), div(splat(2.0f), add(power, splat(1.0f)))));
+}
+
 // Scalars through the same polynomial, so that a correction factor is the same bits wherever it is computed.
 inline float exp2_scalar(float x) {
     alignas(64) float lane[kLanes];

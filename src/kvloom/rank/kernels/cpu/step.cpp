@@ -42,6 +42,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
             qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
     const int64_t widest = std::max({hidden, mlp, queries});
     s.residual = {take<float>(at, tokens * hidden), hidden};
+    s.branch = {take<float>(at, tokens * hidden), hidden};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
     s.attended = {take<float>(at, tokens * queries), queries};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
@@ -97,6 +98,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction);
+        case KVL_ADD_NORMED: return add_normed(instruction, thread);
         default: return;
     }
 }
@@ -106,10 +108,11 @@ void Step::embed_tokens(int thread) {
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
         if (model_.embed == nullptr) {
             read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[t], scratch_.residual.row(t));
-            continue;
+        } else {
+            const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
+            for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
         }
-        const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
-        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
+        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] *= shape_.embed_scale;
     }
 }
 
@@ -126,7 +129,7 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
         if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP) {
             from = activate(instruction, r, scratch_.row[size_t(thread)]);
         } else if (instruction.kind == KVL_QUANT) {
-            from = (instruction.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended).row(r);
+            from = source_of(instruction).row(r);
         } else {
             float* normed = scratch_.row[size_t(thread)];
             const float* x = scratch_.residual.row(asked_only ? batch_.rows[r] : r);
@@ -151,6 +154,19 @@ const float* Step::activate(const kvl_instruction& instruction, int64_t row, flo
         store(to + k, gated(instruction.epilogue, load(gate + k), load(gate + width + k)));
     std::fill(to + width, to + padded, 0.0f);
     return to;
+}
+
+// Behind a branch that is normed before it joins the residual stream.
+void Step::add_normed(const kvl_instruction& instruction, int thread) {
+    const int64_t count = model_.hidden_stride();
+    float* normed = scratch_.row[size_t(thread)];
+    const F32 scale = splat(shape_.residual_scale);
+    for (int64_t r = deal(batch_.num_tokens, thread); r < deal(batch_.num_tokens, thread + 1); r++) {
+        float* to = scratch_.residual.row(r);
+        rms_norm(scratch_.branch.row(r), vector(instruction.vector), count, shape_.hidden, shape_.norm_eps, normed);
+        for (int64_t k = 0; k < count; k += kLanes) store(to + k, fma(load(normed + k), scale, load(to + k)));
+    }
+    sync();
 }
 
 // Whole normed rows for whoever wants a token's state itself. Needs no barrier: nobody writes the residual any more.
@@ -207,10 +223,14 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
     }
     if (instruction.epilogue == KVL_SWIGLU || instruction.epilogue == KVL_GEGLU)
         return store(scratch_.mlp.row(row) + channel / 2, gated(instruction.epilogue, lo, hi));
-    float* to = (instruction.epilogue == KVL_RESIDUAL ? scratch_.residual : scratch_.qkv).row(row) + channel;
+    const Rows& rows = instruction.epilogue == KVL_RESIDUAL    ? scratch_.residual
+                       : instruction.epilogue == KVL_TO_BRANCH ? scratch_.branch
+                                                               : scratch_.qkv;
+    float* to = rows.row(row) + channel;
     if (instruction.epilogue == KVL_RESIDUAL) {
-        lo = add(lo, load(to));
-        hi = add(hi, load(to + kLanes));
+        const F32 scale = splat(shape_.residual_scale);
+        lo = fma(lo, scale, load(to));
+        hi = fma(hi, scale, load(to + kLanes));
     }
     store(to, lo);
     store(to + kLanes, hi);
@@ -219,6 +239,14 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
 // A panel of logits of one row: all of them to memory, or the largest among the row's candidates.
 void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int thread) {
     const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
+    alignas(64) float changed[kPanel];
+    if (shape_.logit_scale != 1 || shape_.logit_softcap > 0) {
+        for (int i = 0; i < kPanel; i += kLanes) {
+            const F32 scaled = mul(load(logits + i), splat(shape_.logit_scale));
+            store(changed + i, shape_.logit_softcap > 0 ? softcap(scaled, shape_.logit_softcap) : scaled);
+        }
+        logits = changed;
+    }
     if (batch_.tops[row] > 0) return candidates_.offer(thread, row, int32_t(channel), logits, int(count));
     std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
 }

@@ -32,6 +32,7 @@ class Step {
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
     const float* activate(const kvl_instruction& instruction, int64_t row, float* to) const;
+    void add_normed(const kvl_instruction& instruction, int thread);
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread);
@@ -42,7 +43,7 @@ class Step {
     template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
     void attend(const kvl_instruction& instruction);
-    void attend_task(const AttentionTask& task, int layer);
+    void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
 
     // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
@@ -52,6 +53,10 @@ class Step {
     }
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
+    const Rows& source_of(const kvl_instruction& quant) const {
+        if (quant.source == KVL_FROM_RESIDUAL) return scratch_.residual;
+        return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
+    }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
     // What the adapter of a token's sequence adds to a linear; null = nothing.
     const LoraLinear* lora_of(int64_t token, int32_t linear) const {

@@ -1,0 +1,69 @@
+"""Gemma 2 and 3 (text): norms before and behind each branch, local and full layers, scaled embeddings, softcaps."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.values import count, positive
+
+_SHARED = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+_NAMES = {"mlp_norm": "pre_feedforward_layernorm.weight"}
+_LAYERS_OF_27B = (46, 62)  # Gemma 2's, Gemma 3's: their files in GGUF do not say that their scale is of another size
+
+
+def _scales(config: Mapping[str, Any]) -> dict[str, float]:
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    size = count(config, "head_dim", hidden // heads)
+    if count(config, "num_hidden_layers") in _LAYERS_OF_27B:
+        size = hidden // heads
+    return {
+        "embed_scale": math.sqrt(hidden),
+        "attention_scale": positive(config, "query_pre_attn_scalar", size) ** -0.5,
+        "attention_softcap": _softcap(config, "attn_logit_softcapping"),
+        "logit_softcap": _softcap(config, "final_logit_softcapping"),
+    }
+
+
+def _softcap(config: Mapping[str, Any], key: str) -> float:
+    return positive(config, key, 1.0) if config.get(key) is not None else 0.0
+
+
+GEMMA2 = Family(
+    "gemma2",
+    norms="both",
+    norm_offset=1.0,
+    names=_NAMES,
+    defaults={
+        **_SHARED,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    scales=_scales,
+)
+GEMMA3 = Family(
+    "gemma3",
+    qk_norm="head",
+    norms="both",
+    norm_offset=1.0,
+    names=_NAMES,
+    defaults={
+        **_SHARED,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "rope_local_unscaled": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    },
+    scales=_scales,
+)

@@ -1,0 +1,5 @@
+"""Phi-3, Phi-3.5 and Phi-4: q, k and v in one tensor, gate and up in another; a part of each head rotated; LongRoPE."""
+
+from kvloom.checkpoints.families.family import Family
+
+PHI3 = Family("phi3", fused=True)

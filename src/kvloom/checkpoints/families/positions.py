@@ -1,0 +1,105 @@
+"""Positions and windows of each layer, of a configuration: sliding windows, rotary embeddings, layers without any."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvloom.checkpoints.families.rope import build_rope
+from kvloom.checkpoints.families.spec import Layer, Rope
+from kvloom.checkpoints.families.values import count, positive, short
+from kvloom.contract.errors import ModelError
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+
+
+def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
+    """Keys are Hugging Face's, and two that families give as defaults: `window_needs_switch`, sliding_window counts
+    only when use_sliding_window is true; `rope_local_unscaled`, rope_scaling is not for layers with a window.
+
+    Raises ModelError.
+    """
+    num_layers = count(config, "num_hidden_layers")
+    windows = _windows(config, num_layers)
+    ropes = {kind: _rope(config, kind, head_dim, max_seq_len) for kind in (LOCAL, FULL)}
+    uses_rope = _uses_rope(config, num_layers)
+    return tuple(
+        Layer(ropes[LOCAL if window else FULL] if is_used else None, window)
+        for window, is_used in zip(windows, uses_rope, strict=True)
+    )
+
+
+def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+    """Tokens a query of each layer sees, itself included; None = all."""
+    if config.get("sliding_window") is None:
+        return [None] * num_layers
+    if config.get("window_needs_switch") and not config.get("use_sliding_window"):
+        return [None] * num_layers
+    window = count(config, "sliding_window")
+    return [window if is_local else None for is_local in _local(config, num_layers)]
+
+
+def _local(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Which layers have the window: by name, by a pattern that repeats, or all from one on."""
+    types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != num_layers or any(kind not in (LOCAL, FULL) for kind in types):
+            raise ModelError(
+                f"configuration: layer_types must name {num_layers} layers, each {LOCAL} or {FULL}, got {short(types)}"
+            )
+        return [kind == LOCAL for kind in types]
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers:
+            raise ModelError(
+                f"configuration: sliding_window_pattern must name {num_layers} layers, got {short(pattern)}"
+            )
+        return [bool(is_local) for is_local in pattern]
+    if pattern is not None:
+        period = count(config, "sliding_window_pattern")
+        return [(index + 1) % period > 0 for index in range(num_layers)]
+    first = config.get("max_window_layers", 0)
+    if not isinstance(first, int):
+        raise ModelError(f"configuration: max_window_layers must be a whole number, got {short(first)}")
+    return [index >= first for index in range(num_layers)]
+
+
+def _uses_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """no_rope_layers has a 1 for each layer that does use it (sic); every so many-th does not, by the interval."""
+    listed = config.get("no_rope_layers")
+    if listed:
+        if not isinstance(listed, list) or len(listed) != num_layers:
+            raise ModelError(f"configuration: no_rope_layers must name {num_layers} layers, got {short(listed)}")
+        return [bool(is_used) for is_used in listed]
+    if config.get("no_rope_layer_interval") is None:
+        return [True] * num_layers
+    interval = count(config, "no_rope_layer_interval")
+    return [(index + 1) % interval > 0 for index in range(num_layers)]
+
+
+def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int) -> Rope:
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise ModelError(f"configuration: rope_scaling must be an object, got {short(scaling)}")
+    base = positive(config, "rope_theta", 10000.0)
+    if LOCAL in scaling or FULL in scaling:  # one for each kind of layers
+        scaling = scaling.get(kind) or {}
+        if not isinstance(scaling, Mapping):
+            raise ModelError(f"configuration: rope_parameters of {kind} must be an object, got {short(scaling)}")
+    elif kind == LOCAL and config.get("rope_local_unscaled"):
+        scaling, base = {}, positive(config, "rope_local_base_freq", positive(scaling, "rope_theta", base))
+    theta = positive(scaling, "rope_theta", base)
+    context = {"original_max_position_embeddings": config.get("original_max_position_embeddings")}
+    try:
+        scaling = {**context, **{key: value for key, value in scaling.items() if value is not None}}
+        return build_rope(_rotated(config, scaling, head_dim), theta, scaling, max_seq_len)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"configuration: rope_theta and rope_scaling cannot be used: {error}") from None
+
+
+def _rotated(config: Mapping[str, Any], scaling: Mapping[str, Any], head_dim: int) -> int:
+    """Dimensions of a head that are rotated, an even number."""
+    part = positive(scaling, "partial_rotary_factor", positive(config, "partial_rotary_factor", 1.0))
+    dim = count(config, "rotary_dim", max(1, int(head_dim * part)))
+    if dim % 2 or dim > head_dim:
+        raise ModelError(
+            f"rotary embedding of {dim} dimensions of a head of {head_dim}: an even part of it is supported"
+        )
+    return dim

@@ -1,0 +1,51 @@
+"""Values of a checkpoint's configuration, checked: whoever wrote it may have been careless, or hostile."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvloom.contract.errors import ModelError
+
+_MOST = {"num_hidden_layers": 1 << 12, "head_dim": 1 << 12, "num_attention_heads": 1 << 16}  # else _MOST_ANY
+_MOST_ANY = 1 << 31
+
+
+def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A positive whole number. Raises ModelError."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ModelError(f"configuration: {key} must be a positive whole number, got {short(value)}")
+    if value > (most := _MOST.get(key, _MOST_ANY)):
+        raise ModelError(f"configuration: {key} is {short(value)}, more than {most}")
+    return value
+
+
+def real(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A number; `default` where it is missing or null. Raises ModelError."""
+    value = config.get(key)
+    value = default if value is None else value
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ModelError(f"configuration: {key} must be a number, got {short(value)}")
+    return number
+
+
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """As `real`, above zero."""
+    number = real(config, key, default)
+    if number <= 0:
+        raise ModelError(f"configuration: {key} must be positive, got {short(number)}")
+    return number
+
+
+def short(value: object) -> str:
+    """As in a message: whole numbers may have thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python prints
+        return "a number of thousands of digits"
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,166 @@
+"""Families: what their configurations mean, and what their GGUF files leave unsaid."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.families.rope import build_rope
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels.reference import ReferenceBackend
+from tests.support.checkpoints import longrope, run_step, save, tiny_model
+
+from .test_gguf import write
+
+TOKENS = [5, 9, 1, 77, 30, 2, 2, 101, 64, 3, 18, 90, 11, 12, 13, 14]
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+}
+GEMMA2 = {"attention__sliding_window": 7, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+GEMMA3 = {
+    "attention__sliding_window": 7,
+    "attention__sliding_window_pattern": [True, False, True],
+    "rope__freq_base_swa": 100.0,
+    "rope__scaling__type": "linear",
+    "rope__scaling__factor": 2.0,
+}
+GRANITE = {"embedding_scale": 6.0, "attention__scale": 0.2, "residual_scale": 0.4, "logit_scale": 3.0}
+OLMO3 = {
+    "attention__sliding_window": 7,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
+FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # tiny model: architecture, metadata, configuration
+    "gemma2": ("gemma2", GEMMA2, {"query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3", GEMMA3, {"query_pre_attn_scalar": 32}),
+    "phi3": ("phi3", {"attention__sliding_window": 11, "rope__dimension_count": 8}, {}),
+    "smollm3": ("smollm3", {}, {}),
+    "granite": ("granite", GRANITE, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmo3": ("olmo2", OLMO3, {}),
+}
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    checkpoint = open_checkpoint(path)
+    return run_step(ReferenceBackend(checkpoint.spec, checkpoint.weights, 4), [TOKENS], [[2]])
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_gguf_file_of_each_family_gives_the_logits_of_its_model(name, tmp_path):
+    arch, metadata, fields = FILES[name]
+    model = tiny_model(name, **fields)
+    path = write(tmp_path / "m.gguf", model, arch, **{f"{arch}__{key}": value for key, value in metadata.items()})
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(path), wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_that_reads_pictures_too_is_opened_for_its_text(tmp_path):
+    model = tiny_model("gemma3")
+    folder = save(model, tmp_path, "1GB")
+    path = folder / "model.safetensors"
+    save_file({f"language_model.{key}": value for key, value in load_file(path).items()}, path)
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    whole = f'{{"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": {text}}}'
+    (folder / "config.json").write_text(whole, encoding="utf-8")
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(folder), wanted, atol=2e-4, rtol=1e-4)
+    assert open_checkpoint(folder).eos_ids == {1}  # of generation_config.json
+
+
+def test_long_rope_takes_the_short_factors_where_no_sequence_is_longer_than_the_trained_context(tmp_path):
+    fields = {"original_max_position_embeddings": 64, "rope_parameters": longrope(64)}
+    model = tiny_model("phi3, long rope", **fields)
+    checkpoint = open_checkpoint(save(model, tmp_path))
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    short = ReferenceBackend(checkpoint.spec.served(64), checkpoint.weights, 4)
+    torch.testing.assert_close(run_step(short, [TOKENS], [[2]]), wanted, atol=2e-4, rtol=1e-4)
+    assert checkpoint.spec.served(65) is checkpoint.spec
+    assert checkpoint.spec.layers[0].rope.inv_freq != checkpoint.spec.served(64).layers[0].rope.inv_freq
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "windows"),
+    [
+        ("MistralForCausalLM", {"sliding_window": 9}, [9] * 8),
+        ("MistralForCausalLM", {"sliding_window": None}, [None] * 8),
+        ("Qwen2ForCausalLM", {"sliding_window": 9}, [None] * 8),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 6},
+            [None] * 6 + [9] * 2,
+        ),
+        ("Gemma2ForCausalLM", {"sliding_window": 9}, [9, None] * 4),
+        ("Gemma3ForCausalLM", {"sliding_window": 9}, [9] * 5 + [None] + [9] * 2),
+        ("Gemma3ForCausalLM", {"sliding_window": 9, "sliding_window_pattern": 2}, [9, None] * 4),
+        ("Olmo2ForCausalLM", {}, [None] * 8),
+        ("Olmo3ForCausalLM", {"sliding_window": 9}, [9, 9, 9, None] * 2),
+        ("Olmo3ForCausalLM", {"sliding_window": 9, "layer_types": ["full_attention"] * 8}, [None] * 8),
+    ],
+)
+def test_which_layers_have_a_window(arch, more, windows):
+    assert [layer.window for layer in FAMILIES[arch].spec(SHAPE | more).layers] == windows
+
+
+def test_an_older_gemma3_configuration_gives_local_layers_their_own_base_and_no_scaling():
+    older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    layers = FAMILIES["Gemma3ForCausalLM"].spec(SHAPE | older | {"head_dim": 32}).layers
+    assert layers[0].rope == build_rope(32, 1e4, {}, 256)
+    assert layers[5].rope == build_rope(32, 1e6, {"rope_type": "linear", "factor": 8.0}, 256)
+
+
+def test_every_fourth_layer_of_smollm3_has_no_rope_where_the_configuration_is_silent():
+    layers = FAMILIES["smollm3"].spec(SHAPE).layers
+    assert [layer.rope is None for layer in layers] == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(46, 16**-0.5), (26, 32**-0.5)])
+def test_the_gguf_file_of_gemma2_27b_does_not_say_that_its_scale_is_another(layers, scale):
+    spec = FAMILIES["gemma2"].spec(SHAPE | {"num_hidden_layers": layers, "head_dim": 32})
+    assert spec.attention_scale == scale
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "problem"),
+    [
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"rope_type": "spiral"}},
+            "rope scaling 'spiral' is not known; known are",
+        ),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "longrope", "long_factor": [1.0]}}, "1 factors for the 8"),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"rope_type": "longrope"}},
+            "rope scaling 'longrope' lacks 'long_factor'",
+        ),
+        ("Qwen3ForCausalLM", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported by qwen3"),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 0.45}, "7 dimensions of a head of 16"),
+        ("Olmo3ForCausalLM", {"sliding_window": 9, "layer_types": ["chunked"] * 8}, "layer_types must name 8 layers"),
+        ("Gemma3ForCausalLM", {"sliding_window_pattern": [True]}, "sliding_window_pattern must name 8 layers"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers must name 8 layers"),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 9, "use_sliding_window": 1, "max_window_layers": "x"},
+            "max_window_layers",
+        ),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling must be positive"),
+        ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": 3}}, "rope_parameters of full_attention must be"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(arch, more, problem):
+    with pytest.raises(ModelError, match=problem):
+        FAMILIES[arch].spec(SHAPE | more)
