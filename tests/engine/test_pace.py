@@ -81,6 +81,17 @@ def test_by_default_the_gap_is_three_steps_that_decode_what_decodes_now(num_deco
         assert took_s <= GAP_STEPS * (STEP_S + TOKEN_S * num_decoding) * 1.1
 
 
+@pytest.mark.parametrize(
+    ("num_waiting", "max_len", "num_tokens"), [(0, 0, 16), (31, 90, 96), (31, 40, 16), (400, 90, 192)]
+)
+def test_those_who_wait_to_stream_count_towards_the_gap_as_far_as_the_batch_takes_them(
+    num_waiting, max_len, num_tokens
+):
+    """A burst of prompts is let in before the first of its streams has ended; what is pooled never streams."""
+    waiting = [prompt(40, max_len=max_len) for _ in range(num_waiting)]
+    assert budget(taught(None), decoding(), *waiting, prompt()) == num_tokens
+
+
 def test_a_gap_that_the_decodes_alone_exceed_leaves_prompts_the_least():
     assert budget(taught(0.001), decoding(), prompt()) == LEAST_TOKENS
     assert budget(taught(0.001), decoding(), prompt(5)) == LEAST_TOKENS

@@ -10,12 +10,13 @@ tokens is computed by ceil(n / LEAST_TOKENS) steps in which no other prompt come
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from kvloom.contract.config import Limits
-from kvloom.engine.schedule.cost import Load, StepCost, decode_load, load_of
+from kvloom.engine.schedule.cost import StepCost, decode_load, load_of
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
-GAP_STEPS = 3.0  # the longest gap where none is given, in steps that only decode
+GAP_STEPS = 3.0  # the longest gap where none is given, in steps that decode whoever streams or waits to
 LEAST_TOKENS = 16  # and their multiples: tiles of the kernels, blocks of the KV cache
 FIRST_TOKENS = 128  # before anything was learned, beside streams
 FIRST_ALONE_TOKENS = 512  # and without
@@ -25,7 +26,7 @@ _TIMEOUT_SHARE = 0.25  # of the time after which a rank counts as dead, of any s
 
 class Pace:
     def __init__(self, max_gap_s: float | None = None, step_timeout_s: float = 300.0) -> None:
-        """`max_gap_s`: what a step beside streams may take; None = GAP_STEPS decode steps, 0 = as long as it does."""
+        """`max_gap_s`: what a step beside streams may take; None = GAP_STEPS decodes, 0 = as long as it does."""
         self._max_gap_s = max_gap_s
         self._longest_s = min(LONGEST_S, step_timeout_s * _TIMEOUT_SHARE)
         self._cost = StepCost()
@@ -51,21 +52,21 @@ class Pace:
         if not self._cost.is_known:
             most = FIRST_TOKENS if is_paced else FIRST_ALONE_TOKENS
         else:
-            decode = decode_load(decoding, limits.max_draft_tokens)
-            most = self._num_fitting(prompts, self._room_s(decode, is_paced), limits.prefill_tokens)
+            decode_s = self._cost.step_s(decode_load(decoding, limits.max_draft_tokens))
+            gap_s = self._gap_s(decoding, prompts, limits) if is_paced else self._longest_s
+            most = self._num_fitting(prompts, min(gap_s, self._longest_s) - decode_s, limits.prefill_tokens)
         return limits if most >= limits.prefill_tokens else replace(limits, max_prefill_tokens=most)
 
     def learn(self, plan: Plan, compute_s: float) -> None:
         """The step has taken so long; to be called before the plan is committed."""
         self._cost.learn(load_of(plan), compute_s)
 
-    def _room_s(self, decode: Load, is_paced: bool) -> float:
-        """What prompts may add to the decodes."""
-        decode_s = self._cost.step_s(decode)
-        if not is_paced:
-            return self._longest_s - decode_s
-        gap_s = GAP_STEPS * decode_s if self._max_gap_s is None else self._max_gap_s
-        return min(gap_s, self._longest_s) - decode_s
+    def _gap_s(self, decoding: Sequence[Seq], prompts: Sequence[Seq], limits: Limits) -> float:
+        """Those who wait to stream count: with them a step will take so long, and a burst is not let in by drips."""
+        if self._max_gap_s is not None:
+            return self._max_gap_s
+        soon = islice((seq for seq in prompts if seq.max_len > len(seq.token_ids)), limits.max_batch - len(decoding))
+        return GAP_STEPS * self._cost.step_s(decode_load([*decoding, *soon], limits.max_draft_tokens))
 
     def _num_fitting(self, prompts: Sequence[Seq], room_s: float, most: int) -> int:
         """Tokens that fit, those in prefill first, then those that wait; whole tiles, one at least."""
