@@ -1,6 +1,7 @@
 """config.json: both layouts, every mistake named by its path, and what becomes of the values."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,9 @@ import pytest
 
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import BadRequest
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.scheduler import plan_step
+from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.server.config.keys import LAYOUT_1, keys_of
 from kvloom.server.config.settings import Settings, load_settings
 from kvloom.server.run.config_cli import starting_point
@@ -95,11 +99,31 @@ def test_the_layout_of_the_seed_becomes_one_configuration(tmp_path):
 
 @pytest.mark.parametrize(("max_batch", "num_tokens"), [(1, 512), (512, 512), (513, 513), (5000, 5000)])
 def test_a_step_has_a_token_for_every_sequence_of_the_largest_batch(tmp_path, max_batch, num_tokens):
-    document = changed(SEED_LAYOUT, "ScheduleParam.maxBatchSize", max_batch)
-    for name in ("maxPrefillBatchSize", "maxPreemptCount"):
-        document = changed(document, f"ScheduleParam.{name}", 0)
+    document = changed(LATER_LAYOUT, "BackendConfig.ScheduleConfig.maxBatchSize", max_batch)
     [card] = Settings(load_settings(write(tmp_path, document))).build().models
     assert (card.engine.max_batch, card.engine.max_tokens_per_step) == (max_batch, num_tokens)
+
+
+@pytest.mark.parametrize("num_decoding", [0, 199])
+@pytest.mark.parametrize(
+    ("layout", "path", "most"),
+    [
+        *((SEED_LAYOUT, "ScheduleParam.maxPrefillTokens", most) for most in (4096, 4097, 8192, 409_600)),
+        *((LATER_LAYOUT, "BackendConfig.ScheduleConfig.maxPrefillTokens", most) for most in (1, 511, 513, 409_600)),
+    ],
+)
+def test_a_step_computes_as_many_prompt_tokens_as_max_prefill_tokens_says(
+    tmp_path, layout, path, most, num_decoding
+):  # spec table 2-6
+    """In a batch of 200, of which one at least is a prompt: in prefill, or waiting."""
+    engine = Settings(load_settings(write(tmp_path, changed(layout, path, most)))).build().models[0].engine
+    limits, pool, prompt = replace(engine.limits(128), is_selecting=False), BlockPool(5000), [1] * 500_000
+    seqs = [Seq(i, [1, 2], 1, status=Status.RUNNING, num_computed=1) for i in range(num_decoding)]
+    prefilling = Seq(1000, prompt, len(prompt), status=Status.RUNNING)
+    for last in (prefilling, Seq(1001, prompt, len(prompt))):
+        last.max_len = len(prompt)
+        plan = plan_step([*seqs, last], pool, limits)
+        assert [step.num_tokens for step in plan.steps] == [1] * num_decoding + [most]
 
 
 @pytest.mark.parametrize(("gap_ms", "gap_s"), [(None, None), (-1, None), (0, 0.0), (62.5, 0.0625)])

@@ -11,6 +11,7 @@ POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
 KV_DTYPES = ("auto", "bf16", "int8")
+MAX_BATCH, STEP_TOKENS = 64, 512  # where they are not given
 MAX_CRASH_PATIENCE_S = 86_400
 MAX_GAP_S = 100
 
@@ -112,8 +113,8 @@ class EngineConfig:
     num_host_blocks: int | None = None  # of the pool for what is swapped out; None = as many as host_cache_bytes holds
     host_cache_bytes: int | None = 0  # 0 = preempted sequences are computed again; None = a share of the free memory
     block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
-    max_batch: int = 64
-    max_tokens_per_step: int = 512
+    max_batch: int = MAX_BATCH
+    max_tokens_per_step: int = STEP_TOKENS
     max_gap_s: float | None = None  # a step may take so long while somebody waits for a next token; see pace.py
     max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
     prefill_policy: int = 0  # 0 FCFS, 1 STATE, 3 MLFQ; see policies.py

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.capacity import bytes_of_gb
-from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.config import MAX_BATCH, STEP_TOKENS, EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.net.sites import checked_hosts, checked_origins
 from kvloom.net.tlsconfig import TlsConfig
@@ -243,8 +243,7 @@ class Settings:
             engine["fair_token_s"] = both["fair_token_us"] / 1e6
         if both.get("max_gap_ms", -1) != -1:
             engine["max_gap_s"] = both["max_gap_ms"] / 1e3
-        if "max_batch" in engine:
-            engine["max_tokens_per_step"] = max(512, engine["max_batch"])
+        engine["max_tokens_per_step"] = _step_tokens(engine)
         if "device_ids" in both:
             engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
         engine["kv_tier"] = _kv_tier(both)
@@ -254,6 +253,13 @@ class Settings:
         modules = tuple(model.get("lora_modules", ()))
         dtype = both.get("torch_dtype", "auto")
         return ModelCard(name, EngineConfig(model=path, **engine), dtype=dtype, lora_modules=modules, **card)
+
+
+def _step_tokens(engine: Mapping[str, Any]) -> int:
+    """Room for maxPrefillTokens of prompts beside the decodes of all others; 512 where it is not given."""
+    max_batch: int = engine.get("max_batch", MAX_BATCH)
+    max_prefill: int = engine.get("max_prefill_tokens", 0)
+    return max(STEP_TOKENS, max_batch + max_prefill)
 
 
 def _metrics_of(values: Mapping[str, Any]) -> tuple[str, int] | None:
