@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvloom.checkpoints.demo_models import find_model
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import MAX_GAP_S, EngineConfig
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.run.engine_settings import read_engine_config
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
@@ -61,6 +61,7 @@ def simulate(
     num_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks, instead of those measured.")] = None,
     num_host_blocks: Annotated[int | None, typer.Option(min=0, help="Blocks for what is swapped out.")] = None,
     policy: Annotated[int | None, typer.Option(help="0 FCFS, 1 STATE, 3 MLFQ.")] = None,
+    max_gap_ms: Annotated[float | None, typer.Option(min=0, help="Longest step beside streams; 0 = any.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace of requests against the scheduler, without a model: what a policy or a size would do."""
@@ -78,6 +79,7 @@ def simulate(
         "num_host_blocks": num_host_blocks,
         "prefill_policy": policy,
         "decode_policy": policy,
+        "max_gap_s": None if max_gap_ms is None else max_gap_ms / 1e3,
     }
     engine = replace(base, **{name: value for name, value in overrides.items() if value is not None})
     started_s = time.perf_counter()
@@ -118,6 +120,9 @@ def tune(
     model: Annotated[str, typer.Option(help="The model to tune without --config.")] = "smollm2",
     backend: Annotated[str, typer.Option(help="auto, cpu, reference or fake, without --config.")] = "auto",
     lpot: Annotated[float | None, typer.Option(min=0.001, help="Longest mean ms of an output token.")] = None,
+    max_gap: Annotated[
+        float | None, typer.Option(min=0, max=1000 * MAX_GAP_S, help="Longest ms between two tokens (maxDecodeGap).")
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="CSV of token ids (kvloom dataset); else random prompts.")] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Average prompt without --data.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Average answer.")] = 128,
@@ -128,7 +133,7 @@ def tune(
     """Measure machine and model, sweep maxBatchSize, and write a config.json with the reason for each value."""
     prompts = read_rows(data) if data else []
     average = sum(map(len, prompts)) / len(prompts) if prompts else float(input_len)
-    aim = Aim(Workload(average, min(output_len, max_output), max_output), lpot, most, point_s, prompts)
+    aim = Aim(Workload(average, min(output_len, max_output), max_output), lpot, most, point_s, prompts, max_gap)
     with _bar() as bar:
         tasks: dict[str, Any] = {}
 

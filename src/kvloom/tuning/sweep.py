@@ -15,6 +15,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.config.settings import load_settings
 from kvloom.server.run.config_cli import starting_point
 from kvloom.tuning.drive import drive
+from kvloom.tuning.gap import propose_gap
 from kvloom.tuning.report import config_text, plot_html, table_text
 from kvloom.tuning.steptime import StepTimes, measure
 from kvloom.tuning.tune import Point, Proposal, Workload, choose, largest_batch, next_batch, propose
@@ -43,6 +44,7 @@ class Aim:
     most: int | None  # never try a larger maxBatchSize
     point_s: float  # seconds that one run may take
     prompts: Sequence[Sequence[int]] = ()
+    max_gap_ms: float | None = None  # longest ms between two tokens; None = as short as costs little
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lamb
     while (batch := next_batch(state.points, most, aim.limit_ms)) is not None:
         state.points.append(run_point(config, aim, state.times, batch, progress))
         _save(state, folder / STATE)
-    tuned = _conclude(state, aim)
+    tuned = _conclude(state, aim, config)
     write(tuned, aim, config, folder)
     return tuned
 
@@ -87,7 +89,7 @@ def _check(workload: Workload, times: StepTimes) -> None:
         raise BadRequest("input_len", f"and output_len must fit in max_seq_len ({times.max_seq_len}) together")
 
 
-def _conclude(state: State, aim: Aim) -> Tuned:
+def _conclude(state: State, aim: Aim, config: EngineConfig) -> Tuned:
     chosen = choose(state.points, aim.limit_ms)
     is_within = aim.limit_ms is None or chosen.lpot_ms <= aim.limit_ms
     if aim.limit_ms is None:
@@ -97,6 +99,8 @@ def _conclude(state: State, aim: Aim) -> Tuned:
     else:
         reason = f"no batch keeps {aim.limit_ms:g} ms; this one has the least lpot, {chosen.lpot_ms:.1f} ms"
     proposals = propose(state.times, aim.workload, chosen.max_batch, reason, chosen.lpot_ms)
+    tried = _tried(config, aim, state.times, chosen.max_batch)
+    proposals.append(propose_gap(state.times, aim.workload, tried, aim.max_gap_ms))
     return Tuned(chosen, state.points, proposals, is_within)
 
 
@@ -104,24 +108,27 @@ def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, prog
     """One point of the sweep, with what depends on maxBatchSize set for it."""
     num_requests = max(_MIN_REQUESTS, _ROUNDS * batch)
     what = f"maxBatchSize {batch}"
-    proposals = {p.key: p.value for p in propose(times, aim.workload, batch, "", 1.0)}
-    tried = replace(
-        config,
-        max_batch=batch,
-        max_tokens_per_step=max(config.max_tokens_per_step, batch),
-        max_prefill_batch=proposals["maxPrefillBatchSize"],
-        max_prefill_tokens=proposals["maxPrefillTokens"],
-        max_preempt=proposals["maxPreemptCount"],
-        max_iter_times=aim.workload.max_output,
-    )
     found = drive(
-        tried,
+        _tried(config, aim, times, batch),
         _prompts(aim, times, num_requests),
         max_output=max(1, round(aim.workload.average_output)),
         progress=lambda done, tokens: progress(what, done, num_requests),
         max_s=aim.point_s,
     ).figures
     return Point(batch, found.lpot_ms.mean, found.generate_speed, found.first_token_ms.mean, found.num_requests)
+
+
+def _tried(config: EngineConfig, aim: Aim, times: StepTimes, batch: int) -> EngineConfig:
+    proposals = {p.key: p.value for p in propose(times, aim.workload, batch, "", 1.0)}
+    return replace(
+        config,
+        max_batch=batch,
+        max_tokens_per_step=batch + proposals["maxPrefillTokens"],
+        max_prefill_batch=proposals["maxPrefillBatchSize"],
+        max_prefill_tokens=proposals["maxPrefillTokens"],
+        max_preempt=proposals["maxPreemptCount"],
+        max_iter_times=aim.workload.max_output,
+    )
 
 
 def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
