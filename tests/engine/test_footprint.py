@@ -4,8 +4,11 @@ import pytest
 
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.quantized.blocks import form_of
 from kvloom.contract.config import EngineConfig
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.loading import choose_backend, open_runner
+from tests.engine.kernels.models import MIXED, mixed_weights
 from tests.support.checkpoints import save, tiny_model
 
 
@@ -28,7 +31,8 @@ def test_the_weights_are_what_the_backend_takes(folder, backend, weight_format):
     config = EngineConfig(model=str(folder), backend=backend, weight_format=weight_format, num_blocks=8)
     info = open_runner(config, [], lambda done, total: None).info
     assert info.weight_bytes == pytest.approx(
-        footprint.weight_bytes(config, backend, open_checkpoint(folder).spec), rel=0.03
+        footprint.weight_bytes(config, backend, open_checkpoint(folder).spec, open_checkpoint(folder).weights.form),
+        rel=0.03,
     )
 
 
@@ -36,3 +40,27 @@ def test_what_auto_means_is_what_is_opened(folder):
     config = EngineConfig(model=str(folder), num_blocks=8)
     opened = open_runner(config, [], lambda done, total: None).info.backend
     assert choose_backend(config, open_checkpoint(folder).spec) == opened
+
+
+@pytest.mark.parametrize("own", [{}, {"embed": ""}, {"layers.0.o": "", "layers.1.up": "q8_0"}])
+def test_a_quantised_file_takes_what_its_forms_take(own):
+    weights = mixed_weights(**own)
+    backend = CpuBackend(MIXED, weights, 4, CpuOptions("stored"))
+    assert footprint.weight_format(EngineConfig(model="m"), MIXED, weights.form) == "stored"
+    assert backend.weight_bytes == pytest.approx(
+        footprint.weight_bytes(EngineConfig(model="m"), "cpu", MIXED, weights.form), rel=0.03
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "wanted"),
+    [
+        ({}, "q4_k", "stored"),
+        ({}, "", "w8a8"),
+        ({"dtype": "bfloat16"}, "q4_k", "bf16"),
+        ({"weight_format": "w8a8"}, "q4_k", "w8a8"),
+        ({"weight_format": "w4a8"}, "", "w4a8"),
+    ],
+)
+def test_auto_keeps_what_a_file_has_and_rounds_the_rest_to_8_bits(fields, kind, wanted):
+    assert footprint.weight_format(EngineConfig(model="m", **fields), MIXED, lambda name: form_of(kind)) == wanted

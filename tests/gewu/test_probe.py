@@ -50,24 +50,30 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(value)) + value.encode()
 
 
-def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE) -> Path:
-    """Only the header of a GGUF file, whose vocabulary is cut off."""
+def write_gguf(path: Path, arch: str = "llama", shape: dict[str, int] = SHAPE, num_bytes: int = 0) -> Path:
+    """Only the header of a GGUF file, whose vocabulary is cut off; `num_bytes`: made so long."""
     pairs = [text("general.architecture") + struct.pack("<I", 8) + text(arch)]
     pairs += [text(f"{arch}.{key}") + struct.pack("<II", 4, value) for key, value in shape.items()]
     pairs += [text("tokenizer.ggml.model") + struct.pack("<I", 8) + text("gpt2"), text("tokenizer.ggml.tokens")]
     pairs[-1] += struct.pack("<IIQ", 9, 8, 1000)  # an array of 1,000 strings
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
+    os.truncate(path, num_bytes or path.stat().st_size)
     return path
 
 
 def test_a_gguf_file_costs_what_its_shape_says(tmp_path):
-    found = look(write_gguf(tmp_path / "model.gguf"))
+    found = look(write_gguf(tmp_path / "model.gguf", num_bytes=WEIGHT_BYTES))
     assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
+
+
+def test_a_file_of_fewer_bits_costs_what_it_takes_as_it_is(tmp_path):
+    found = look(write_gguf(tmp_path / "model.gguf", num_bytes=WEIGHT_BYTES // 2))
+    assert found.weight_bytes == int(1.15 * (WEIGHT_BYTES // 2))
 
 
 def test_a_folder_costs_the_same(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    (tmp_path / "model.safetensors").write_bytes(b"x" * WEIGHT_BYTES)
     found = look(tmp_path)
     assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
 

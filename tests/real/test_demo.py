@@ -24,7 +24,9 @@ def test_the_demo_prints_an_answer_and_ends_well(smollm2_path):
     assert len(answer.split()) > 5
 
 
-@pytest.mark.parametrize("options", [("--backend", "reference"), ("--weight-format", "w4a8"), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize(
+    "options", [(), ("--backend", "reference"), ("--weight-format", "w4a8"), ("--dtype", "bfloat16")]
+)
 def test_each_way_to_run_it_says_that_paris_is_the_capital(smollm2_path, options):
     with serve(str(smollm2_path), "--max-seq-len", "512", *options) as server:
         body = {"model": smollm2_path.stem, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 8}

@@ -1,10 +1,10 @@
-"""What a start says of the memory for keys and values."""
+"""What a start says of memory."""
 
 import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
-from kvloom.server.run.kvnote import kv_note
+from kvloom.server.run.kvnote import kv_note, weights_note
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,11 @@ def test_it_tells_what_may_be_taken_and_what_is(kv_bytes, fields, size, rest):
 
 def test_a_mock_has_none():
     assert kv_note("m", RankInfo(5000, 16, 100, 100, "fake"), EngineConfig(backend="fake")) == ""
+
+
+def test_it_tells_how_the_weights_are_kept():
+    info = RankInfo(
+        5000, 16, 100, 100, "cpu", weight_bytes=105 << 20, held_as="as the file has them (210 in 4 bits, 1 in 8 bits)"
+    )
+    assert weights_note("m", info) == "m: weights as the file has them (210 in 4 bits, 1 in 8 bits), 105 MB.\n"
+    assert weights_note("m", RankInfo(5000, 16, 100, 100, "fake")) == ""

@@ -1,25 +1,32 @@
-"""What a model takes of memory, from its shape alone. Pure: whoever plans, here or elsewhere, asks these functions.
+"""What a model takes of memory, from its shape and how its file holds it. Pure: whoever plans asks these functions.
 
-weights    of the cpu backend: packed matrices and a bfloat16 embedding; of the reference backend: its element type
+weights    of the cpu backend: packed matrices and an embedding; of the reference backend: its element type
 a token    a key and a value of every layer and KV head, in the type of the KV cache
 """
 
 import math
+from collections.abc import Callable
 
 from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.quantized.numbers import FORM_BITS
 from kvloom.contract.config import EngineConfig
 
+FormOf = Callable[[str], str]  # a tensor's name -> its form (numbers.FORM_BITS), "" when it is not quantised
+STORED = "stored"  # the weight format that keeps what is quantised as it is
+UNQUANTISED_FORM = "int8"  # of the other matrices beside those
 _PACKED_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _EMBED_BYTES = 2  # bfloat16
 _ITEM_BYTES = {"bfloat16": 2, "bf16": 2, "int8": 1}  # else float32's 4
 _SCALE_BYTES = {"cpu": 2, "reference": 4}  # of an int8 key or value
 
 
-def weight_format(config: EngineConfig) -> str:
-    """Of the cpu backend."""
+def weight_format(config: EngineConfig, spec: DecoderSpec, form_of: FormOf) -> str:
+    """Of the cpu backend: with "auto" a quantised file keeps its own, and any other gets 8 bits."""
     if config.weight_format != "auto":
         return config.weight_format
-    return "bf16" if config.dtype == "bfloat16" else "w8a8"
+    if config.dtype == "bfloat16":
+        return "bf16"
+    return STORED if any(form_of(name) for name in spec.tensor_shapes()) else "w8a8"
 
 
 def kv_dtype(config: EngineConfig, backend: str) -> str:
@@ -40,13 +47,24 @@ def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
-def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
+def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of: FormOf) -> int:
     """Of all weights once they are loaded."""
     if backend == "reference":
         return _num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
+    kept = weight_format(config, spec, form_of)
     table = spec.vocab_size * spec.hidden
+    if kept == STORED:
+        shapes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items() if len(shape) > 1}
+        bits = sum(size * FORM_BITS[form_of(name) or UNQUANTISED_FORM] for name, size in shapes.items())
+        return int(bits / 8) + (0 if form_of("embed") else _unquantised_table(spec))
     packed = _num_weights(spec) - (0 if spec.tie_embeddings else table)  # the head is packed, the embedding is not
-    return int(packed * _PACKED_BYTES[weight_format(config)]) + table * _EMBED_BYTES
+    return int(packed * _PACKED_BYTES[kept]) + table * _EMBED_BYTES
+
+
+def _unquantised_table(spec: DecoderSpec) -> int:
+    """Bytes of a bfloat16 embedding beyond those of an 8-bit one, which is the head's where it is tied."""
+    form_bytes = 0 if spec.tie_embeddings else FORM_BITS[UNQUANTISED_FORM] / 8
+    return int(spec.vocab_size * spec.hidden * (_EMBED_BYTES - form_bytes))
 
 
 def _num_weights(spec: DecoderSpec) -> int:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.blocks import KINDS as BLOCK_KINDS
-from kvloom.checkpoints.blocks import form_of
 from kvloom.checkpoints.gguf_types import GGUF_TYPES, GgufType
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.metadata import CONFIG_KEYS, Header, TensorInfo, read_header
-from kvloom.checkpoints.source import WIDE, Bytes, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.quantized.blocks import KINDS as BLOCK_KINDS
+from kvloom.checkpoints.quantized.blocks import form_of
+from kvloom.checkpoints.quantized.numbers import Bytes
+from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
 from kvloom.contract.errors import ModelError
 
 KINDS = (*WIDE, *BLOCK_KINDS)

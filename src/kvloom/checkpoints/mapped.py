@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from kvloom.checkpoints.files import open_file
-from kvloom.checkpoints.source import Bytes
+from kvloom.checkpoints.quantized.numbers import Bytes
 from kvloom.contract.errors import ModelError
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvloom.checkpoints.blocks import form_of, read_blocks
-from kvloom.checkpoints.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.blocks import form_of, read_blocks
+from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
 from kvloom.contract.errors import ModelError
 
 WIDE = ("f32", "f16", "bf16")  # kinds that are numbers, not blocks
@@ -21,7 +21,8 @@ _LONG_ROW_BYTES = 1 << 14
 class RawTensor:
     """A tensor as the file holds it. `shape` is [out, in] row-major, whatever the file's own order was.
 
-    kind is "f32", "f16", "bf16" or a GGUF block type of blocks.KINDS; data is a read-only view of the bytes: uint8 [rows, bytes a row].
+    kind is "f32", "f16", "bf16" or a GGUF block type of blocks.KINDS; data is a read-only view of the bytes: uint8
+    [rows, bytes a row].
     """
 
     name: str
@@ -35,7 +36,7 @@ class RawTensor:
         return form_of(self.kind)
 
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
-        """(first row, numbers) of a matrix that has a form, from top to bottom. Raises ModelError for scales like NaN."""
+        """(first row, numbers) of a matrix that has a form, top to bottom. Raises ModelError for scales like NaN."""
         rows = max(1, _PIECE_VALUES // self.shape[-1])
         for at in range(0, self.shape[0], rows):
             yield at, read_blocks(self.kind, self.data[at : at + rows]).check(self.name)

@@ -145,6 +145,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     swap_block_s: float = 0.0  # copying one block to the host or back, measured
     hidden_size: int = 0  # numbers of a token's state, and of an embedding
     pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
+    held_as: str = ""  # how the weights are kept, for people
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

@@ -18,10 +18,11 @@ from kvloom.rank.parallel.shard import shard_spec
 def check(config: EngineConfig) -> None:
     """Its files, its device, how its ranks share the heads, and memory. Raises ServingError."""
     check_device(config.device)
-    spec = open_checkpoint(Path(config.model)).spec
+    checkpoint = open_checkpoint(Path(config.model))
+    spec = checkpoint.spec
     max_seq_len = min(spec.max_seq_len, config.max_seq_len or spec.max_seq_len)
     shard_spec(spec, config.world_size)
-    pools_for(config, check_backend(config, spec), spec, max_seq_len, config.block_size or BLOCK_SIZE)
+    pools_for(config, check_backend(config, spec), checkpoint, max_seq_len, config.block_size or BLOCK_SIZE)
 
 
 def main() -> None:

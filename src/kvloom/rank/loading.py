@@ -79,7 +79,7 @@ def choose_backend(config: EngineConfig, spec: DecoderSpec) -> str:
     if not _kernels_fit(config):
         return "reference"
     try:
-        check_kernels(spec, footprint.weight_format(config), footprint.kv_dtype(config, "cpu"))
+        check_kernels(spec, footprint.kv_dtype(config, "cpu"))
     except ModelError:
         return "reference"
     return "cpu"
@@ -96,8 +96,9 @@ def _open_kernels(
         spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
         if size % BLOCK_SIZE:
             raise ModelError(f"block_size: the cpu backend has multiples of {BLOCK_SIZE}, got {size}")
-        pools = pools_for(config, "cpu", spec, max_seq_len, size)
-        weight_format, kv_dtype = footprint.weight_format(config), footprint.kv_dtype(config, "cpu")
+        pools = pools_for(config, "cpu", checkpoint, max_seq_len, size)
+        weight_format = footprint.weight_format(config, spec, checkpoint.weights.form)
+        kv_dtype = footprint.kv_dtype(config, "cpu")
         backend = CpuBackend(
             spec,
             checkpoint.weights,
@@ -128,7 +129,7 @@ def _open_reference(
     spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
     shard_spec(spec, config.world_size)  # says what is wrong before anything is taken
     mesh = torch_backend.join_mesh(config, *seat)
-    pools = torch_backend.least_pools(pools_for(config, "reference", spec, max_seq_len, size), mesh, config)
+    pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
     options = torch_backend.options_of(config, size, mesh)
     backend = torch_backend.ReferenceBackend(spec, checkpoint.weights, pools.num_blocks, options, progress)
     return backend, pools, size
@@ -158,8 +159,9 @@ def _kernels_fit(config: EngineConfig) -> bool:
     return config.backend == "cpu"
 
 
-def pools_for(config: EngineConfig, backend: str, spec: DecoderSpec, max_seq_len: int, block_size: int) -> Pools:
+def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int) -> Pools:
     """Sizes of both KV pools on the machine as it is. Raises OutOfMemory."""
+    spec = checkpoint.spec
     wanted = CapacityRequest(
         config.num_blocks,
         config.kv_cache_bytes,
@@ -173,6 +175,5 @@ def pools_for(config: EngineConfig, backend: str, spec: DecoderSpec, max_seq_len
     host_bytes = available_bytes() // config.world_size
     is_shared = config.device == "cpu"
     free_bytes = host_bytes if is_shared else _torch_backend(_needs_torch(config)).device_bytes(config.device)
-    return plan_pools(
-        wanted, shape, Machine(free_bytes, host_bytes, is_shared), footprint.weight_bytes(config, backend, spec)
-    )
+    weight_bytes = footprint.weight_bytes(config, backend, spec, checkpoint.weights.form)
+    return plan_pools(wanted, shape, Machine(free_bytes, host_bytes, is_shared), weight_bytes)

@@ -86,6 +86,7 @@ class ModelRunner:
             swap_block_s=self._swap.measure(),
             hidden_size=facts.hidden_size,
             pooling=facts.pooling,
+            held_as=backend.held_as,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]

@@ -1,5 +1,6 @@
 """Tiny random models of every family shape, and ragged steps over them."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -102,6 +103,64 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         else:
             values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return MemoryWeights(values)
+
+
+_HALVES = {"q4_1": 2, "q5_1": 2, "q4_k": 2, "q5_k": 2}  # float16 numbers at the beginning of a block, else one
+_SPREAD = 2.0**-6
+
+
+def random_blocks(name: str, shape: tuple[int, ...], kind: str) -> RawTensor:
+    """Any bytes that a block of `kind` may hold, its scales such that weights are about shape[-1] ** -0.5."""
+    quantized = gguf.GGMLQuantizationType[kind.upper()]
+    num_values, num_bytes = gguf.GGML_QUANT_SIZES[quantized]
+    random = np.random.default_rng(len(name) + sum(shape))
+    data = random.integers(0, 256, (shape[0], shape[1] // num_values * num_bytes), np.uint8)
+    blocks = data.reshape(-1, num_bytes)
+
+    def scale_by(factor: float) -> None:
+        if kind == "mxfp4":
+            blocks[:, 0] = 127 + round(math.log2(factor))
+            return
+        first = num_bytes - 2 if kind == "q6_k" else 0
+        count = _HALVES.get(kind, 1)
+        halves = np.array([factor, factor if kind.endswith("k") else -8 * factor][:count], np.float16)
+        blocks[:, first : first + 2 * count] = halves.view(np.uint8)
+
+    scale_by(_SPREAD)
+    deviation = float(gguf.quants.dequantize(data, quantized).std())
+    scale_by(_SPREAD * shape[1] ** -0.5 / deviation)
+    return RawTensor(name, shape, kind, data)
+
+
+# A model whose tensors are held in every form there is, gate and up of the first layer in different ones.
+MIXED = tiny_spec(hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
+MIXED_KINDS = {
+    "embed": "q6_k",
+    "layers.0.q": "q4_k",
+    "layers.0.k": "q4_k",
+    "layers.0.v": "q6_k",
+    "layers.0.o": "iq4_nl",
+    "layers.0.gate": "q5_k",
+    "layers.0.up": "q4_k",
+    "layers.0.down": "q8_0",
+    "layers.1.q": "mxfp4",
+    "layers.1.k": "q4_1",
+    "layers.1.v": "q5_1",
+    "layers.1.o": "q5_0",
+    "layers.1.gate": "q4_0",
+    "layers.1.up": "q4_0",
+    "layers.1.down": "iq4_xs",
+}
+
+
+def mixed_weights(**kinds: str) -> MemoryWeights:
+    """Of MIXED, `kinds` over MIXED_KINDS; a tensor of kind "" is float32."""
+    weights = random_weights(MIXED)
+    chosen = {**MIXED_KINDS, **kinds}
+    blocks = {
+        name: random_blocks(name, tuple(weights.values[name].shape), kind) for name, kind in chosen.items() if kind
+    }
+    return MemoryWeights(weights.values, blocks)
 
 
 def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:

@@ -14,10 +14,22 @@ from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
 from kvloom.rank.kernels.rope_table import rope_table
 from kvloom.rank.sampler import draw_plain
 
-from .models import SPECS, all_logits, four_bit, int32, ragged, random_weights, rope_of, step, tiny_spec
+from .models import (
+    MIXED,
+    SPECS,
+    all_logits,
+    four_bit,
+    int32,
+    mixed_weights,
+    ragged,
+    random_weights,
+    rope_of,
+    step,
+    tiny_spec,
+)
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
-FORMATS = [("bf16", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
+FORMATS = [("bf16", "bf16"), ("stored", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 130, 300)
 
 
@@ -67,6 +79,39 @@ def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
         )
         < limit
     )
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("own", [{}, {"embed": "", "layers.0.o": "", "layers.1.up": "q8_0"}], ids=["all", "some"])
+def test_a_file_of_many_kinds_of_blocks_keeps_its_values(isa, own):
+    """What is lost is lost by the activations: less than with weights that are rounded to 8 bits once more."""
+    weights, args = mixed_weights(**own), ragged(prompts())
+    want = all_logits(ReferenceBackend(MIXED, weights, 64), *args).clone()
+    stored = CpuBackend(MIXED, weights, 64, CpuOptions("stored", num_threads=2, isa=isa))
+    rounded = CpuBackend(MIXED, weights, 64, CpuOptions("w8a8", num_threads=2, isa=isa))
+    error = relative_error(all_logits(stored, *args).clone(), want)
+    assert error < 0.03
+    assert error < 0.9 * relative_error(all_logits(rounded, *args).clone(), want)
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_a_file_of_many_kinds_gives_the_same_bits_alone_in_company_and_in_chunks(isa, chunk):
+    backend = CpuBackend(MIXED, mixed_weights(), 64, CpuOptions("stored", num_threads=2, isa=isa))
+    tokens, blocks = tokens_of(150), list(range(20, 30))
+    together = all_logits(backend, *ragged([(tokens_of(33, 2), 0, [1, 2, 3]), (tokens, 0, blocks)])).clone()[33:]
+    pieces = [
+        all_logits(backend, *ragged([(tokens[at : at + chunk], at, blocks)])).clone()
+        for at in range(0, len(tokens), chunk)
+    ]
+    assert torch.equal(torch.cat(pieces), together)
+    alone = CpuBackend(MIXED, mixed_weights(), 64, CpuOptions("stored", num_threads=3, isa=isa))
+    assert torch.equal(all_logits(alone, *ragged([(tokens, 0, blocks)])).clone(), together)
+
+
+def test_a_mixed_file_is_told_for_what_it_is():
+    backend = CpuBackend(MIXED, mixed_weights(), 4, CpuOptions("stored"))
+    assert backend.held_as == "as the file has them (9 in 4 bits, 3 in 5 bits, 2 in 6 bits, 1 in 8 bits)"
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)

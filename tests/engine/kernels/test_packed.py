@@ -12,7 +12,7 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.kept import DATA_OFFSET, KeptWeights
 from kvloom.rank.kernels.packed import Packed
 
-from .models import SPECS, MemoryWeights, all_logits, four_bit, ragged, random_weights
+from .models import MIXED, SPECS, MemoryWeights, all_logits, four_bit, mixed_weights, ragged, random_weights
 
 ISAS = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 NAME = "smollm2 heads"
@@ -60,6 +60,18 @@ def test_a_second_start_computes_the_same_bits_and_packs_nothing(kept, model, is
     first = all_logits(opened(kept, model, weights, **options), *ragged(STEP)).tolist()
     second = opened(kept, model, Unread(weights.values), **options)
     assert all_logits(second, *ragged(STEP)).tolist() == first
+
+
+def test_what_a_file_holds_in_many_forms_is_kept_like_any_other(kept, model):
+    def start(weights: MemoryWeights) -> list[list[float]]:
+        packed = Packed(kept, model, stamp(str(model)), worth_bytes=0)
+        backend = CpuBackend(MIXED, weights, 64, CpuOptions("stored", num_threads=3, packed=packed))
+        if packed.writing is not None:
+            packed.writing.join()
+        return all_logits(backend, *ragged(STEP)).tolist()
+
+    first = start(mixed_weights())
+    assert start(Unread(mixed_weights().values, mixed_weights().blocks)) == first
 
 
 def test_the_weights_of_two_processes_are_the_same_pages(kept, model):
@@ -112,7 +124,16 @@ def test_code_that_packs_otherwise_finds_nothing(kept, model, monkeypatch):
 
 def test_the_recipe_covers_every_file_that_decides_a_packed_byte():
     files = {path.name for path in packed.recipe_files()}
-    assert {"cpu.py", "packer.py", "source.py", "gguf.py", "safetensors.py", "qwen3.py", "spec.py", "quants.py"} <= files
+    assert {
+        "cpu.py",
+        "packer.py",
+        "source.py",
+        "gguf.py",
+        "safetensors.py",
+        "qwen3.py",
+        "spec.py",
+        "quants.py",
+    } <= files
 
 
 def test_a_small_model_is_packed_as_fast_as_it_is_looked_for(kept, model):

@@ -17,6 +17,7 @@ from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.modelfiles import ModelFiles
 
 _UNKNOWN_KV_BYTES = 128 << 10  # a token, where the shape is not known: a model of some 4 billion weights
+_KEPT = 1.15  # memory of a quantised file to its size: scales are kept in 16 bits
 _VOCAB_SIZE = 152_000  # where the file does not say
 
 
@@ -39,8 +40,9 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         raise Refused(Code.INVAL, _with_names(str(error), files)) from None
     key = files.identity()
     if arch is None:
-        size = sum(os.fstat(fd).st_size for name, fd in files.fds.items() if not name.endswith((".json", ".jinja")))
-        return Found(key, files.path, size, _UNKNOWN_KV_BYTES, _positive(config.get("max_position_embeddings")))
+        return Found(
+            key, files.path, _num_bytes(files), _UNKNOWN_KV_BYTES, _positive(config.get("max_position_embeddings"))
+        )
     if arch not in FAMILIES:
         raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {', '.join(FAMILIES)}")
     try:
@@ -52,10 +54,20 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
     return Found(
         key,
         files.path,
-        footprint.weight_bytes(taken, backend, spec),
+        _weight_bytes(files, footprint.weight_bytes(taken, backend, spec, lambda name: ""), backend),
         footprint.kv_token_bytes(taken, backend, spec),
         spec.max_seq_len,
     )
+
+
+def _weight_bytes(files: ModelFiles, unquantised: int, backend: str) -> int:
+    """What the CPU kernels take: 8 bits a weight, `unquantised`, or what a file of fewer bits takes as it is."""
+    return min(unquantised, int(_KEPT * _num_bytes(files))) if backend == "cpu" else unquantised
+
+
+def _num_bytes(files: ModelFiles) -> int:
+    """Of the files with weights."""
+    return sum(os.fstat(fd).st_size for name, fd in files.fds.items() if not name.endswith((".json", ".jinja")))
 
 
 def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:

@@ -74,6 +74,7 @@ class Backend(Protocol):
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
+    held_as: str  # how the weights are kept, for people: "in 8 bits"
     kv_layout: str  # how bytes lie in a block of the KV cache, beyond dtype and shape, and how they are computed
 
     @property

@@ -64,7 +64,9 @@ class CpuBackend:
         """Loads tensor by tensor: peak memory is packed weights plus one tensor. progress(done_bytes, total_bytes)."""
         options = options or CpuOptions()
         weight_format, kv_dtype = options.weight_format, options.kv_dtype
-        _check(spec, weight_format, kv_dtype)
+        _check(spec, kv_dtype)
+        if weight_format not in WEIGHT_FORMATS:
+            raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
         self.spec = self.whole_spec = spec
         self.num_blocks = num_blocks
         self.kv_dtype = kv_dtype
@@ -90,7 +92,7 @@ class CpuBackend:
         self._position_of = packer.position_of
         self._adapters: dict[int, int] = {}  # id -> the library's
         self.streamed_bytes, self.weight_bytes = packer.streamed_bytes, packer.num_bytes
-        self._held = packer.held
+        self._held, self.held_as = packer.held, packer.describe()
         self._embed = packer.embed
         table = self._embed.ctypes.data if self._embed.size else None
         self._lib.kvl_set_embed(self._model, table, packer.embed_linear)
@@ -211,16 +213,14 @@ class CpuBackend:
         }
 
 
-def check_kernels(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
+def check_kernels(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError naming what the kernels do not have, or why they cannot be had at all."""
-    _check(spec, weight_format, kv_dtype)
+    _check(spec, kv_dtype)
     cpu_abi.load(Path(build.library(None)))
 
 
-def _check(spec: DecoderSpec, weight_format: str, kv_dtype: str) -> None:
+def _check(spec: DecoderSpec, kv_dtype: str) -> None:
     """Raises ModelError naming what the kernels do not have."""
-    if weight_format not in WEIGHT_FORMATS:
-        raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:

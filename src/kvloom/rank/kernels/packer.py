@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
+from kvloom.checkpoints.quantized.numbers import number_bits
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import Progress
@@ -16,7 +19,6 @@ from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
 
-STORED = "stored"
 WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
 _FORMS = {
     "int4": cpu_abi.INT4,
@@ -63,6 +65,15 @@ class Packer:
     def position_of(self) -> dict[str, tuple[int, int, int]]:
         """Where each matrix went: linear, first channel, interleave."""
         return {name: (linear, first, interleave) for linear, name, first, interleave in self._fills}
+
+    def describe(self) -> str:
+        """How the weights are kept, for people."""
+        if self._weight_format != STORED:
+            return "in bfloat16" if self._weight_format == "bf16" else f"in {self._weight_format[1]} bits"
+        forms = (self._weights.form(name) or UNQUANTISED_FORM for _, name, _, _ in self._fills)
+        bits = Counter(number_bits(form) for form in forms)
+        told = ", ".join(f"{bits[b]} in {b} bits" for b in sorted(bits))
+        return f"as the file has them ({told})"
 
     def declare(self) -> None:
         """Every linear in the order of execution, every small vector, and the program."""
@@ -137,7 +148,7 @@ class Packer:
         self._emit_output(out, at + "attn_post_norm")
 
     def _declare_mlp(self, at: str) -> None:
-        """Gate and up share panels, which is what the fast epilogue needs, unless the file holds them in different forms."""
+        """Gate and up share panels, as the fast epilogue needs, unless they are held in different forms."""
         spec = self._spec
         gate, up = at + "gate", at + "up"
         activation = cpu_abi.SWIGLU if spec.activation == "silu" else cpu_abi.GEGLU
@@ -187,7 +198,7 @@ class Packer:
     def _format_of(self, name: str) -> int:
         """In which the kernels hold a matrix."""
         if self._weight_format == STORED:
-            return _FORMS[self._weights.form(name) or "int8"]
+            return _FORMS[self._weights.form(name) or UNQUANTISED_FORM]
         if self._weight_format == "w4a8" and name in ("embed", "head"):
             return cpu_abi.INT8
         return WEIGHT_FORMATS[self._weight_format]
@@ -210,10 +221,10 @@ class Packer:
         raw = self._weights.tensor(name)
         if _FORMS.get(raw.form) == self._format_of(name):
             for at, part in raw.number_pieces():
-                own = [
-                    None if a is None else np.ascontiguousarray(a) for a in (part.values, part.scales, part.minimums)
-                ]
-                numbers = FileNumbers(*(None if array is None else array.ctypes.data for array in own), part.run)
+                own = [np.ascontiguousarray(array) for array in (part.values, part.scales)]
+                lowest = None if part.minimums is None else np.ascontiguousarray(part.minimums)
+                at_lowest = None if lowest is None else lowest.ctypes.data
+                numbers = FileNumbers(*(array.ctypes.data for array in own), at_lowest, part.run)
                 count, channel = len(part.values), first + at
                 self._lib.kvl_fill_numbers(self._model, linear, ctypes.byref(numbers), count, channel, interleave)
             return name

@@ -102,6 +102,7 @@ class ReferenceBackend:
         self._dtype = dtype
         self._adapters: dict[int, dict[str, _Pair]] = {}
         self._adapter: Mapping[str, _Pair] = {}  # of the sequence that is computed
+        self.held_as = f"in {str(dtype).removeprefix('torch.')}"
         self.kv_layout = f"reference-{device}-{dtype}-{self.kv.dtype}"
 
     @torch.inference_mode()

@@ -12,7 +12,8 @@ import numpy as np
 
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora_tensors import LoraPair
-from kvloom.checkpoints.source import Floats, WeightSource
+from kvloom.checkpoints.quantized.numbers import Floats
+from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 
 _BY_ROWS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up")  # of LoRA's B likewise

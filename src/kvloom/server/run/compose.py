@@ -26,7 +26,7 @@ from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.observe.tracers import open_tracer
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
-from kvloom.server.run.kvnote import kv_note
+from kvloom.server.run.kvnote import kv_note, weights_note
 from kvloom.server.run.loading import Loading
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
@@ -96,8 +96,12 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
             models.add_pictures(PictureService(picture_card, painter))
         asyncio.get_running_loop().call_later(_SPARE_S, parsing.start)
         health.is_loading = False
-        notes = "".join(kv_note(service.name, service.engine.info, service.card.engine) for service in models)
-        return f"{READY_LINE}\n{notes}{_greeting(config, ports[0])}"
+        notes = [
+            weights_note(service.name, service.engine.info)
+            + kv_note(service.name, service.engine.info, service.card.engine)
+            for service in models
+        ]
+        return f"{READY_LINE}\n{''.join(notes)}{_greeting(config, ports[0])}"
 
     async def stop(grace_s: float | None) -> None:
         assert server is not None

@@ -1,8 +1,13 @@
-"""What a start says of the memory for keys and values."""
+"""What a start says of memory: for weights, for keys and values."""
 
 from kvloom.contract.capacity import AHEAD_BYTES
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
+
+
+def weights_note(name: str, info: RankInfo) -> str:
+    """A line that says in what form the weights are, and what they take; "" for a mock."""
+    return f"{name}: weights {info.held_as}, {_size(info.weight_bytes)}.\n" if info.held_as else ""
 
 
 def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:

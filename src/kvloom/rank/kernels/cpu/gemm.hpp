@@ -158,7 +158,6 @@ void tile_nibbles(const Pass& pass) {
     for (int64_t g = 0; g < groups; g++, sums += kRuns) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
         const uint8_t* planes = weights + scale_bytes(FORMAT);
-#pragma GCC unroll 6
         for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + kPrefetchBytes + at);
         weights = planes + plane_bytes(FORMAT);
         for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
@@ -169,7 +168,7 @@ void tile_nibbles(const Pass& pass) {
                 const int32_t sum = zero_of(FORMAT) == 0 ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
                 a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
             }
-#pragma GCC unroll 8
+#pragma GCC unroll kQuadsUnrolled
             for (int quad = 0; quad < kQuads; quad++, x += 4) {
                 if (quad % 2 == 0) {
                     prefetch(weights + kPrefetchBytes);

@@ -12,6 +12,7 @@ constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums 
 constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
 constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
 constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
+constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
 
 struct F32 {
     __m512 v;

@@ -9,10 +9,11 @@
 namespace kvl {
 
 constexpr const char* kIsaName = "portable";
-constexpr int kRowsOnce = 4;      // rows of one pass over a panel when the whole step fits in it
-constexpr int kRowsMany = 4;      // rows of a pass when there are several
+constexpr int kRowsOnce = 2;      // rows of one pass over a panel when the whole step fits in it
+constexpr int kRowsMany = 2;      // rows of a pass when there are several
 constexpr int kAttentionRows = 4; // queries that share each load of a key tile
 constexpr int kByteZero = 0;      // what is subtracted from an int8 weight's byte by the caller: dot_weights does it here
+constexpr int kQuadsUnrolled = 1;  // loops inside loops: unrolled they take minutes to compile
 
 struct F32 {
     float lane[kLanes];

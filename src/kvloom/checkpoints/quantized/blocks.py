@@ -6,9 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
-from kvloom.checkpoints.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
 
 _SMALL = 32  # weights that share a scale, in all kinds but Q6_K
+_U4 = np.uint8(15)
 _Blocks = tuple[Bytes, Floats, Floats | None]  # of each block: numbers, scales, minimums
 
 
@@ -45,11 +46,11 @@ def _shifted(data: Bytes, *shifts: int) -> Bytes:
 
 def _nibbles(data: Bytes, group: int = 16) -> Bytes:
     """Of each `group` bytes all low nibbles, then all high ones: [blocks, bytes] -> [blocks, 2 * bytes]."""
-    return (_shifted(data.reshape(-1, group), 0, 4) & 15).reshape(len(data), -1)
+    return (_shifted(data.reshape(-1, group), 0, 4) & _U4).reshape(len(data), -1)
 
 
 def _fifth_bits(data: Bytes) -> Bytes:
-    return np.unpackbits(data, axis=1, bitorder="little") << 4
+    return np.unpackbits(data, axis=1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(b: Bytes) -> _Blocks:
@@ -71,7 +72,7 @@ def _q5_1(b: Bytes) -> _Blocks:
 
 
 def _q8_0(b: Bytes) -> _Blocks:
-    return b[:, 2:] ^ 0x80, _halves(b[:, :2]), None
+    return b[:, 2:] ^ np.uint8(0x80), _halves(b[:, :2]), None
 
 
 def _scales_and_minimums(b: Bytes) -> tuple[Floats, Floats]:
@@ -87,15 +88,15 @@ def _q4_k(b: Bytes) -> _Blocks:
 
 
 def _q5_k(b: Bytes) -> _Blocks:
-    fifth = (_shifted(b[:, 16:48], *range(8)) & 1).reshape(len(b), -1) << 4
+    fifth = (_shifted(b[:, 16:48], *range(8)) & np.uint8(1)).reshape(len(b), -1) << np.uint8(4)
     return _nibbles(b[:, 48:], 32) | fifth, *_scales_and_minimums(b)
 
 
 def _q6_k(b: Bytes) -> _Blocks:
     low = _nibbles(b[:, :128], 64)
-    high = _shifted(b[:, 128:192].reshape(-1, 32), 0, 2, 4, 6) & 3
+    high = _shifted(b[:, 128:192].reshape(-1, 32), 0, 2, 4, 6) & np.uint8(3)
     scales = np.ascontiguousarray(b[:, 192:208]).view(np.int8)
-    return low | high.reshape(len(b), -1) << 4, _halves(b[:, 208:]) * scales, None
+    return low | high.reshape(len(b), -1) << np.uint8(4), _halves(b[:, 208:]) * scales, None
 
 
 def _iq4_nl(b: Bytes) -> _Blocks:
@@ -109,7 +110,7 @@ def _iq4_xs(b: Bytes) -> _Blocks:
 
 
 def _mxfp4(b: Bytes) -> _Blocks:
-    return _nibbles(b[:, 1:]), np.ldexp(np.float32(1), b[:, :1].astype(np.int32) - 128), None
+    return _nibbles(b[:, 1:]), np.ldexp(1.0, b[:, :1].astype(np.int32) - 128).astype(np.float32), None
 
 
 _KINDS = {

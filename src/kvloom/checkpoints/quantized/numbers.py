@@ -22,6 +22,11 @@ FORM_BITS = {"int4": 5.0, "int5": 6.0, "int6": 7.0, "int8": 8.5, "int8_min": 9.0
 _HIGHEST = 65504.0  # scales and minimums are kept as float16
 
 
+def number_bits(form: str) -> int:
+    """Of a number of the form, without scales."""
+    return int(next(letter for letter in form if letter.isdigit()))
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """Some rows: `values` [rows, in], `scales` and `minimums` (None = zero) [rows, in / run, rounded up]."""
