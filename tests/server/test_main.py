@@ -151,7 +151,9 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
         (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
-        (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2"),
+        (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, or the path of a model"),
+        (["pull", "https://example.org/a.gguf"], "is a URL, and nothing here verifies what it gives"),
+        (["pull", "/etc/hostname"], "/etc/hostname: "),
         (["chat", "--url", "http://127.0.0.1:9"], "does not answer like an OpenAI server"),
     ],
 )

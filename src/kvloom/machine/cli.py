@@ -1,4 +1,4 @@
-"""`kvloom doctor`, `kvloom cache`."""
+"""`kvloom doctor`, `kvloom models`, `kvloom cache`."""
 
 import json
 import os
@@ -12,6 +12,8 @@ import typer
 from kvloom.contract.errors import BadRequest
 from kvloom.machine.facts import read_facts
 from kvloom.machine.findings import choose, findings, lines
+from kvloom.machine.models import lines as table
+from kvloom.machine.models import rows
 from kvloom.rank.kernels.kept import FOLDER_VARIABLE, OFF, KeptWeights, kept_weights
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -35,6 +37,12 @@ def doctor(as_json: Json = False) -> None:
     else:
         print("\n".join(lines(found)))
     raise typer.Exit(any(each.mark == "MISS" for each in found))
+
+
+def models(as_json: Json = False) -> None:
+    """Models that are here by name: family, format, size, licence, and what they take of memory."""
+    found = rows()
+    print(json.dumps([asdict(row) for row in found]) if as_json else "\n".join(table(found)))
 
 
 @cache.callback(invoke_without_command=True)

@@ -13,12 +13,20 @@ UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types of GGUF
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDINGS}"
+)
 SPLITS = {  # tokenizer.ggml.pre -> how text is cut before the byte-level merges
     "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
     "llama3": WORDS + r"\p{N}{1,3}" + REST,
+    "dbrx": WORDS + r"\p{N}{1,3}" + REST,
+    "gpt-4o": O200K + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "qwen2": WORDS + r"\p{N}" + REST,
 }
-GPT2_LIKE = ("gpt-2", "default", "smollm")
+GPT2_LIKE = ("gpt-2", "default", "olmo", "smollm", "refact")
+_SINGLE_DIGITS = ("smollm", "refact")
 
 
 def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
@@ -33,10 +41,13 @@ def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
     else:
         raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2 and llama")
     types = meta.get("tokenizer.ggml.token_type") or []
-    for text, token_type in zip(tokens, types, strict=False):
-        if token_type in (CONTROL, USER_DEFINED) or (token_type == UNKNOWN and kind == "llama"):
-            is_special = token_type != USER_DEFINED
-            fast.add_tokens([AddedToken(text, normalized=False, special=is_special)])
+    fast.add_tokens(  # at once: each call goes through all of them
+        [
+            AddedToken(text, normalized=False, special=token_type != USER_DEFINED)
+            for text, token_type in zip(tokens, types, strict=False)
+            if token_type in (CONTROL, USER_DEFINED) or (token_type == UNKNOWN and kind == "llama")
+        ]
+    )
     _add_ends(fast, meta, tokens, with_bos)
     return fast
 
@@ -53,7 +64,7 @@ def _byte_level(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTo
         split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
         fast.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
     else:
-        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        digits = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
         fast.pre_tokenizer = pre_tokenizers.Sequence([*digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     if pre == "qwen2":
         fast.normalizer = normalizers.NFC()

@@ -1,6 +1,7 @@
 """`kvloom serve | pull | api-key`. Options and wiring, no logic."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +9,7 @@ import typer
 
 from kvloom.checkpoints.demo_models import MODELS
 from kvloom.server.config.settings import lora_module
-from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
+from kvloom.server.run.launch import DEMO_MODEL, adopt, fetch, launch, read_settings
 from kvloom.server.secure.api_keys import hash_key, new_key, read_hashes
 
 
@@ -72,6 +73,16 @@ def api_key() -> None:
     print(f"{key}\n{hash_key(key)}")
 
 
-def pull(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(MODELS)}.")] = DEMO_MODEL) -> None:
-    """Fetch a demo model into the user's cache."""
-    print(fetch(name))
+def pull(
+    model: Annotated[
+        str, typer.Argument(help=f"One of {', '.join(MODELS)}; or a folder or .gguf file of your own, to be listed.")
+    ] = DEMO_MODEL,
+) -> None:
+    """Fetch a demo model into the user's cache, or check a model of one's own and list it by its name."""
+    if model in MODELS:
+        if MODELS[model].terms:
+            print(f"{model}: use is subject to the terms of {MODELS[model].terms}", file=sys.stderr)
+        print(fetch(model))
+    else:
+        name = adopt(model)
+        print(f"{name}: serve it with: kvloom serve {name}")
