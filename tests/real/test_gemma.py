@@ -27,4 +27,4 @@ def test_a_real_gemma3_counts_and_finds_english_likely():
     ids = tokenizer.encode(TEXT)
     logprobs = run_step(backend, [ids], [[7, 5, 6, 4]]).log_softmax(-1)
     taken = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])
-    assert -float(taken.mean()) < 2.6  # a wrong base, window, scale or norm makes it 4 and more
+    assert -float(taken.mean()) < 2.05  # 2.01; with one base for all layers 2.08 or 2.24, with SiLU 2.67

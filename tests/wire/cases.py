@@ -22,6 +22,7 @@ _ITEMS = [{"role": "user", "content": "hi"}]
 _MESSAGE = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 7}
 _OLLAMA: dict[str, Any] = {"model": f"{MODEL}:latest", "options": {"num_predict": 3, "seed": 7, "stop": ["zz"]}}
 _OLLAMA_CHAT = {**_OLLAMA, "messages": [{"role": "user", "content": "hi"}]}
+_RERANK = {"model": MODEL, "query": "what is a cat?", "documents": ["a car", {"text": "an animal"}, "a dog"]}
 _EMBEDDING = {"model": MODEL, "input": [[104, 105], [106]]}
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 _TRITON = {"id": "a123", "text_input": PROMPT, "parameters": {"max_new_tokens": 4, "seed": 7, "details": True}}
@@ -135,6 +136,14 @@ CASES = [
     _post("embeddings", "/v1/embeddings", {"model": MODEL, "input": ["hi", "there"]}),
     _post("embeddings-base64", "/v1/embeddings", {**_EMBEDDING, "encoding_format": "base64", "dimensions": 3}),
     _post("embeddings-error", "/v1/embeddings", {**_EMBEDDING, "dimensions": 9}),
+    _post("rerank", "/v1/rerank", _RERANK),
+    _post("rerank-cohere", "/v2/rerank", {**_RERANK, "top_n": 2}),
+    _post("rerank-short", "/rerank", {**_RERANK, "return_documents": False, "instruction": "Find the answer."}),
+    _post("rerank-error", "/v1/rerank", {**_RERANK, "max_tokens_per_doc": 9}),
+    _post("rerank-error-empty", "/v1/rerank", {**_RERANK, "documents": []}),
+    _post("score", "/v1/score", {"model": MODEL, "text_1": "what is a cat?", "text_2": ["an animal", "a car"]}),
+    _post("score-short", "/score", {"model": MODEL, "text_1": ["a", "b"], "text_2": ["c", "d"]}),
+    _post("score-error", "/score", {"model": MODEL, "text_1": ["a", "b"], "text_2": "c"}),
     _post("tokenize-prompt", "/tokenize", {"model": MODEL, "prompt": "hi!", "return_token_strs": True}),
     _post("tokenize-messages", "/tokenize", {"model": MODEL, "messages": _CHAT["messages"]}),
     _post("tokenize-error", "/tokenize", {"model": MODEL}),

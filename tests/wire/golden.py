@@ -19,7 +19,7 @@ from tests.wire.cases import CASES, MODEL, Case
 FOLDER = Path(__file__).parent / "golden"
 KEPT_HEADERS = ("content-type", "retry-after", "allow", "x-accel-buffering", "cache-control", "x-compute-type")
 _UNSTABLE = (
-    (r'"(chatcmpl-|cmpl-|resp_|msg_)[0-9a-f]{32}"', r'"\1ID"'),
+    (r'"(chatcmpl-|cmpl-|resp_|msg_|rerank-|score-)[0-9a-f]{32}"', r'"\1ID"'),
     (r'"id":"[0-9a-f]{32}"', '"id":"ID"'),
     (r'"(created|created_at)":\d+', r'"\1":TIME'),
     (r'"(created_at|modified_at)":"[^"]+"', r'"\1":"TIME"'),

@@ -47,6 +47,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_ids: tuple[int, ...] = ()  # tokens whose log-probability is told behind the most likely ones, with logprobs
     skip_special_tokens: bool = True
     watermark: bool = False
     grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
@@ -147,7 +148,12 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
         raise BadRequest("cache_salt", "must not contain NUL")
     if request.pooling and (request.pooling not in POOLINGS or request.params.max_tokens != 0):
         raise BadRequest("pooling", f"must be one of {', '.join(POOLINGS)}, with max_tokens 0")
-    given = (("prompt", request.prompt_ids), ("answer", request.answer), ("logit_bias", request.params.logit_bias))
+    given = (
+        ("prompt", request.prompt_ids),
+        ("answer", request.answer),
+        ("logit_bias", request.params.logit_bias),
+        ("logprob_ids", request.params.logprob_ids),
+    )
     for name, ids in given:
         bad = next((i for i in ids if not 0 <= i < vocab_size), None)
         if bad is not None:

@@ -252,7 +252,13 @@ def _fake_logprob(token_id: int, state: _State) -> Logprob:
     count = state.params.logprobs or state.params.prompt_logprobs or 0
     others = ((token_id + i) % 256 for i in range(1, count))
     top = [(token_id, _FAKE_LOGPROB), *((other, _FAKE_LOGPROB - 1 - i) for i, other in enumerate(others))]
-    return Logprob(token_id, _FAKE_LOGPROB, top[:count])
+    also = [(id, _FAKE_LOGPROB - _fake_rank(id, state)) for id in state.params.logprob_ids]
+    return Logprob(token_id, _FAKE_LOGPROB, top[:count] + also)
+
+
+def _fake_rank(token_id: int, state: _State) -> int:
+    """How much less likely a token is than the first one, by the sequence before it."""
+    return zlib.crc32(array("q", [*state.token_ids, token_id]).tobytes()) % 5
 
 
 def open_runner(

@@ -95,7 +95,9 @@ def sample(
     ids, logits = _allowed(logits, row)
     index = int(logits.argmax()) if params.is_greedy else _draw(logits, row, draw or draw_plain)
     token_id = index if ids is None else int(ids[index])
-    return token_id, None if logprobs is None else describe(logprobs, token_id, params.logprobs or 0)
+    return token_id, None if logprobs is None else describe(
+        logprobs, token_id, params.logprobs or 0, params.logprob_ids
+    )
 
 
 def sample_top(values: Floats, ids: Ids, row: History, eos_ids: Sequence[int], draw: Draw | None = None) -> int:
@@ -140,13 +142,13 @@ def _is_too_short(row: History) -> bool:
     return len(row.token_ids) - row.num_prompt < row.params.min_tokens
 
 
-def describe(logprobs: Floats, token_id: int, num_top: int) -> Logprob:
-    """Log-probability of one token and of the `num_top` most likely ones. logprobs [vocab]."""
+def describe(logprobs: Floats, token_id: int, num_top: int, also: Sequence[int] = ()) -> Logprob:
+    """Log-probability of one token, of the `num_top` most likely ones, and behind them of `also`. logprobs [vocab]."""
     top: list[tuple[int, float]] = []
     if num_top:
         values, ids = most_likely(logprobs, num_top)
         top = list(zip(ids.tolist(), values.tolist(), strict=True))
-    return Logprob(token_id, float(logprobs[token_id]), top)
+    return Logprob(token_id, float(logprobs[token_id]), top + [(id, float(logprobs[id])) for id in also])
 
 
 def log_softmax(logits: Floats) -> Floats:
