@@ -1,8 +1,11 @@
 """Fixtures that many tests share, and how the tests of a run are ordered and drawn."""
 
+import gc
 import os
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,11 +13,15 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvloom.checkpoints.demo_models import pull
+from tests.support.kept import kept
 
 if TYPE_CHECKING:
     from tests.support.servers import FakeServer
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's, here and in processes that tests start: two of us share two cores
+
+# All that is loaded to find the tests stays to the end: nothing of it is garbage (see pytest_collection_finish).
+gc.disable()
 
 # On CI the same values in every run, elsewhere new ones. `examples`: only those that somebody wrote down; `unshrunk`:
 # the first failure is told as it is.
@@ -28,6 +35,11 @@ settings.load_profile("kvloom")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests of the real model come first: one process opens what they share, and none of the long ones is last."""
     items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -44,11 +56,17 @@ def tiny_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def tiny_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_pipeline() -> Path:
     """A folder of a random StableDiffusionPipeline that makes pictures of 64 x 64."""
-    pytest.importorskip("diffusers", reason="needs diffusers: pip install 'kvloom[images]'")
-    made: Path = import_module("tests.support.pipelines").stable_diffusion(tmp_path_factory.mktemp("tiny"))
-    return made
+    if find_spec("diffusers") is None:
+        pytest.skip("needs diffusers: pip install 'kvloom[images]'")
+    source = Path(__file__).parent / "support" / "pipelines.py"
+    versions = (version(name).encode() for name in ("diffusers", "transformers"))
+    return kept([source.read_bytes(), *versions], "made", _make_pipeline) / "pipeline"
+
+
+def _make_pipeline(folder: Path) -> None:
+    import_module("tests.support.pipelines").stable_diffusion(folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvloom.gewu.build import INCLUDE, SONAME
+from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
+from tests.support.compiling import cache_with
 from tests.support.gewu import DaemonProcess, run_program
 
 CHAT = Path(__file__).parents[2] / "examples" / "gewu" / "chat.c"
@@ -22,8 +23,8 @@ LAID = {
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a user with no cache and no data yet."""
-    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    """Of a user who has nothing but the compiled library in the cache, and no data yet."""
+    own = {"XDG_CACHE_HOME": str(cache_with(LIBRARY, tmp_path)), "XDG_DATA_HOME": str(tmp_path / "data")}
     return {**os.environ, **own}
 
 
@@ -48,8 +49,9 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_what_is_laid_down_below_a_prefix(environ, tmp_path):
+def test_what_is_laid_down_below_a_prefix_is_compiled_first(environ, tmp_path):
     prefix = tmp_path / "prefix"
+    shutil.rmtree(environ["XDG_CACHE_HOME"])
     printed = run_cli(environ, "install", "--prefix", str(prefix))
     assert files_below(prefix) == LAID
     assert {str(Path(line).relative_to(prefix)) for line in printed.splitlines()} == LAID
@@ -101,9 +103,9 @@ def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):
         (tmp_path / "file", {}, "Not a directory"),
         (tmp_path / "prefix", {"CC": "no-such-compiler"}, "there is no C compiler 'no-such-compiler'"),
     ):
+        shutil.rmtree(environ["XDG_CACHE_HOME"], ignore_errors=True)
         command = [sys.executable, "-m", "kvloom.gewu", "install", "--prefix", str(prefix)]
         done = subprocess.run(command, env={**environ, **extra}, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert done.stderr.count("\n") == 1
         assert said in done.stderr
-        shutil.rmtree(environ["XDG_CACHE_HOME"], ignore_errors=True)

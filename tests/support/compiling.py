@@ -1,33 +1,21 @@
-"""C and C++ of the tests, compiled once: a file of this name, of these words, sources and headers, is there already.
+"""C and C++ of the tests, compiled once: a file of this name, of these words, sources and headers, is there already."""
 
-Processes of a run that want the same file wait for the one that makes it.
-"""
-
-import fcntl
-import hashlib
+import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-MADE = Path(__file__).parents[2] / ".pytest_cache" / "compiled"
+from kvloom.native.build import NativeLibrary
+from tests.support.kept import kept
+
 OURS = ("-DKVLOOM_", "-DGEWU_")  # macros of the sources; those of the system's headers are everywhere
 
 
 def compiled(command: Sequence[str | Path], name: str) -> Path:
     """What `command` makes, with `-o` and a path of this name added to it."""
     words = [str(word) for word in command]
-    digest = hashlib.sha256(repr(words).encode())
-    for path in _read_by(words):
-        digest.update(path.read_bytes())
-    target = MADE / digest.hexdigest()[:16] / name
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (target.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not target.exists():
-            part = target.with_suffix(".part")
-            subprocess.run([*words, "-o", str(part)], check=True)
-            part.rename(target)
-    return target
+    causes = [repr(words).encode(), *(path.read_bytes() for path in _read_by(words))]
+    return kept(causes, name, lambda path: subprocess.run([*words, "-o", str(path)], check=True))
 
 
 def objects(command: Sequence[str | Path], sources: Iterable[Path]) -> list[Path]:
@@ -38,6 +26,23 @@ def objects(command: Sequence[str | Path], sources: Iterable[Path]) -> list[Path
         words = [word for word in map(str, command) if not word.startswith(OURS) or word[2:].partition("=")[0] in text]
         found.append(compiled([*words, "-c", source], f"{source.stem}.o"))
     return found
+
+
+def cache_with(library: NativeLibrary, folder: Path) -> Path:
+    """A user's cache in `folder`, in which there is nothing but the library, as it has been compiled before."""
+    path = library.path()
+    own = folder / "cache" / Path(*path.parts[-4:])  # kvloom, its name, its digest, its file
+    own.parent.mkdir(parents=True)
+    shutil.copy(path, own)
+    return folder / "cache"
+
+
+def hasty_compiler(folder: Path, command: str = "g++") -> Path:
+    """It without its optimiser, which takes longer than all the rest: what it makes is used, not measured."""
+    path = folder / f"hasty-{command}"
+    path.write_text(f'#!/bin/sh\nexec {command} "$@" -O0\n')
+    path.chmod(0o755)
+    return path
 
 
 def _read_by(words: Sequence[str]) -> Iterator[Path]:

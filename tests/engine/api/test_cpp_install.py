@@ -11,6 +11,7 @@ import pytest
 from kvloom.contract.request import SamplingParams
 from kvloom.engine_api.build import LIBRARY
 from kvloom.rank.fake import fake_answer
+from tests.support.compiling import cache_with, hasty_compiler
 from tests.support.engine_cpp import write_config
 
 pytestmark = [
@@ -30,8 +31,8 @@ COMMAND = "from kvloom.cli import main; main()"
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a user with no cache and no data yet, whose PATH has no kvloom."""
-    own = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XDG_DATA_HOME": str(tmp_path / "data")}
+    """Of a user who has nothing but the compiled library in the cache, no data yet, and no kvloom on PATH."""
+    own = {"XDG_CACHE_HOME": str(cache_with(LIBRARY, tmp_path)), "XDG_DATA_HOME": str(tmp_path / "data")}
     path = os.pathsep.join(
         folder for folder in os.environ["PATH"].split(os.pathsep) if not Path(folder, "kvloom").exists()
     )
@@ -67,9 +68,10 @@ def files_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_what_is_laid_down_below_a_prefix(environ, tmp_path):
+def test_what_is_laid_down_below_a_prefix_is_compiled_first(environ, tmp_path):
     prefix = tmp_path / "prefix"
-    printed = run_cli(environ, "install", "--prefix", str(prefix))
+    shutil.rmtree(environ["XDG_CACHE_HOME"])
+    printed = run_cli({**environ, "CXX": str(hasty_compiler(tmp_path))}, "install", "--prefix", str(prefix))
     assert files_below(prefix) == LAID
     assert {str(Path(line).relative_to(prefix)) for line in printed.splitlines()} == LAID
     assert os.access(prefix / "libexec" / "kvloom-engine-host", os.X_OK)
