@@ -1,6 +1,9 @@
 """The CPU backend against the reference, and against itself: alone or in company, whole or in chunks, on every ISA."""
 
+import functools
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import torch
 from kvloom.checkpoints.families.spec import Layer
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
+from kvloom.rank.kernels.backend import Head
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
 from kvloom.rank.kernels.rope_table import rope_table
@@ -17,6 +21,7 @@ from kvloom.rank.sampler import draw_plain
 from .models import (
     MIXED,
     SPECS,
+    MemoryWeights,
     all_logits,
     four_bit,
     int32,
@@ -43,6 +48,33 @@ def prompts() -> list[tuple[list[int], int, list[int]]]:
     return [(tokens_of(n, n), 0, [free.pop() for _ in range(-(-n // 16))]) for n in LENGTHS]
 
 
+@functools.cache
+def weights_of(name: str) -> MemoryWeights:
+    return random_weights(SPECS[name])
+
+
+@functools.cache
+def cpu(name: str, isa: str, weight_format: str = "bf16", kv_dtype: str = "bf16") -> CpuBackend:
+    """Two threads, 64 blocks, in which other tests have left what they computed."""
+    return CpuBackend(SPECS[name], weights_of(name), 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
+
+
+@functools.cache
+def reference(name: str, kind: str = "") -> Head:
+    """Logits and states of all tokens of `prompts`. `kind`: of weights, as four_bit has them, or int8, of the cache."""
+    weights = four_bit(weights_of(name), kind) if kind.startswith("q4") else weights_of(name)
+    options = ReferenceOptions(kv_dtype=torch.int8) if kind == "int8" else ReferenceOptions()
+    batch, every = ragged(prompts())
+    return step(ReferenceBackend(SPECS[name], weights, 64, options), batch, every, [0] * len(every), every)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    for made in (weights_of, cpu, reference):
+        made.cache_clear()
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
@@ -51,16 +83,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
 def test_logits_are_near_the_reference(name, isa, weight_format, limit):
-    spec = SPECS[name]
-    weights = random_weights(spec)
-    backend = CpuBackend(spec, weights, 64, CpuOptions(weight_format, num_threads=2, isa=isa))
-    args = ragged(prompts())
-    assert (
-        relative_error(
-            all_logits(backend, *args).clone(), all_logits(ReferenceBackend(spec, weights, 64), *args).clone()
-        )
-        < limit
-    )
+    got = all_logits(cpu(name, isa, weight_format), *ragged(prompts()))
+    assert relative_error(got, reference(name).full) < limit
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -69,16 +93,9 @@ def test_logits_are_near_the_reference(name, isa, weight_format, limit):
 def test_four_bit_blocks_of_a_file_keep_their_values(name, isa, kind):
     """As near to the dequantised file as 8 bits are: what is lost is lost by the activations."""
     spec = SPECS[name]
-    weights = four_bit(random_weights(spec), kind)
-    backend = CpuBackend(spec, weights, 64, CpuOptions("w4a8", num_threads=2, isa=isa))
-    args = ragged(prompts())
+    backend = CpuBackend(spec, four_bit(weights_of(name), kind), 64, CpuOptions("w4a8", num_threads=2, isa=isa))
     limit = 0.04 if spec.intermediate % 32 == 0 else 0.2  # down of 200 columns has no blocks, it is quantised here
-    assert (
-        relative_error(
-            all_logits(backend, *args).clone(), all_logits(ReferenceBackend(spec, weights, 64), *args).clone()
-        )
-        < limit
-    )
+    assert relative_error(all_logits(backend, *ragged(prompts())), reference(name, kind).full) < limit
 
 
 @pytest.mark.parametrize("isa", AVAILABLE)
@@ -117,15 +134,12 @@ def test_a_mixed_file_is_told_for_what_it_is():
 @pytest.mark.parametrize("isa", AVAILABLE)
 @pytest.mark.parametrize("name", SPECS)
 def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
-    spec = SPECS[name]
-    weights, args = random_weights(spec), ragged(prompts())
-    backend = CpuBackend(spec, weights, 64, CpuOptions("bf16", "int8", num_threads=2, isa=isa))
-    wide = CpuBackend(spec, weights, 64, CpuOptions("bf16", num_threads=2, isa=isa))
-    assert backend.kv_bytes * 2 * spec.head_dim == wide.kv_bytes * (spec.head_dim + 2)  # an fp16 scale a token and head
+    args, head_dim = ragged(prompts()), SPECS[name].head_dim
+    backend, wide = cpu(name, isa, kv_dtype="int8"), cpu(name, isa)
+    assert backend.kv_bytes * 2 * head_dim == wide.kv_bytes * (head_dim + 2)  # an fp16 scale a token and head
     got = all_logits(backend, *args).clone()
-    assert relative_error(got, all_logits(ReferenceBackend(spec, weights, 64), *args)) < 0.03
-    rounded = all_logits(ReferenceBackend(spec, weights, 64, ReferenceOptions(kv_dtype=torch.int8)), *args)
-    assert relative_error(got, rounded) < 0.025
+    assert relative_error(got, reference(name).full) < 0.03
+    assert relative_error(got, reference(name, "int8").full) < 0.025
     assert not torch.equal(got, all_logits(wide, *args))
 
 
@@ -133,8 +147,7 @@ def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("weight_format", "kv_dtype"), FORMATS)
 def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format, kv_dtype):
-    spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
+    backend = cpu(name, isa, weight_format, kv_dtype)
     parts = prompts()
     together = all_logits(backend, *ragged(parts)).clone()
     start = 0
@@ -149,14 +162,16 @@ def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_fo
 @pytest.mark.parametrize("chunk", [1, 3, 16, 50, 128])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
 def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dtype):
-    spec = SPECS[name]
-    backend = CpuBackend(spec, random_weights(spec), 64, CpuOptions(kv_dtype=kv_dtype, num_threads=2, isa=isa))
+    backend = cpu(name, isa, kv_dtype=kv_dtype)
     tokens, blocks = tokens_of(150), list(range(20, 30))
     whole = all_logits(backend, *ragged([(tokens, 0, blocks)])).clone()
-    pieces = [
-        all_logits(backend, *ragged([(tokens[at : at + chunk], at, blocks[::-1])])).clone()
-        for at in range(0, len(tokens), chunk)
-    ]
+    ends = [
+        0,
+        *range(chunk, 20, chunk),
+        *range(105, 150, chunk),
+        150,
+    ]  # both sides of 128 keys, which are a chunk there
+    pieces = [all_logits(backend, *ragged([(tokens[at:end], at, blocks[::-1])])).clone() for at, end in pairwise(ends)]
     assert torch.equal(torch.cat(pieces), whole)
 
 
@@ -181,15 +196,12 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
 def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weight_format, limit):
-    spec = SPECS[name]
-    weights = random_weights(spec)
-    backend = CpuBackend(spec, weights, 64, CpuOptions(weight_format, num_threads=2, isa=isa))
+    backend = cpu(name, isa, weight_format)
     batch, every = ragged(prompts())
     rows, kept = every[::7], every[::-3]
     got = step(backend, batch, rows, [0] * len(rows), kept)
     logits, states = got.full.clone(), got.states
-    want = step(ReferenceBackend(spec, weights, 64), batch, rows, [0] * len(rows), kept).states
-    assert relative_error(states, want) < limit
+    assert relative_error(states, reference(name).states[kept.tolist()]) < limit
     assert torch.equal(all_logits(backend, batch, rows), logits)
     none = every[:0]
     alone = step(backend, batch, none, [], kept).states
