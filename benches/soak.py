@@ -156,7 +156,7 @@ def _disturb(world: World, clients: Clients, duration_s: float, seed: int) -> Co
                 report_s = time.monotonic() + _REPORT_S
                 shown = {"left_s": round(end_s - time.monotonic()), "loaded": world.num_loaded, **clients.counts}
                 print(json.dumps(shown | disturbed), file=sys.stderr, flush=True)
-            time.sleep(0.5)
+            time.sleep(min(0.5, pause_s / 2))
         if time.monotonic() < end_s:
             waiting = waiting or dice.sample(range(len(kinds)), len(kinds))
             name, befall = kinds[waiting.pop()]

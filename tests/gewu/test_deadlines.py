@@ -195,13 +195,15 @@ def test_what_was_never_sent_is_taken_back(start, model):
 @pytest.mark.timeout(120)
 def test_a_stopped_daemon_and_the_library_as_it_is_shipped(start_daemon, start_client, model):
     daemon = start_daemon({"rate": 5})
-    client = start_client(daemon)
+    client, newcomer = start_client(daemon), start_client(daemon)
+    newcomer.call("destroy", newcomer.create(model))
     session, other = client.create(model), client.create(model)
     running = client.submit(session)
     client.call("started", running)
     daemon.freeze()
-    assert create(client, model) == [Code.NOSYS, INVALID]
+    newcomer.send("create", json.dumps({"model": str(model)}))
     assert client.call("submit", session, CHAT, 77) == [Code.NOSYS, INVALID]
+    assert newcomer.answer() == [Code.NOSYS, INVALID]
     assert client.call("destroy", other) == Code.OK
     daemon.thaw()
     assert client.wait(running)[-1]["finish_reason"] == "stop"

@@ -30,7 +30,7 @@ pytestmark = [
 ]
 Lines = list[str]
 RunProbe = Callable[..., Lines]
-PATIENCE = ("-DKVLOOM_ENGINE_PATIENCE_MS=1500", "-DKVLOOM_ENGINE_START_MS=5000", "-DKVLOOM_ENGINE_END_MS=300")
+PATIENCE = ("-DKVLOOM_ENGINE_PATIENCE_MS=1000", "-DKVLOOM_ENGINE_START_MS=3000", "-DKVLOOM_ENGINE_END_MS=300")
 EXEC_ERROR, EOS = 3, 1
 
 
@@ -54,7 +54,7 @@ def run_probe(probe: Path, tmp_path: Path) -> RunProbe:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("silent", "1 the engine's host has given no sign of life for 5000 ms"),
+        ("silent", "1 the engine's host has given no sign of life for 3000 ms"),
         (
             "stranger",
             "1 the engine's host HOST, of kvloom 9.9, speaks protocol 2, this library 1: install the library of that "
@@ -106,7 +106,7 @@ def test_what_comes_after_the_end_of_a_request_is_dropped(run_probe):
 
 
 def test_a_request_that_is_answered_too_late_is_stopped_and_has_no_response(run_probe):
-    why = "the engine's host has given no sign of life for 1500 ms"
+    why = "the engine's host has given no sign of life for 1000 ms"
     assert run_probe("answers_late") == ["init 0 ", f"forward 1 {why}", "quotas 0 ", "finalize 0 ", "ended 0"]
 
 
@@ -125,7 +125,7 @@ def test_a_host_that_breaks_the_protocol_ends_its_requests(run_probe, script):
 
 
 def test_a_frozen_host_is_given_up_and_its_requests_end_with_the_engine(run_probe, tmp_path):
-    why = "the engine's host has given no sign of life for 1500 ms"
+    why = "the engine's host has given no sign of life for 1000 ms"
     lines = run_probe("serves", "freeze", f"{tmp_path / 'host'}.pid")
     assert lines[1:5] == ["forward 0 ", f"forward 1 {why}", f"quotas 1 {why}", f"finalize 1 {why}"]
     ends = [f"{name} {EXEC_ERROR} 1 the engine is closing" for name in ("first", "second")]
