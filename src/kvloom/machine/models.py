@@ -46,10 +46,11 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
     weights, token, problem, family = 0, 0, "", ""
     try:
         path = find_weights(path)
-        spec = open_checkpoint(path).spec
+        checkpoint = open_checkpoint(path)
+        spec = checkpoint.spec
         family = spec.family
         config = EngineConfig(model=str(path))
-        weights = footprint.weight_bytes(config, "cpu", spec)
+        weights = footprint.weight_bytes(config, "cpu", spec, checkpoint.weights.form)
         token = footprint.kv_token_bytes(config, "cpu", spec)
     except ModelError as error:
         problem = str(error)
