@@ -135,12 +135,15 @@ def test_requests_that_wait_are_told_apart_and_adapters_named(tmp_path):
             with httpx.Client(base_url=server.url) as other, ThreadPoolExecutor(1) as pool:
                 waiting = pool.submit(other.post, "/v1/completions", json={**body, "model": MODEL, "stream": False})
                 until(lambda: server.admission.num_waiting == 1)
+                until(lambda: server.engine.stats().decode_step_s > 0)
                 found = scrape(server)
                 [lora] = [s for s in samples_of(server) if s.name == "vllm:lora_requests_info"]
                 for model in server.health.models:
                     for item in model.running():
                         model.stop(item.generation.id)
                 assert waiting.result().status_code == 200
+    assert found["decode_step_seconds", ""] == pytest.approx(0.005, rel=0.1)
+    assert 0 <= found["prompt_token_seconds", ""] < 0.005
     reason = "vllm:num_requests_waiting_by_reason"
     assert (found[reason, "reason=capacity"], found[reason, "reason=deferred"]) == (1, 0)
     assert found["vllm:num_requests_waiting", ""] == 1

@@ -273,6 +273,8 @@ class Engine:
             "num_host_blocks": pool.host.num_blocks,
             "num_free_host_blocks": pool.host.num_free,
             "max_batch": self._limits.max_batch,
+            "decode_step_s": self._pace.decode_s([live.seq for live in self._seqs.values()]),
+            "prompt_token_s": self._pace.token_s or 0.0,
         }
         return self._counts.stats(gauges, self._transfers.counts())
 

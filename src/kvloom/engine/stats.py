@@ -28,6 +28,8 @@ class Stats:
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0
     max_batch: int = 0
+    decode_step_s: float = 0.0  # what a step that decodes those who run is believed to take; 0 for none
+    prompt_token_s: float = 0.0  # what one more token of a prompt is, attention left out
     total_steps: int = 0
     total_requests: int = 0
     total_finished: int = 0

@@ -110,6 +110,16 @@ GAUGES: Sequence[tuple[tuple[str, ...], str, Number]] = (
         _kv_use,
     ),
     (("cpu_cache_usage_perc", "vllm:cpu_cache_usage_perc"), "Share of host KV blocks in use, 0 to 1.", _host_use),
+    (
+        ("decode_step_seconds",),
+        "What a step is believed to take that decodes all that run.",
+        lambda s: s.engine.stats().decode_step_s,
+    ),
+    (
+        ("prompt_token_seconds",),
+        "What a prompt's token is believed to add to a step.",
+        lambda s: s.engine.stats().prompt_token_s,
+    ),
     (("all_radix_match_num",), "Prompt tokens looked up.", lambda s: s.engine.stats().total_prompt_tokens),
     (("npu_radix_match_hit_num",), "Prompt tokens found cached.", lambda s: s.engine.stats().total_cached_tokens),
     (("npu_prefix_cache_hit_rate",), "Share of prompt tokens found cached, 0 to 1.", _hit_rate),
