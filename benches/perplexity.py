@@ -1,6 +1,6 @@
 """Accuracy of the CPU backend: perplexity of a weight format over that of the float32 reference, on the same text.
 
-`python benches/perplexity.py model.gguf [--weight-format w8a8] [--kv-dtype bf16]` reads English: the Python language
+`python benches/perplexity.py model.gguf [--weight-format auto] [--kv-dtype bf16]` reads English: the Python language
 reference that is shipped with Python, cuts it into windows of 512 tokens, and prints one JSON line. The reference takes
 minutes.
 """
@@ -14,8 +14,11 @@ from pydoc_data.topics import topics
 
 import numpy as np
 
+from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import WEIGHT_FORMATS as CHOICES
+from kvloom.contract.config import EngineConfig
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.rank.kernels.backend import Backend, Ints, Ragged
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -45,7 +48,7 @@ def mean_loss(backend: Backend, windows: Ints) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
-    parser.add_argument("--weight-format", default="w8a8")
+    parser.add_argument("--weight-format", default="auto", choices=CHOICES)
     parser.add_argument("--kv-dtype", default="bf16")
     args = parser.parse_args()
     model = args.model or pull("smollm2")
@@ -53,7 +56,9 @@ def main() -> None:
     ids = load_tokenizer(model).encode(text())
     windows = np.array(ids[: WINDOW * NUM_WINDOWS], np.int32).reshape(-1, WINDOW)
     want = mean_loss(ReferenceBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16), windows)
-    formats = {"weight_format": args.weight_format, "kv_dtype": args.kv_dtype}
+    config = EngineConfig(model=str(model), weight_format=args.weight_format)
+    weight_format = footprint.weight_format(config, checkpoint.spec, checkpoint.weights.form)
+    formats = {"weight_format": weight_format, "kv_dtype": args.kv_dtype}
     got = mean_loss(CpuBackend(checkpoint.spec, checkpoint.weights, WINDOW // 16, CpuOptions(**formats)), windows)
     report = {
         "bench": "perplexity", **formats, "tokens": windows.size,

@@ -68,7 +68,7 @@ def nested(path: Path) -> Path:
 
 
 def quantised(path: Path) -> Path:
-    return folder_with(path, json.dumps({**CONFIG, "quantization_config": {"quant_method": "awq"}}))
+    return folder_with(path, json.dumps({**CONFIG, "quantization_config": {"quant_method": "hqq"}}))
 
 
 HOSTILE = {

@@ -78,6 +78,13 @@ def test_a_folder_costs_the_same(tmp_path):
     assert (found.weight_bytes, found.kv_bytes_per_token, found.max_seq_len) == (WEIGHT_BYTES, KV_BYTES, 512)
 
 
+def test_a_quantised_folder_costs_what_its_files_do(tmp_path):
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": awq}))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * (WEIGHT_BYTES // 2))
+    assert look(tmp_path).weight_bytes == int(1.15 * (WEIGHT_BYTES // 2))
+
+
 def test_without_a_shape_the_files_sizes_count(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"x" * 10)

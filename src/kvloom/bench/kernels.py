@@ -1,5 +1,5 @@
 """Kernel-level speed of the CPU backend, in a process of its own: `python -m kvloom.bench.kernels [MODEL]
-[--weight-format w8a8] [--kv-dtype bf16] [--isa avx512] [--rounds 7]`.
+[--weight-format auto] [--kv-dtype bf16] [--isa avx512] [--rounds 7]`.
 
 Prints one JSON line a point: tokens/s of decode at batch 1, 8 and 32 (context about 200) and of a 1024-token prefill in
 chunks of 256. Each has the memory bandwidth measured in the same run, the rate at which it could deliver the weights
@@ -16,8 +16,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvloom.checkpoints import footprint
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import find_model, pull
+from kvloom.contract.config import WEIGHT_FORMATS as CHOICES
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ServingError
 from kvloom.rank.kernels.backend import Ints, Ragged
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -90,7 +93,7 @@ def measure(backend: CpuBackend, rounds: int, progress: Callable[[int], None]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, a .gguf file or a fetched model; the demo model by default")
-    parser.add_argument("--weight-format", default="w8a8")
+    parser.add_argument("--weight-format", default="auto", choices=CHOICES)
     parser.add_argument("--kv-dtype", default="bf16")
     parser.add_argument("--isa", default=None)
     parser.add_argument("--rounds", type=int, default=7)
@@ -101,14 +104,15 @@ def main() -> None:
     try:
         checkpoint = open_checkpoint(find_model(args.model) if args.model else pull("smollm2"))
         start = time.perf_counter()
-        backend = CpuBackend(
-            checkpoint.spec, checkpoint.weights, 512, CpuOptions(args.weight_format, args.kv_dtype, isa=args.isa)
-        )
+        config = EngineConfig(model=str(checkpoint.path), weight_format=args.weight_format)
+        weight_format = footprint.weight_format(config, checkpoint.spec, checkpoint.weights.form)
+        options = CpuOptions(weight_format, args.kv_dtype, isa=args.isa)
+        backend = CpuBackend(checkpoint.spec, checkpoint.weights, 512, options)
     except ServingError as error:
         print(error, file=sys.stderr)
         sys.exit(1)
     common = {
-        "isa": backend.isa, "weight_format": args.weight_format, "kv_dtype": args.kv_dtype,
+        "isa": backend.isa, "weight_format": weight_format, "kv_dtype": args.kv_dtype,
         "load_s": round(time.perf_counter() - start, 2), "weight_mb": round(backend.streamed_bytes / 1e6, 1),
     }  # fmt: skip
     say = (lambda done: print(json.dumps({"done": done}), flush=True)) if args.progress else (lambda done: None)

@@ -8,9 +8,10 @@ from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.families import family_of
 from kvloom.checkpoints.families.adapted import adapted, file_shapes
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object, refuse_quantized
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
 from kvloom.checkpoints.fingerprint import Stamp, stamp
 from kvloom.checkpoints.pooling import folder_pooling, gguf_pooling
+from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 
@@ -46,13 +47,13 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 def _open_folder(folder: Path) -> Checkpoint:
     config = read_object(folder / "config.json", MAX_CONFIG_BYTES)
-    refuse_quantized(config, str(folder / "config.json"))
+    scheme = scheme_of(config, str(folder / "config.json"))
     names = config.get("architectures") or [config.get("model_type", "")]
     if not isinstance(names, list) or not names:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
     family = family_of(str(names[0]), str(folder / "config.json"))
     spec = family.spec(config)
-    source = folder_file.SafetensorsSource(folder, file_shapes(family, spec), family.names)
+    source = folder_file.SafetensorsSource(folder, file_shapes(family, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
     return Checkpoint(
         folder,

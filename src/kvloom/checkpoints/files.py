@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -75,15 +74,3 @@ def only_gguf(names: list[str], folder: str) -> str | None:
     if len(found) > 1:
         raise ModelError(f"{folder}: holds {len(found)} .gguf files ({', '.join(found[:3])}, ...); name one of them")
     return found[0] if found else None
-
-
-def refuse_quantized(config: Mapping[str, Any], file: str) -> None:
-    """Raises ModelError for the weights of a folder that are packed in a way nothing here reads (AWQ, GPTQ, ...)."""
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    raise ModelError(
-        f"{file}: weights quantised by {method or 'an unnamed method'!r} are not supported; take the model's F32, F16 "
-        "or BF16 weights, or a GGUF file of it"
-    )

@@ -6,7 +6,9 @@ from typing import Any
 
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
-from kvloom.checkpoints.source import WIDE, RawTensor, as_rows, check_shape
+from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_sizes, marks, wanted
+from kvloom.checkpoints.quantized.scheme import Scheme
+from kvloom.checkpoints.source import WIDE, RawTensor, Tensor, as_rows, check_shape
 from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import ModelError
 
@@ -49,10 +51,17 @@ class SafetensorsSource:
     """Maps the files of a folder; the existence and shape of every tensor of `shapes` is checked on opening."""
 
     def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], names: Mapping[str, str] = _NO_NAMES
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        names: Mapping[str, str] = _NO_NAMES,
+        scheme: Scheme | None = None,
     ) -> None:
-        """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES."""
+        """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES; scheme: how
+        matrices are packed, those that are.
+        """
         self._shapes, self._names = shapes, names
+        self._packed: dict[str, PackedMatrix] = {}  # their bytes are not touched yet
         self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
@@ -60,8 +69,12 @@ class SafetensorsSource:
                 self._tensors[key] = path, file, entry
         bare = file_name("embed").removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
+        kinds = {key: entry.kind for key, (_, _, entry) in self._tensors.items()}
         for name, shape in self._shapes.items():
             key = self._key(name)
+            if scheme is not None and len(shape) == 2 and marks(scheme, kinds, key.removesuffix(".weight")):
+                self._packed[name] = self._open_packed(scheme, name, folder)
+                continue
             if key not in self._tensors:
                 raise ModelError(f"{folder}: tensor {key} is missing")
             path, _, entry = self._tensors[key]
@@ -77,13 +90,34 @@ class SafetensorsSource:
         key = file_name(name, self._names)
         return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
 
-    def form(self, name: str) -> str:
-        return ""
+    def _open_packed(self, scheme: Scheme, name: str, folder: Path) -> PackedMatrix:
+        """Raises ModelError when a tensor that it is made of is missing, or of another type or shape."""
+        base, shape = self._key(name).removesuffix(".weight"), self._shapes[name]
+        check_sizes(scheme, f"{folder}: tensor {base}", shape)
+        parts = {}
+        for end, want in wanted(scheme, shape).items():
+            key = f"{base}.{end}"
+            if key not in self._tensors:
+                if want.is_optional:
+                    continue
+                raise ModelError(f"{folder}: tensor {key} is missing")
+            path, file, entry = self._tensors[key]
+            if entry.shape not in want.shapes:
+                check_shape(key, entry.shape, want.shapes[0], str(path))
+            if entry.kind not in want.kinds:
+                raise ModelError(f"{path}: tensor {key} is {entry.kind}; known are {', '.join(want.kinds)}")
+            parts[end] = Part(entry.kind, entry.shape, file.part(entry.start, entry.end))
+        return PackedMatrix(name, shape, scheme, parts)
 
-    def tensor(self, name: str) -> RawTensor:
+    def form(self, name: str) -> str:
+        return self._packed[name].form if name in self._packed else ""
+
+    def tensor(self, name: str) -> Tensor:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:
             raise ModelError(f"tensor {name} is not part of this model")
+        if name in self._packed:
+            return self._packed[name]
         _, file, entry = self._tensors[self._key(name)]
         data = as_rows(file.part(entry.start, entry.end), self._shapes[name])
         return RawTensor(name, self._shapes[name], entry.kind.lower(), data)

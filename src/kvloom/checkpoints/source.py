@@ -94,6 +94,20 @@ def check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], file: st
         raise ModelError(f"{file}: tensor {name} has shape {list(got)}, the configuration asks for {list(want)}")
 
 
+class Tensor(Protocol):
+    """What RawTensor and packed.PackedMatrix have in common."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def form(self) -> str: ...
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]: ...
+    def float32(self) -> Floats: ...
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]: ...
+
+
 class WeightSource(Protocol):
     """Tensors by canonical name (families/spec.py). Reading is lazy: a tensor's bytes are touched when asked for."""
 
@@ -105,6 +119,6 @@ class WeightSource(Protocol):
         """Of the tensor, without a look at its bytes; see RawTensor."""
         ...
 
-    def tensor(self, name: str) -> RawTensor:
+    def tensor(self, name: str) -> Tensor:
         """Raises ModelError naming the tensor and the file when it is missing, misshapen or cut short."""
         ...

@@ -10,7 +10,7 @@ from typing import Any
 
 MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 LENGTH_BYTES = 8
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}  # of the types that weights have here
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}  # of the types read here
 
 
 class Damaged(Exception):

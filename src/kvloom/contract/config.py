@@ -99,7 +99,7 @@ class EngineConfig:
     backend: str = "auto"  # auto = cpu where its library can be had, else reference
     device: str = "cpu"
     dtype: str = "auto"  # float32 takes the reference backend
-    weight_format: str = "auto"  # of the cpu backend; auto = w8a8, or bf16 with that dtype
+    weight_format: str = "auto"  # of the cpu backend; auto = as a quantised file has them, else w8a8 (footprint.py)
     weight_cache: str = ""  # folder that packed weights are kept in, "off"; "" = as the environment says (kept.py)
     kv_dtype: str = (
         "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = a scale a token and head

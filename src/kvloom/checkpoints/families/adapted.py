@@ -4,13 +4,15 @@ Some files hold q, k and v as one tensor, gate and up as another; some hold the 
 """
 
 import math
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.source import RawTensor, WeightSource, as_rows
+from kvloom.checkpoints.quantized.numbers import Floats, Numbers
+from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
 from kvloom.contract.errors import ModelError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -47,7 +49,7 @@ class FamilyWeights:
     def form(self, name: str) -> str:
         return self._source.form(name if name in self._held else self._whole(name)[0])
 
-    def tensor(self, name: str) -> RawTensor:
+    def tensor(self, name: str) -> Tensor:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:
             raise ModelError(f"tensor {name} is not part of this model")
@@ -59,11 +61,13 @@ class FamilyWeights:
         values = raw.float32() + np.float32(self._norm_offset)
         return RawTensor(name, raw.shape, "f32", as_rows(values.view(np.uint8).reshape(-1), raw.shape))
 
-    def _cut(self, name: str) -> RawTensor:
+    def _cut(self, name: str) -> Tensor:
         """Rows of a fused tensor, as they are."""
         whole, first = self._whole(name)
         shape = self._shapes[name]
         raw = self._source.tensor(whole)
+        if not isinstance(raw, RawTensor):
+            return _RowsOf(name, shape, raw, first)
         assert len(raw.data) == math.prod(raw.shape[:-1]), "a row of the matrix is a row of bytes"
         return replace(raw, name=name, shape=shape, data=raw.data[first : first + shape[0]])
 
@@ -73,3 +77,37 @@ class FamilyWeights:
         whole, parts = next((whole, parts) for whole, parts in _FUSED.items() if part in parts)
         before = parts[: parts.index(part)]
         return f"{layer}.{whole}", sum(self._shapes[f"{layer}.{other}"][0] for other in before)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowsOf:
+    """Rows of a matrix whose bytes are not in rows, from `first` on: it is read to the last of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    whole: Tensor
+    first: int
+
+    @property
+    def form(self) -> str:
+        return self.whole.form
+
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
+        for at, numbers in self.whole.number_pieces():
+            if own := self._own(at, len(numbers.values)):
+                least = None if numbers.minimums is None else numbers.minimums[own]
+                cut = Numbers(numbers.values[own], numbers.scales[own], least, numbers.run)
+                yield max(0, at - self.first), cut
+
+    def float32(self) -> Floats:
+        return np.concatenate([values for _, values in self.float32_pieces()])
+
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
+        for at, values in self.whole.float32_pieces():
+            if own := self._own(at, len(values)):
+                yield max(0, at - self.first), values[own]
+
+    def _own(self, at: int, count: int) -> slice | None:
+        """Which of `count` rows from `at` on are its; None = none of them."""
+        begin, end = max(at, self.first), min(at + count, self.first + self.shape[0])
+        return slice(begin - at, end - at) if begin < end else None

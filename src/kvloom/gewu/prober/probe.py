@@ -9,8 +9,9 @@ from typing import Any
 
 from kvloom.checkpoints import footprint
 from kvloom.checkpoints.families import FAMILIES
-from kvloom.checkpoints.files import MAX_CONFIG_BYTES, only_gguf, read_object, refuse_quantized
+from kvloom.checkpoints.files import MAX_CONFIG_BYTES, only_gguf, read_object
 from kvloom.checkpoints.metadata import read_shape
+from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.gewu.codes import Code, Refused
@@ -83,7 +84,7 @@ def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:
         raise Refused(Code.INVAL, f"{files.path} is not a model folder: it has no config.json")
     config = read_object(_path_of(files.fds["config.json"]), MAX_CONFIG_BYTES)
     try:
-        refuse_quantized(config, "config.json")
+        scheme_of(config, "config.json")
     except ModelError as error:
         raise Refused(Code.NOSYS, f"{files.path}: {error}") from None
     names = config.get("architectures") or config.get("model_type")

@@ -1,0 +1,241 @@
+"""Matrices of quantised folders: which tensors each is made of, and their bits as numbers with scales."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
+from kvloom.checkpoints.quantized.scheme import Scheme
+from kvloom.contract.errors import ModelError
+
+FLOATS = ("F32", "F16", "BF16")
+_PIECE_VALUES = 1 << 20
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
+_ORDERS = ("g_idx", "weight_g_idx")  # tensors that say which group a column is of
+
+
+class Want(NamedTuple):
+    """What a tensor of a matrix must be. `shapes`: any of them."""
+
+    kinds: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    is_optional: bool = False
+
+
+class Part(NamedTuple):
+    """A tensor as the file holds it."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: Bytes
+
+
+def marks(scheme: Scheme, names: Mapping[str, str], base: str) -> bool:
+    """Whether the matrix `base` ("...q_proj") is quantised: others lie beside such. `names`: of tensors -> types."""
+    if scheme.layout in ("bytes", "fp8"):
+        return names.get(f"{base}.weight") in ("I8", "F8_E4M3")
+    return f"{base}.{'qweight' if scheme.layout in ('awq', 'gptq') else 'weight_packed'}" in names
+
+
+def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
+    """The tensors of a matrix [out, in], by the ends of their names."""
+    rows, cols = shape
+    per, groups = 32 // scheme.bits, 1 if scheme.group is None else cols // scheme.group
+    if scheme.layout == "awq":
+        words, zeros = (cols, rows // per), (groups, rows // per)
+        return _named(("qweight", words), ("qzeros", zeros)) | {"scales": Want(FLOATS, ((groups, rows),))}
+    if scheme.layout == "gptq":
+        words, zeros = (cols // per, rows), (groups, rows // per)
+        order = {"g_idx": Want(("I32",), ((cols,),), is_optional=True)}
+        return _named(("qweight", words), ("qzeros", zeros)) | {"scales": Want(FLOATS, ((groups, rows),))} | order
+    scales = ((rows, groups), (1,), (1, 1)) if groups == 1 else ((rows, groups),)
+    if scheme.layout == "packed":
+        found = _named(("weight_packed", (rows, -(-cols // per)))) | {"weight_scale": Want(FLOATS, scales)}
+        if scheme.has_zeros:
+            found |= _named(("weight_zero_point", (-(-rows // per), groups)))
+        return found | {"weight_g_idx": Want(("I32",), ((cols,),), is_optional=True)}
+    if scheme.layout == "bytes":
+        zeros8 = {"weight_zero_point": Want(("I8",), scales)} if scheme.has_zeros else {}
+        return {"weight": Want(("I8",), (shape,)), "weight_scale": Want(FLOATS, scales)} | zeros8
+    if scheme.layout == "mxfp4":
+        return {
+            "weight_packed": Want(("U8",), ((rows, cols // 2),)),
+            "weight_scale": Want(("U8",), ((rows, cols // 32),)),
+        }
+    if scheme.blocks is None:
+        return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale": Want(FLOATS, ((rows, 1), (rows,), (1,), ()))}
+    blocks = (-(-rows // scheme.blocks[0]), -(-cols // scheme.blocks[1]))
+    return {"weight": Want(("F8_E4M3",), (shape,)), "weight_scale_inv": Want(FLOATS, (blocks,))}
+
+
+def _named(*tensors: tuple[str, tuple[int, ...]]) -> dict[str, Want]:
+    return {name: Want(("I32",), (shape,)) for name, shape in tensors}
+
+
+def check_sizes(scheme: Scheme, tensor: str, shape: tuple[int, ...]) -> None:
+    """Raises ModelError when the matrix cannot be cut as `scheme` says."""
+    rows, cols = shape
+    if scheme.group is not None and cols % scheme.group:
+        raise ModelError(f"{tensor} has {cols} columns, no multiple of group_size {scheme.group}")
+    per = 32 // scheme.bits
+    if scheme.layout in ("awq", "gptq") and (rows % per or (scheme.layout == "gptq" and cols % per)):
+        raise ModelError(f"{tensor} of shape {list(shape)} does not fill words of {per} numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """One matrix [out, in] of a quantised folder. `parts`: by the ends of their names, each as `wanted` says."""
+
+    name: str
+    shape: tuple[int, ...]
+    scheme: Scheme
+    parts: Mapping[str, Part]
+
+    @property
+    def form(self) -> str:
+        """In which memory holds it as it is; "" when it is read as floats: fp8, columns out of their groups' order."""
+        scheme = self.scheme
+        if scheme.layout == "fp8" or self._order() is not None:
+            return ""
+        if scheme.layout == "mxfp4":
+            return "fp4"
+        return "int4" if scheme.bits == 4 else "int8_min" if scheme.has_zeros else "int8"
+
+    def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
+        """(first row, numbers) from top to bottom, when there is a form. Raises ModelError for scales like NaN."""
+        for at, end in self._cuts():
+            values, zeros, scales = self._rows(at, end)
+            middle = 0 if self.scheme.bits == 4 else 128  # number of a level of zero, in memory
+            has_minimums = self.form in ("int4", "int8_min")
+            minimums = (middle - zeros) * scales if has_minimums else None
+            run = self.scheme.group or self.shape[1]
+            yield at, Numbers(values, scales, minimums, run).check(self.name)
+
+    def float32(self) -> Floats:
+        """The values as a new array of `shape`. Raises ModelError when one is no number."""
+        return np.concatenate([values for _, values in self.float32_pieces()])
+
+    def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
+        """(first row, float32 [rows, in]) from top to bottom. Raises ModelError when a value is no number."""
+        for at, end in self._cuts():
+            values = self._fp8(at, end) if self.scheme.layout == "fp8" else self._spread(*self._rows(at, end))
+            if not np.isfinite(values).all():
+                raise ModelError(f"tensor {self.name}: a weight or its scale is no finite number")
+            yield at, np.ascontiguousarray(values)
+
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """Rows of a few MB, whole words and blocks of zeros."""
+        step = max(1, _PIECE_VALUES // self.shape[1] // 32) * 32
+        for at in range(0, self.shape[0], step):
+            yield at, min(at + step, self.shape[0])
+
+    def _spread(self, values: Bytes, zeros: Floats, scales: Floats) -> Floats:
+        if self.scheme.layout == "mxfp4":
+            return _E2M1[values] * np.repeat(scales, 32, axis=1)
+        order = self._order()
+        of = np.arange(self.shape[1]) // (self.scheme.group or self.shape[1]) if order is None else order
+        return np.asarray((values - zeros[:, of]) * scales[:, of], np.float32)
+
+    def _order(self) -> np.ndarray[Any, np.dtype[np.int64]] | None:
+        """The group of each column where they are not in order (desc_act, actorder), else None. Raises ModelError."""
+        name = next((name for name in _ORDERS if name in self.parts), None)
+        if name is None:
+            return None
+        group = self.scheme.group or self.shape[1]
+        order = self.parts[name].data.view(np.int32).astype(np.int64)
+        if np.array_equal(order, np.arange(self.shape[1]) // group):
+            return None
+        if order.min() < 0 or order.max() >= self.shape[1] // group:
+            raise ModelError(f"tensor {self.name}: {name} names a group that there is not")
+        return order
+
+    def _rows(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
+        """Numbers [rows, in], and zeros and scales [rows, groups]; of a scheme that is not fp8."""
+        if self.scheme.layout in ("awq", "gptq"):
+            return self._columns_of_words(at, end)
+        if self.scheme.layout == "mxfp4":
+            pairs = self._bytes("weight_packed")[at:end]
+            values = np.stack([pairs & np.uint8(15), pairs >> np.uint8(4)], axis=2).reshape(end - at, -1)
+            exponents = self._bytes("weight_scale")[at:end].astype(np.int32)
+            halves = np.ldexp(1.0, exponents - 128).astype(np.float32)  # the levels are doubled
+            return values, np.zeros_like(halves), halves
+        bits, has_zeros = self.scheme.bits, self.scheme.has_zeros
+        scales = self._per_row("weight_scale", at, end)
+        middle = np.full_like(scales, 1 << (bits - 1))
+        if self.scheme.layout == "bytes":
+            zeros = middle + self._per_row("weight_zero_point", at, end) if has_zeros else middle
+            return self._bytes("weight")[at:end] ^ np.uint8(0x80), zeros, scales
+        stored = _unpacked(self._words("weight_zero_point"), bits, axis=0)[at:end] if has_zeros else middle
+        values = _unpacked(self._words("weight_packed")[at:end], bits)[:, : self.shape[1]]
+        return values, stored.astype(np.float32), scales
+
+    def _columns_of_words(self, at: int, end: int) -> tuple[Bytes, Floats, Floats]:
+        """Of AWQ and GPTQ, which hold [in, out]: AWQ packs neighbours in out, GPTQ in in; zeros in out."""
+        bits = self.scheme.bits
+        per = 32 // bits
+        scales = _floats(self.parts["scales"])[:, at:end].T
+        words = self._words("qweight")
+        zeros = _unpacked(self._words("qzeros")[:, at // per : end // per], bits).astype(np.float32)
+        if self.scheme.layout == "gptq":
+            return _unpacked(words[:, at:end], bits, axis=0).T, zeros.T + np.float32(self.scheme.zero_shift), scales
+        places = np.arange(end - at).reshape(-1, per)[:, _AWQ_PLACES].reshape(-1)
+        return _unpacked(words[:, at // per : end // per], bits)[:, places].T, zeros[:, places].T, scales
+
+    def _fp8(self, at: int, end: int) -> Floats:
+        values = _E4M3[self._bytes("weight")[at:end]]
+        if self.scheme.blocks is None:
+            return values * self._per_row("weight_scale", at, end)
+        high, wide = self.scheme.blocks
+        scales = _floats(self.parts["weight_scale_inv"])[np.arange(at, end) // high]
+        return values * np.repeat(scales, wide, axis=1)[:, : self.shape[1]]
+
+    def _words(self, name: str) -> np.ndarray[Any, np.dtype[np.uint32]]:
+        part = self.parts[name]
+        return part.data.view(np.uint32).reshape(part.shape)
+
+    def _bytes(self, name: str) -> Bytes:
+        part = self.parts[name]
+        return part.data.reshape(part.shape)
+
+    def _per_row(self, name: str, at: int, end: int) -> Floats:
+        """[rows, groups], of a tensor with as many, or with one number for all."""
+        part = self.parts[name]
+        values = part.data.view(np.int8).astype(np.float32) if part.kind == "I8" else _floats(part)
+        if values.size == 1:
+            return np.full((end - at, 1), values.reshape(-1)[0], np.float32)
+        return values.reshape(self.shape[0], -1)[at:end]
+
+
+def _floats(part: Part) -> Floats:
+    flat = np.ascontiguousarray(part.data)
+    if part.kind == "BF16":
+        values = (flat.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = flat.view(np.float16 if part.kind == "F16" else np.float32).astype(np.float32)
+    return values.reshape(part.shape)
+
+
+def _unpacked(words: np.ndarray[Any, np.dtype[np.uint32]], bits: int, axis: int = 1) -> Bytes:
+    """Words [rows, words] as the numbers in them, the lowest bits first, along an axis."""
+    per, mask = 32 // bits, np.uint32((1 << bits) - 1)
+    shifts = np.arange(0, 32, bits, dtype=np.uint32)
+    if axis == 0:
+        along: Bytes = (words[:, None, :] >> shifts[:, None] & mask).astype(np.uint8)
+        return along.reshape(len(words) * per, -1)
+    across: Bytes = (words[:, :, None] >> shifts & mask).astype(np.uint8)
+    return across.reshape(len(words), -1)
+
+
+def _e4m3() -> Floats:
+    """The value of each byte (OCP FP8): no infinities, two NaN."""
+    codes = np.arange(256)
+    exponent, fraction = codes >> 3 & 15, codes & 7
+    size = np.where(exponent == 0, np.ldexp(fraction / 8, -6), np.ldexp(1 + fraction / 8, exponent - 7))
+    size[codes & 127 == 127] = np.nan
+    return np.where(codes < 128, size, -size).astype(np.float32)
+
+
+_E4M3 = _e4m3()
+_E2M1 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
