@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.pooling import gguf_pooling
+from kvloom.checkpoints.pooling import gguf_pooling, prompts_of
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import ModelError
 from kvloom.contract.pooling import POOLINGS
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
@@ -135,3 +136,13 @@ def test_the_checkpoint_says_how_to_pool(folder: Path, tmp_path: Path, files: di
 )
 def test_a_gguf_file_says_so_by_a_number(kind: int | None, pooling: str):
     assert gguf_pooling(kind) == pooling
+
+
+def test_the_prompts_of_a_folder_are_those_of_sentence_transformers(tmp_path: Path):
+    assert prompts_of(tmp_path) == {}
+    file = tmp_path / "config_sentence_transformers.json"
+    file.write_text('{"prompts": {"query": "Query: ", "document": ""}, "default_prompt_name": null}')
+    assert prompts_of(tmp_path) == {"query": "Query: ", "document": ""}
+    file.write_text('{"prompts": {"query": 3}}')
+    with pytest.raises(ModelError, match="prompts must be texts by name"):
+        prompts_of(tmp_path)

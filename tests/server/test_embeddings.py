@@ -159,3 +159,27 @@ def test_prompt_tokens_count_against_the_bound(gate: Gate):
         gate.open()
         first.join()
         assert embed(server, "y" * 20)["usage"]["total_tokens"] == 20
+
+
+PROMPTS = {"query": "Instruct: find it.\nQuery: ", "document": ""}
+
+
+def test_a_prompt_of_the_model_goes_before_each_text():
+    with fake_server(card={"prompts": PROMPTS}) as server:
+        [first, second] = embed(server, ["hello", "there"], prompt_name="query")["data"]
+        assert first["embedding"] == truth(PROMPTS["query"] + "hello")
+        assert second["embedding"] == truth(PROMPTS["query"] + "there")
+        assert embed(server, "hello", prompt_name="document")["data"] == embed(server, "hello")["data"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "problem"),
+    [
+        ("hello", "title", "prompt_name: 'title' is no prompt of this model; it has query, document"),
+        ([1, 2], "query", "prompt_name: goes before texts; the input is in tokens"),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_refused_by_name(given: Any, name: str, problem: str):
+    with fake_server(card={"prompts": PROMPTS}) as server:
+        response = server.post("/v1/embeddings", {"model": MODEL, "input": given, "prompt_name": name})
+        assert (response.status_code, response.json()["error"]["message"]) == (400, problem)

@@ -23,6 +23,18 @@ def folder_pooling(folder: Path) -> str:
     return "+".join([*(_KEYS.get(mode, mode) for mode in modes), *extra]) or DEFAULT
 
 
+def prompts_of(path: Path) -> dict[str, str]:
+    """What sentence-transformers puts before a text, by name ("query", "document"); none in a GGUF file.
+
+    Raises ModelError: no JSON, or prompts that are no texts.
+    """
+    file = path / "config_sentence_transformers.json"
+    prompts = read_object(file).get("prompts") if file.exists() else None
+    if not isinstance(prompts or {}, dict) or not all(isinstance(text, str) for text in (prompts or {}).values()):
+        raise ModelError(f"{file}: prompts must be texts by name")
+    return prompts or {}
+
+
 def gguf_pooling(kind: Any) -> str:
     """As folder_pooling, of the key <architecture>.pooling_type; None = it is absent."""
     return DEFAULT if kind is None else _GGUF_TYPES.get(kind, f"pooling_type {kind}")

@@ -251,8 +251,8 @@ class Settings:
         name = model.get("name") or (Path(path).stem if path else "mock")
         card = {field: both[field] for field in _CARD_FIELDS if field in both}
         modules = tuple(model.get("lora_modules", ()))
-        dtype = both.get("torch_dtype", "auto")
-        return ModelCard(name, EngineConfig(model=path, **engine), dtype=dtype, lora_modules=modules, **card)
+        shown = {"dtype": both.get("torch_dtype", "auto"), "prompts": both.get("prompts", {})}
+        return ModelCard(name, EngineConfig(model=path, **engine), lora_modules=modules, **shown, **card)
 
 
 def _step_tokens(engine: Mapping[str, Any]) -> int:

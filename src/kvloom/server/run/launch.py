@@ -11,6 +11,7 @@ from typing import Any, cast
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import MODELS, find_model, link, pull, pulled
 from kvloom.checkpoints.files import find_weights
+from kvloom.checkpoints.pooling import prompts_of
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.images.files import is_pipeline
@@ -74,7 +75,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
         return
     path = fetch(name) if name in MODELS and may_fetch else find_weights(find_model(name))
     check_files(path)
-    model.update(model=str(path), torch_dtype=_dtype_of(path))
+    model.update(model=str(path), torch_dtype=_dtype_of(path), prompts=prompts_of(path))
 
 
 def check_files(path: Path) -> None:

@@ -1,6 +1,7 @@
 """ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvloom.contract.config import EngineConfig
@@ -22,4 +23,5 @@ class ModelCard:
     tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
     reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says
     parses_special_text: bool = False  # special tokens that stand in a message are taken for such
+    prompts: Mapping[str, str] = field(default_factory=dict)  # what is put before a text to embed, by name
     lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start

@@ -1,6 +1,7 @@
 """/v1/embeddings as OpenAI has it: the pooled states of texts or tokens, of length 1."""
 
 import base64
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -25,7 +26,8 @@ NOTHING = SamplingParams(max_tokens=0)
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """`dimensions`: only the first so many numbers of a vector, of length 1 again. `user` has no effect."""
+    """`dimensions`: only the first so many numbers of a vector, of length 1 again. `prompt_name`: what the model wants
+    before each text, by the name that its files give it. `user` has no effect."""
 
     model: str | None = None
     input: str | list[str | TokenId | list[TokenId]]
@@ -35,18 +37,31 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None  # of texts; true unless given
     priority: Annotated[int, Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
     truncate_prompt_tokens: int | None = None
+    prompt_name: str | None = None
 
     def prompts(self, service: GenerationService) -> tuple[tuple[int, ...], ...]:
         """Raises BadRequest."""
         is_special = self.add_special_tokens is not False
         vocab_size = service.engine.info.vocab_size
-        items = texts_or_ids(self.input, "input")
+        items = [self._prompted(service, item) for item in texts_or_ids(self.input, "input")]
         check_count(len(items), "input", MAX_EMBEDDINGS)
         prompts = encode_prompts(service, items, "input", service.input_limit(NOTHING), is_special)
         for ids in prompts:
             if max(ids, default=0) >= vocab_size:
                 raise BadRequest("input", f"token id {max(ids)} is outside the vocabulary of {vocab_size}")
         return prompts
+
+    def _prompted(self, service: GenerationService, item: str | Sequence[int]) -> str | Sequence[int]:
+        """Raises BadRequest when the model has no such prompt, or there is no text to put it before."""
+        if self.prompt_name is None:
+            return item
+        known = service.card.prompts
+        if self.prompt_name not in known:
+            named = f"it has {', '.join(known)}" if known else "it has none"
+            raise BadRequest("prompt_name", f"{self.prompt_name!r:.80} is no prompt of this model; {named}")
+        if not isinstance(item, str):
+            raise BadRequest("prompt_name", "goes before texts; the input is in tokens")
+        return known[self.prompt_name] + item
 
     def check(self, service: GenerationService) -> None:
         """Raises BadRequest for what this server, or this model, does not have."""
