@@ -25,13 +25,11 @@ from tests.support.threads import rank_pid
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
-NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "10"))
+NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "6"))
 NUM_STREAMS = 32 if NUM_KILLS > 10 else 8
 TEXTS = (
     "The capital of France is",
-    "def quicksort(items):\n",
     "Once upon a time, in a village by the sea, there lived an old woman who",
-    "Water boils at one hundred degrees because",
     "One two three one two three one two three one",
 )
 SCHEMA = {

@@ -22,10 +22,10 @@ PROMPTS = (
     "Water boils at one hundred degrees because",
 )
 PARAMS = (
-    SamplingParams(temperature=0, max_tokens=16),
-    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=16),
-    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=16, repetition_penalty=1.1),
-    SamplingParams(temperature=0, max_tokens=16, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=13),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=13),
+    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=13, repetition_penalty=1.1),
+    SamplingParams(temperature=0, max_tokens=13, frequency_penalty=0.5),
 )
 
 
@@ -102,17 +102,18 @@ def test_preempted_and_resumed_equals_undisturbed(model, requests, alone):
 
 REPEATING = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"
 GUESSED = (
-    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0.4, seed=3, max_tokens=20, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=14, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
 )
 
 
 def test_guessed_ahead_equals_one_token_at_a_time(model, requests):
+    other = requests[1]
     repeating = [Request(f"again{i}", model.ids(REPEATING), params) for i, params in enumerate(GUESSED)]
-    want = run_all(plain(model), *repeating, *requests)
+    want = run_all(plain(model), *repeating, other)
     engine = model.engine(num_speculative_tokens=4)
-    got = run_all(engine, *repeating, *requests)
+    got = run_all(engine, *repeating, other)
     assert {name: tokens_of(deltas) for name, deltas in got.items()} == {
         name: tokens_of(deltas) for name, deltas in want.items()
     }
