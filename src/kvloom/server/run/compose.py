@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def run(config: ServerConfig, loading: Loading, listeners: Sequence[socket.socke
             stack.callback(store.close)
         ports = [listener.getsockname()[1] for listener in listeners]
         server = _make_server(config, _Parts(loading, ports, tls, tracer, store))
+        gc.freeze()  # what has been loaded by now is never garbage, and is not looked through again
+        gc.enable()
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=list(listeners))
         server.check()

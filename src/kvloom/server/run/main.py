@@ -5,6 +5,7 @@ process is started, and beside it this one imports what the routes need; they an
 """
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from importlib import import_module
@@ -23,6 +24,8 @@ def serve(config: ServerConfig) -> None:
     check_addresses(config)
     check_names(config)
     with contextlib.ExitStack() as stack:
+        gc.disable()  # a fifth of the time that imports take
+        stack.callback(gc.enable)
         listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
         loading = Loading(config)
