@@ -42,7 +42,8 @@ def test_whatever_comes_goes_stops_or_is_cancelled_slots_are_never_exceeded_nor_
                 await asyncio.sleep(0)
                 dice.choice(tasks)[1].cancel()
             assert admission.num_active <= 9
-        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        ends = await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        assert not any(isinstance(end, AssertionError) for end in ends)
         assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
         async with asyncio.timeout(20), admission.slot(Ticket()), admission.slot(Ticket()), admission.slot(Ticket()):
             pass
@@ -80,5 +81,9 @@ def test_prompt_tokens_are_bounded_too_but_one_long_prompt_alone_is_let_in():
                     pass
         async with admission.slot(Ticket(60)), admission.slot(Ticket(40)):
             assert admission.num_tokens == 100
+        async with admission.slot(Ticket(60)):
+            with pytest.raises(Overloaded, match="60 prompt tokens are being served or wait"):
+                async with admission.slot(Ticket(41)):
+                    pass
 
     asyncio.run(run())

@@ -15,6 +15,7 @@ from kvloom.server.http.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.secure.api_keys import AccessError, KeyRing, check_bind, hash_key, new_key
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
 from tests.support.triton import serving
+from tests.support.waiting import until
 
 KEYS = [new_key(), new_key()]
 
@@ -56,6 +57,15 @@ def test_without_a_key_the_answer_is_401_in_the_form_of_the_dialect(url, headers
 def test_open_paths_need_no_key_and_are_exact(url):
     assert httpx.get(f"{url}/health").status_code == 200
     assert httpx.get(f"{url}/health/").status_code == 401
+
+
+def test_who_holds_a_key_has_a_name_of_their_own_that_stays():
+    hashes = [hash_key(key) for key in KEYS]
+    names = [KeyRing(hashes).tenant_of(key) for key in KEYS]
+    assert None not in names
+    assert len(set(names)) == 2
+    assert [KeyRing(hashes[::-1]).tenant_of(key) for key in KEYS] == names
+    assert KeyRing(hashes).tenant_of(new_key()) is None
 
 
 def test_a_stored_hash_is_salted_and_does_not_hold_the_key():
@@ -128,6 +138,28 @@ def test_a_head_of_64_kib_is_answered_and_a_longer_one_is_not_waited_for(num_bef
         with contextlib.suppress(ConnectionError):
             assert sock.recv(1) == b""
     assert ends(caplog) == ["connection closed: the head of its request is too long"]
+
+
+class Heard(GuardedProtocol):
+    """What all connections have taken in."""
+
+    num_bytes = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        Heard.num_bytes += len(data)
+
+
+def test_heads_that_come_in_pieces_are_counted_one_by_one(caplog, monkeypatch):
+    monkeypatch.setattr(Heard, "num_bytes", 0)
+    with serving(app(), http=Heard) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        for number in range(3):
+            head = head_of(40 * 1024)
+            sock.sendall(head[:-1])
+            until(lambda number=number, head=head: Heard.num_bytes == (number + 1) * len(head) - 1)
+            sock.sendall(head[-1:])
+            assert answer_of(sock) == (200, b"0")
+    assert ends(caplog) == []
 
 
 def test_the_first_head_of_a_connection_is_not_waited_for_either(caplog):

@@ -17,13 +17,13 @@ class Ticket:
 
     num_tokens: int = 0
     is_stopped: bool = False
-    turn: asyncio.Future[None] | None = field(default=None, repr=False)
+    turn: asyncio.Future[bool] | None = field(default=None, repr=False)  # whether a slot was given
 
     def stop(self) -> None:
         """The request is no longer wanted: it stops waiting, without a slot."""
         self.is_stopped = True
         if self.turn is not None and not self.turn.done():
-            self.turn.set_result(None)
+            self.turn.set_result(False)
 
 
 class Admission:
@@ -80,23 +80,20 @@ class Admission:
         ticket.turn = asyncio.get_running_loop().create_future()
         self._waiting.append(ticket)
         try:
-            await ticket.turn
+            return await ticket.turn
         except asyncio.CancelledError:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
-            elif not ticket.is_stopped:
+            if ticket.turn.done() and not ticket.turn.cancelled() and ticket.turn.result():
                 self._leave()  # the slot had been given in the same moment
             raise
-        if ticket in self._waiting:  # stopped
-            self._waiting.remove(ticket)
-            return False
-        return True
+        finally:
+            if ticket in self._waiting:  # stopped or cancelled
+                self._waiting.remove(ticket)
 
     def _leave(self) -> None:
         """Give the slot to the next that still waits."""
         while self._waiting:
             ticket = self._waiting.popleft()
             if ticket.turn is not None and not ticket.turn.done():
-                ticket.turn.set_result(None)
+                ticket.turn.set_result(True)
                 return
         self._num_served -= 1
