@@ -43,6 +43,8 @@ def test_a_bug_whose_text_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
         (101, "FAILED tests/a.py::test_b[x y] - assert 1 == 2", Outcome("tests/a.py::test_b")),
         (101, "FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.", HUNG),
         (101, "ERROR tests/a.py::test_b - OSError", Outcome("tests/a.py::test_b")),
+        (1, "FAILED tests/a.py::test_b - assert 0\n1 failed\nResourceWarning", Outcome("tests/a.py::test_b")),
+        (104, "ERROR: file or directory not found: tests/a.py", None),
         (-11, "", Outcome("a crash, signal 11")),
         (None, "", Outcome("for 600 s", hung=True)),
     ],

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "bugs"
 PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
 TEST_S, RUN_S, FIRST_S = 60, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
+SHOWN = 3000  # characters of what pytest said
 PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
 
@@ -60,8 +61,11 @@ class Outcome:
         return bool(self.ending) and (bug.hangs or not self.hung)
 
 
-def outcome_of(status: int | None, said: str) -> Outcome:
-    """Of how pytest's process ended, None when it did not, and what it said last."""
+def outcome_of(status: int | None, said: str) -> Outcome | None:
+    """Of how pytest's process ended, None when it did not, and what it said; None when no test has failed.
+
+    After a failure its status may be Python's: what a test has left open fails once more as pytest ends.
+    """
     if status == PASSED:
         return Outcome("")
     if status is None:
@@ -70,7 +74,7 @@ def outcome_of(status: int | None, said: str) -> Outcome:
         return Outcome(f"a crash, signal {-status}")
     found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*\])?(?: - (.*))?$", said, re.MULTILINE)
     if not found:
-        return Outcome(said)
+        return None
     return Outcome(found[1], hung="Timeout (>" in (found[2] or ""))
 
 
@@ -87,12 +91,13 @@ class Workshop:
     def try_out(self, bug: Bug) -> Outcome:
         with self._planted(bug):
             status, said = self.run(bug.tests)
-        if status not in (PASSED, FAILED, None) and status >= 0:
-            raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said}")
-        return outcome_of(status, said)
+        outcome = outcome_of(status, said)
+        if outcome is None:
+            raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said[-SHOWN:]}")
+        return outcome
 
     def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int | None, str]:
-        """pytest's status, None when it did not end, and what it said last."""
+        """pytest's status, None when it did not end, and what it said."""
         said = self._folder / "said"
         said.write_text("")
         process = PROCESSES.Process(target=run_pytest, args=(self._folder, said, tests))
@@ -101,7 +106,7 @@ class Workshop:
         if process.exitcode is None:
             process.kill()
             return None, f"they do not end in {limit_s} s"
-        return process.exitcode, "\n".join(said.read_text().splitlines()[-30:])
+        return process.exitcode, said.read_text()
 
     @contextmanager
     def _planted(self, bug: Bug) -> Iterator[None]:
@@ -171,7 +176,7 @@ def survivors(bugs: Sequence[Bug]) -> list[Bug]:
             with workshop() as unchanged:
                 status, said = unchanged.run(tests, FIRST_S)
             if status != PASSED:
-                raise SystemExit(f"the tests fail without a bug:\n{said}")
+                raise SystemExit(f"the tests fail without a bug:\n{said[-SHOWN:]}")
 
         def attempt(bug: Bug) -> tuple[Outcome, float]:
             with workshop() as changed:
