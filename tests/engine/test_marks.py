@@ -1,5 +1,6 @@
 """Marks go through chat templates unseen."""
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -30,8 +31,13 @@ pieces = st.one_of(st.text(max_size=5), st.sampled_from([*sorted(SPECIAL), "</th
 contents = st.lists(pieces, max_size=6).map("".join)
 
 
+@cache
+def _templates(template: str) -> ChatTemplates:
+    return ChatTemplates({"default": template}, {})
+
+
 def _render(template: str, messages: Any, tools: Any) -> str:
-    return ChatTemplates({"default": template}, {}).apply(messages, tools, True)
+    return _templates(template).apply(messages, tools, True)
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=["chatml", "llama3", "qwen3", "mistral"])
