@@ -9,6 +9,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.loading import choose_backend, open_runner
 from tests.engine.kernels.models import MIXED, mixed_weights
+from tests.engine.weights.test_gguf import write
 from tests.support.checkpoints import save, tiny_model
 
 
@@ -64,3 +65,11 @@ def test_a_quantised_file_takes_what_its_forms_take(own):
 )
 def test_auto_keeps_what_a_file_has_and_rounds_the_rest_to_8_bits(fields, kind, wanted):
     assert footprint.weight_format(EngineConfig(model="m", **fields), MIXED, lambda name: form_of(kind)) == wanted
+
+
+def test_a_quantised_file_is_kept_as_it_is_by_default(tmp_path):
+    path = write(tmp_path / "m.gguf", tiny_model("llama", head_dim=32), "llama", quantised="Q4_0")
+    info = open_runner(EngineConfig(model=str(path), num_blocks=8), [], lambda done, total: None).info
+    assert info.held_as == "as the file has them (16 in 4 bits)"
+    rounded = EngineConfig(model=str(path), num_blocks=8, weight_format="w8a8")
+    assert open_runner(rounded, [], lambda done, total: None).info.held_as == "in 8 bits"

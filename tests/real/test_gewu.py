@@ -116,7 +116,7 @@ def test_all_processes_together_stay_within_the_budget(budget_mib, smollm2_path,
     watcher.start()
     try:
         error, session = client.call("create", json.dumps({"model": str(smollm2_path)}))
-        if budget_mib == 340:  # weights of 170 MiB, and an interpreter with its libraries
+        if budget_mib == 340:  # weights of 100 MiB, and an interpreter with its libraries
             assert error == Code.NOMEM
         else:
             until(lambda: daemon.model()["state"] == "ready", limit_s=120)

@@ -1,5 +1,6 @@
 """GGUF files written with the gguf package: names, shapes, every block type, and damage."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def test_a_gguf_file_gives_the_logits_of_the_model_it_was_made_from(name, arch, 
     torch.testing.assert_close(run_step(backend, [TOKENS], [[2]]), wanted, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4"])
 def test_each_block_type_is_read_as_the_gguf_package_reads_it(kind, tmp_path):
     model = tiny_model("llama")
     path = write(tmp_path / "m.gguf", model, "llama", quantised=kind)
@@ -151,6 +152,15 @@ def test_k_blocks_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     values = open_checkpoint(tmp_path / "k.gguf").weights.tensor("layers.0.up").float32()
     assert values.shape == (256, 256)
     assert np.array_equal(values, gguf.quants.dequantize(blocks, type_))
+
+
+def test_block_types_that_are_not_known_are_refused_by_name(tmp_path):
+    path = write(tmp_path / "m.gguf", tiny_model("llama"), "llama", quantised="Q8_0")
+    of_up = b"blk.1.ffn_up.weight" + struct.pack("<IQQ", 2, 64, 96)
+    head, _, tail = path.read_bytes().partition(of_up)
+    path.write_bytes(head + of_up + struct.pack("<I", gguf.GGMLQuantizationType.I8) + tail[4:])
+    with pytest.raises(ModelError, match=r"tensor blk\.1\.ffn_up\.weight is I8; known are F32, .*Q4_K.*IQ4_NL"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16", "F32"])

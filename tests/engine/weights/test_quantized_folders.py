@@ -137,6 +137,7 @@ REFUSED = {
     },
     "num_bits 2 is not supported": group_config("pack-quantized", num_bits=2),
     "strategy 'token' is not supported": group_config("int-quantized", num_bits=8, strategy="token"),
+    "strategy 'block' is not supported": group_config("float-quantized", num_bits=8, type="float", strategy="block"),
     "symmetric 'yes' is not supported": group_config("int-quantized", num_bits=8, symmetric="yes"),
     "group_size 16 is not supported": group_config("mxfp4-pack-quantized", group_size=16),
     "sparsity_config: format 'sparse-24-bitmask' is not supported": {

@@ -115,8 +115,8 @@ def _compressed(fields: _Fields) -> Scheme:
     if kind == "float" or layout == "fp8":
         weights.one_of("type", ("float",), kind)
         weights.one_of("num_bits", (8,), 8)
-        strategy = weights.one_of("strategy", ("tensor", "channel", "block"), "tensor")
-        return Scheme("fp8", 8, None, blocks=_block(weights, "block_structure") if strategy == "block" else None)
+        weights.one_of("strategy", ("tensor", "channel"), "tensor")
+        return Scheme("fp8", 8, None)
     bits = weights.one_of("num_bits", (4, 8) if layout == "packed" else (8,), 8)
     strategy = weights.one_of("strategy", ("group", "channel", "tensor"), "channel")
     group = weights.group("group_size", 128) if strategy == "group" else None
