@@ -205,7 +205,7 @@ class PackedMatrix:
         values = part.data.view(np.int8).astype(np.float32) if part.kind == "I8" else _floats(part)
         if values.size == 1:
             return np.full((end - at, 1), values.reshape(-1)[0], np.float32)
-        return values.reshape(self.shape[0], -1)[at:end]
+        return values.reshape(part.shape[0], -1)[at:end]
 
 
 def _floats(part: Part) -> Floats:
