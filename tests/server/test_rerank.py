@@ -8,10 +8,11 @@ import pytest
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Request, SamplingParams, TokenLogprob, check_request
+from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.sampler import describe, log_softmax
 from kvloom.server.dialects.rerank.judging import score
 from kvloom.server.serving.generation import Answer
-from tests.support.servers import MODEL, FakeServer
+from tests.support.servers import MODEL, FakeServer, fake_server
 
 DOCUMENTS = ["a car", "an animal", "a dog", "a car"]
 
@@ -105,6 +106,16 @@ def test_what_cannot_be_judged_is_refused_by_name(server: FakeServer, path: str,
     response = server.post(path, {"model": MODEL, **given, **fields})
     assert response.status_code == 400
     assert problem in response.json()["error"]["message"]
+
+
+def test_a_model_without_a_chat_template_is_refused():
+    class Bare(ByteTokenizer):
+        def apply_chat_template(self, *messages: Any, **values: Any) -> str:
+            raise BadRequest("messages", "this model has no chat template")
+
+    with fake_server(tokenizer=Bare()) as server:
+        response = server.post("/v1/rerank", {"model": MODEL, "query": "q", "documents": ["d"]})
+    assert response.json()["error"]["message"] == ("model: cannot be asked: messages: this model has no chat template")
 
 
 def test_the_log_probabilities_of_named_tokens_are_told_behind_the_likeliest():

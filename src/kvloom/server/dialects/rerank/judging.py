@@ -48,13 +48,23 @@ def judgement(
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": text}]
         chat = ChatRequest(messages, template_values={"enable_thinking": False}, field=order.field)
-        prompts.append(prepare(service, chat, params).prompt_ids)
+        prompts.append(_asked(service, chat, params))
         left -= len(prompts[-1])
         if left < 0:
             raise BadRequest(order.field, f"has more than {request_limit(service)} tokens in all its prompts")
     generation = Generation(order.id, tuple(prompts), params, priority=order.priority, tenant=order.tenant)
     service.check(generation, order.field)
     return generation
+
+
+def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams) -> tuple[int, ...]:
+    """Raises BadRequest; what the template does not take is no fault of a field of the caller's."""
+    try:
+        return prepare(service, chat, params).prompt_ids
+    except BadRequest as error:
+        if error.field != "messages":
+            raise
+        raise BadRequest("model", f"cannot be asked: {error}") from None
 
 
 def score(answer: Answer) -> float:
