@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import threading
 
 import msgspec
 import pytest
@@ -53,3 +54,46 @@ def test_an_end_within_a_message_is_an_end() -> None:
         theirs.close()
         with pytest.raises(EOFError):
             channel.receive(timeout_s=1.0)
+
+
+MUCH = list(range(400_000))  # more than a socket holds
+
+
+def test_two_ends_that_send_much_at_once_do_not_wait_for_each_other_to_read() -> None:
+    ours, theirs = socket.socketpair()
+    got: list[bool] = []
+
+    def talk(end: Channel) -> None:
+        end.send(MUCH)
+        got.append(end.receive() == MUCH)
+
+    with ours, theirs:
+        ends = [Channel(ours, list[int]), Channel(theirs, list[int])]
+        threads = [threading.Thread(target=talk, args=(end,), daemon=True) for end in ends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert got == [True, True]
+
+
+def test_an_end_that_does_not_read_is_not_waited_for_for_ever() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError, match=r"nothing was read for 0\.01 s"):
+        Channel(ours, list[int]).send(MUCH, 0.01)
+
+
+@pytest.mark.parametrize("num_read", [0, 1])
+def test_an_end_that_goes_while_it_is_sent_to_is_an_error(num_read: int) -> None:
+    ours, theirs = socket.socketpair()
+
+    def leave() -> None:
+        with theirs:
+            theirs.recv(num_read)
+
+    with ours:
+        thread = threading.Thread(target=leave)
+        thread.start()
+        with pytest.raises(OSError, match=r"."):
+            Channel(ours, list[int]).send(MUCH)
+        thread.join()

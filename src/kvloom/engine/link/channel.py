@@ -30,9 +30,20 @@ class Channel:
         """Of the socket, for `select`."""
         return self._sock.fileno()
 
-    def send(self, message: Any) -> None:
-        """Waits until the system has taken all of it. Raises OSError when the other end is gone."""
-        self._sock.sendall(frame(self._encoder.encode(message)))
+    def send(self, message: Any, timeout_s: float | None = None) -> None:
+        """Waits until the system has taken all of it; takes in meanwhile what comes, so that no two ends wait for each
+        other to read. Raises OSError when the other end is gone, its TimeoutError when that one does not read.
+        """
+        data = memoryview(frame(self._encoder.encode(message)))
+        while data:
+            try:
+                data = data[self._sock.send(data, socket.MSG_DONTWAIT) :]
+            except BlockingIOError:
+                readable, writable, _ = select.select([self._sock], [self._sock], [], timeout_s)
+                if readable:
+                    self._fill_or_break()
+                elif not writable:
+                    raise TimeoutError(f"nothing was read for {timeout_s:g} s") from None
 
     def receive(self, timeout_s: float | None = None) -> Any:
         """The next message. Raises EOFError when the other end is gone, TimeoutError when it is silent."""
@@ -55,6 +66,12 @@ class Channel:
     def close(self) -> None:
         """The other end reads the end of the stream."""
         self._sock.close()
+
+    def _fill_or_break(self) -> None:
+        try:
+            self._fill()
+        except EOFError as error:
+            raise BrokenPipeError(str(error)) from error
 
     def _fill(self) -> None:
         try:
