@@ -55,7 +55,7 @@ check: setup
 	$(MAKE) --no-print-directory coverage
 
 # Every branch of the pure modules is taken by an example that somebody wrote: nothing here is drawn.
-PURE := kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
+PURE := kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/engine/schedule/commit \
   kvloom/engine/schedule/seq kvloom/engine/schedule/policies kvloom/engine/schedule/repute kvloom/engine/schedule/suspicion \
   kvloom/engine/schedule/lookup kvloom/engine/schedule/swap kvloom/engine/schedule/transfers \
   kvloom/engine/schedule/cost kvloom/engine/schedule/pace \
@@ -65,7 +65,7 @@ PURE := kvloom/engine/schedule/blocks kvloom/engine/schedule/scheduler kvloom/en
   kvloom/gewu/protocol/frames kvloom/gewu/protocol/jsontext kvloom/gewu/protocol/schema kvloom/gewu/qos \
   kvloom/gewu/service/company kvloom/gewu/service/room kvloom/gewu/service/sessions kvloom/gewu/service/memory \
   kvloom/server/chat/output kvloom/server/chat/reasoning
-PURE_TESTS := engine/test_cost engine/test_pace engine/test_suspicion engine/test_blocks engine/test_scheduler engine/test_policies engine/test_speculation engine/test_swap \
+PURE_TESTS := engine/test_ahead engine/test_cost engine/test_pace engine/test_suspicion engine/test_blocks engine/test_scheduler engine/test_policies engine/test_speculation engine/test_swap \
   engine/test_transfers engine/test_stop engine/test_detok engine/test_memory net/test_sites \
   pool/test_properties pool/test_allocator ems/test_breaker ems/test_packing ems/test_wire gewu/test_frames \
   gewu/test_crashes gewu/test_schema gewu/test_qos gewu/test_room gewu/test_sessions \

@@ -5,11 +5,9 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, StepOutput
 from kvloom.contract.request import FinishReason, Request, SamplingParams
-from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
-from kvloom.rank.fake import ByteTokenizer, FakeRunner
+from kvloom.rank.fake import FakeRunner
 from tests.engine.test_engine import GREEDY, prompt, truth
-from tests.support.engines import drain, fake_engine, run_all, tokens_of
+from tests.support.engines import drain, engine_over, fake_engine, run_all, tokens_of
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])
@@ -67,7 +65,7 @@ class RankThatRemembers(FakeRunner):
 def test_the_rank_forgets_every_request_that_ended(steps_before):
     """However it ended: by an abort, by its length, or by a stop string that is seen a step late."""
     rank = RankThatRemembers(EngineConfig(backend="fake", num_blocks=64, block_size=4, max_seq_len=64))
-    engine = Engine(EngineConfig(backend="fake"), InProcessExecutor(rank), ByteTokenizer())
+    engine = engine_over(rank)
     stop = bytes(truth(Request("c", prompt(5), GREEDY), 12)).decode()[5:7]
     for request in (
         Request("a", prompt(9), GREEDY),

@@ -14,12 +14,11 @@ from kvloom.contract.errors import ModelError
 from kvloom.contract.pooling import POOLINGS
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
-from tests.support.engines import run_all
+from tests.support.engines import engine_over, run_all
 from tests.support.executors import opened
 
 NOTHING = SamplingParams(max_tokens=0)
@@ -48,7 +47,7 @@ def pooling(request) -> str:
 
 
 def engine_of(runner: ModelRunner, **fields: object) -> Engine:
-    return Engine(EngineConfig(backend="fake", **fields), InProcessExecutor(runner), ByteTokenizer())
+    return engine_over(runner, **fields)
 
 
 def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:

@@ -1,12 +1,14 @@
 """Engine over the fake model, whose every answer is known: equalities that must hold whatever the schedule does."""
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.rank.fake import EOS_ID, fake_answer
 from tests.support.engines import drain, fake_engine, run_all, text_of, tokens_of
 
@@ -256,21 +258,51 @@ def test_fail_all_ends_every_request_once_and_the_engine_works_on_after_a_reset(
     assert engine.stats().num_free_blocks == 64
 
 
+def whole_answer(request: Request, max_seq_len: int) -> tuple[list[int], str, FinishReason]:
+    """What is told of a request that nobody aborts, read off the true tokens one by one."""
+    params, limit = request.params, request.max_len(max_seq_len) - len(request.prompt_ids)
+    tokens, text = truth(request, limit), ""
+    for count, token in enumerate(tokens, 1):
+        if token == EOS_ID:
+            return tokens[:count], text, FinishReason.EOS
+        if token in params.stop_token_ids:
+            return tokens[:count], text, FinishReason.STOP
+        text += chr(token)
+        for stop in params.stop:
+            if stop in text:
+                return tokens[:count], text[: text.index(stop)], FinishReason.STOP
+    return tokens, text, FinishReason.LENGTH
+
+
 class EngineMachine(RuleBasedStateMachine):
-    """Random arrivals, halves of steps and aborts: every answer is a beginning of the true one, each ends once."""
+    """Random arrivals, halves of steps and aborts, with steps planned ahead and without: every answer is the true one
+    to its end, or a beginning of it where it was aborted; each ends once."""
+
+    FIELDS: ClassVar[dict[str, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine = fake_engine(num_blocks=9, max_seq_len=36, max_batch=3, max_tokens_per_step=9)
         self.requests: dict[str, Request] = {}
-        self.tokens: dict[str, list[int]] = {}
+        self.deltas: dict[str, list[Delta]] = {}
         self.ended: set[str] = set()
         self.in_step = False
 
-    @rule(length=st.integers(1, 30), first=st.sampled_from([0, 50]), max_tokens=st.integers(0, 20))
-    def arrive(self, length: int, first: int, max_tokens: int) -> None:
-        name = f"r{len(self.requests)}"
-        params = SamplingParams(seed=len(self.requests), max_tokens=max_tokens)
+    @initialize(run_ahead=st.booleans())
+    def make(self, run_ahead: bool) -> None:
+        sizes = {"num_blocks": 9, "max_seq_len": 36, "max_batch": 3, "max_tokens_per_step": 9}
+        self.engine = fake_engine(**sizes, **self.FIELDS, run_ahead=run_ahead)
+
+    @rule(
+        length=st.integers(1, 30),
+        first=st.sampled_from([0, 50]),
+        max_tokens=st.integers(0, 20),
+        stop=st.sampled_from(["", "", "e", "t ", "never"]),
+        stop_token=st.sampled_from([(), (), tuple(b"aeiou")]),
+    )
+    def arrive(self, length: int, first: int, max_tokens: int, stop: str, stop_token: tuple[int, ...]) -> None:
+        name, seed = f"r{len(self.requests)}", len(self.requests)
+        stops = (stop,) if stop else ()
+        params = SamplingParams(seed=seed, max_tokens=max_tokens, stop=stops, stop_token_ids=stop_token)
         self.requests[name] = Request(name, prompt(length, first), params)
         self.engine.add(self.requests[name])
 
@@ -279,7 +311,7 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self) -> None:
         for delta in self.engine.start_step():
             assert delta.request_id not in self.ended, "a delta after the last"
-            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.deltas.setdefault(delta.request_id, []).append(delta)
             if delta.finish_reason:
                 self.ended.add(delta.request_id)
         self.in_step = True
@@ -297,10 +329,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def answers_are_true(self) -> None:
-        for name, tokens in self.tokens.items():
+        for name, deltas in self.deltas.items():
+            tokens = tokens_of(deltas)
             assert tokens == truth(self.requests[name], len(tokens))
-        if not self.in_step:
-            self.engine.check()
+        self.engine.check()
 
     def teardown(self) -> None:
         if self.in_step:
@@ -311,6 +343,14 @@ class EngineMachine(RuleBasedStateMachine):
             self.start()
             self.finish()
         assert self.ended == set(self.requests)
+        for name, deltas in self.deltas.items():
+            whole = whole_answer(self.requests[name], self.engine.max_seq_len)
+            found = tokens_of(deltas), text_of(deltas), deltas[-1].finish_reason
+            if deltas[-1].finish_reason is FinishReason.ABORT:
+                assert found[0] == whole[0][: len(found[0])]
+                assert whole[1].startswith(found[1])
+            else:
+                assert found == whole
         assert self.engine.stats().num_free_blocks == 9
 
 

@@ -7,13 +7,12 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
 from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import run_all
+from tests.support.engines import in_process, run_all
 
 KV_BYTES = 1 << 20
 
@@ -72,9 +71,8 @@ def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkey
 
     def answers() -> dict[str, list[Delta]]:
         config = EngineConfig(model=model, backend=backend, kv_cache_bytes=KV_BYTES, max_tokens_per_step=80)
-        engine = Engine(
-            config, InProcessExecutor(open_runner(config, [100], lambda done, total: None)), ByteTokenizer()
-        )
+        runner = open_runner(config, [100], lambda done, total: None)
+        engine = Engine(config, in_process(runner, config), ByteTokenizer())
         return run_all(engine, *requests)
 
     lean = answers()

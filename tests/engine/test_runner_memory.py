@@ -8,14 +8,12 @@ from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import Batch
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
-from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.reference import ReferenceBackend
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import run_all, tokens_of
+from tests.support.engines import engine_over, run_all, tokens_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 REQUESTS = [Request(f"r{i}", tuple(range(i, i + 30)), PARAMS) for i in range(8)]
@@ -33,8 +31,7 @@ def open_small(folder, backend: str, **fields) -> ModelRunner:
 
 def answers(runner: ModelRunner, **fields) -> tuple[dict[str, list[int]], Engine]:
     """With a step budget that keeps chunks of a prompt whole, so that the reference computes the same sums."""
-    config = EngineConfig(backend="fake", max_batch=8, **fields)
-    engine = Engine(config, InProcessExecutor(runner), ByteTokenizer())
+    engine = engine_over(runner, max_batch=8, **fields)
     return {id: tokens_of(deltas) for id, deltas in run_all(engine, *REQUESTS).items()}, engine
 
 

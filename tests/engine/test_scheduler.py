@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvloom.contract.config import Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Work
+from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
 from kvloom.engine.schedule.scheduler import plan_step
@@ -202,17 +203,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.pool = BlockPool(self.NUM_BLOCKS, num_host_blocks=5)
         self.seqs: list[Seq] = []
         self.next_id = 0
-        self.in_flight: Plan | None = None
+        self.under_way: list[Plan] = []  # oldest first
 
     @rule(length=st.integers(1, 20), first=st.sampled_from([0, 100]))
     def arrive(self, length: int, first: int) -> None:
-        self.seqs.append(make_seq(self.next_id, length, first))
+        self.seqs.append(make_seq(self.next_id, length, first, max_len=self.MAX_LENGTH))
         self.next_id += 1
 
-    @precondition(lambda self: self.in_flight is None)
+    @precondition(lambda self: not self.under_way or (len(self.under_way) < 3 and may_follow(self.under_way[-1])))
     @rule()
     def begin(self) -> None:
         plan = plan_step(self.seqs, self.pool, self.LIMITS)
+        if self.under_way and must_wait(plan):
+            return
         self.judge(plan)
         self.judge_guesses(plan)
         copies = swap_out(plan, self.pool)
@@ -221,24 +224,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         for work, step in zip(works, plan.steps, strict=True):
             assert work.blocks == step.seq.block_table[work.first_block :]
             assert (work.start + work.num_tokens + BLOCK - 1) // BLOCK == len(step.seq.block_table)
-        self.in_flight = plan
+        self.under_way.append(plan)
 
-    @precondition(lambda self: self.in_flight is not None)
-    @rule(token=st.integers(0, 3), num_right=st.integers(0, 5))
-    def end(self, token: int, num_right: int) -> None:
-        assert self.in_flight is not None
-        drafts = {step.seq.id: step.draft for step in self.in_flight.steps}
-        sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(self.in_flight)}
-        commit_step(self.in_flight, sampled, self.pool, BLOCK)
-        self.in_flight = None
+    @precondition(lambda self: self.under_way)
+    @rule(token=st.integers(0, 3), num_right=st.integers(0, 5), is_late=st.booleans())
+    def end(self, token: int, num_right: int, is_late: bool) -> None:
+        """`is_late`: the first that was to get a token gets none."""
+        plan = self.under_way.pop(0)
+        drafts = {step.seq.id: step.draft for step in plan.steps}
+        sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(plan)[is_late:]}
+        lengths = {seq.id: len(seq.token_ids) for seq in self.seqs}
+        commit_step(plan, sampled, self.pool, BLOCK)
         for seq in list(self.seqs):
+            assert len(seq.token_ids) == lengths[seq.id] + len(sampled.get(seq.id, ()))
             if len(seq.token_ids) >= self.MAX_LENGTH:
                 self.finish(seq)
 
-    @precondition(lambda self: self.seqs and self.in_flight is None)
+    @precondition(lambda self: self.seqs and not self.under_way)
     @rule(data=st.data(), draft=st.lists(st.integers(0, 3), max_size=6))
     def guess(self, data: st.DataObject, draft: list[int]) -> None:
         seq = data.draw(st.sampled_from(self.seqs))
+        seq.may_run_ahead = False
         seq.draft = draft[: max(0, self.MAX_LENGTH - len(seq.token_ids) - 1)]
 
     @precondition(lambda self: self.seqs)
@@ -262,6 +268,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         waiting = [seq for seq in self.seqs if seq.status is Status.WAITING]
         assert admitted == waiting[: len(admitted)], "a waiting sequence was overtaken"
         assert not self.seqs or plan.steps or plan.preempted, "nobody advances"
+        for step in plan.steps:
+            assert step.start + step.num_tokens <= self.MAX_LENGTH
+            assert step.seq not in running or step.start == step.seq.num_computed + step.seq.num_computing
 
     def judge_guesses(self, plan: Plan) -> None:
         """They are a beginning of what was guessed, and nobody computes or waits otherwise because of them."""
@@ -280,10 +289,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def bookkeeping_holds(self) -> None:
-        if self.in_flight is None:
-            check(self.seqs, self.pool, BLOCK)
-        else:
-            self.pool.check()
+        check(self.seqs, self.pool, BLOCK)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -1,5 +1,7 @@
 """Prompt lookup: which tokens are guessed, what a step does with guesses, and that no guess changes an answer."""
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -234,11 +236,7 @@ def test_too_few_blocks_chunks_swaps_and_cached_prefixes_change_no_answer(
 class GuessingMachine(EngineMachine):
     """The same arrivals, steps and aborts, with guesses."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        config = {"max_batch": 3, "max_tokens_per_step": 9, "num_speculative_tokens": 4}
-        self.engine = fake_engine(num_blocks=9, max_seq_len=36, **config)
-        self.engine._lookup = lambda: HalfRightLookup(1, 1, 4)
+    FIELDS: ClassVar = {"num_speculative_tokens": 4, "prompt_lookup_min": 1}
 
 
 TestGuessingMachine = GuessingMachine.TestCase

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloom.contract.config import Limits
 from kvloom.contract.messages import Batch
@@ -151,15 +151,17 @@ class CrashMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.engine, self.executor = mortal_engine(
-            self.kills, num_blocks=14, num_host_blocks=5, max_seq_len=36, max_batch=3, max_tokens_per_step=9
-        )
         self.is_poison = has(self.POISON)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.ended: dict[str, str | None] = {}
         self.in_step = False
         self.kills_next = False
+
+    @initialize(run_ahead=st.booleans())
+    def make(self, run_ahead: bool) -> None:
+        sizes = {"num_blocks": 14, "num_host_blocks": 5, "max_seq_len": 36, "max_batch": 3, "max_tokens_per_step": 9}
+        self.engine, self.executor = mortal_engine(self.kills, **sizes, run_ahead=run_ahead)
 
     def kills(self, batch: Batch) -> bool:
         return bool(self.is_poison(batch)) or self.kills_next
@@ -186,7 +188,7 @@ class CrashMachine(RuleBasedStateMachine):
     @rule()
     def finish(self) -> None:
         self.in_step = False
-        computing = [seq for seq in self.engine._computing if seq.status is Status.RUNNING]
+        computing = self.engine.computing
         if any(seq.is_suspect for seq in computing):
             assert len(computing) == 1, "a suspect had company"
         try:
@@ -205,7 +207,7 @@ class CrashMachine(RuleBasedStateMachine):
         self.engine.abort(data.draw(st.sampled_from(sorted(self.requests))))
 
     def crash(self) -> None:
-        computing = [seq for seq in self.engine._computing if seq.status is Status.RUNNING]
+        computing = self.engine.computing
         guilty = {
             live.request.id for live in self.engine._seqs.values() if live.seq in computing and live.seq.is_suspect
         }
@@ -228,8 +230,7 @@ class CrashMachine(RuleBasedStateMachine):
     def answers_are_true(self) -> None:
         for name, tokens in self.tokens.items():
             assert tokens == truth(self.requests[name], len(tokens))
-        if not self.in_step:
-            self.engine.check()
+        self.engine.check()
 
     def teardown(self) -> None:
         if self.in_step:

@@ -8,10 +8,10 @@ from msgspec import structs
 
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.text.tokenizer import Tokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
+from tests.support.engines import in_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,11 @@ class RealModel:
 
     def engine(self, num_blocks: int | None = None, **fields: object) -> Engine:
         """A new one, which knows nothing of those before it. `num_blocks`: how many of the runner's it may use."""
-        executor = InProcessExecutor(self.runner)
+        config = replace(self.config, **fields)
+        executor = in_process(self.runner, config)
         if num_blocks is not None:
             executor.info = structs.replace(executor.info, num_blocks=num_blocks)
-        return Engine(replace(self.config, **fields), executor, self.tokenizer)
+        return Engine(config, executor, self.tokenizer)
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text))

@@ -8,10 +8,9 @@ import ems
 from kvloom.contract.config import TierConfig
 from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.rank.tier.tier import with_tier
 from tests.real.model import RealModel
-from tests.support.engines import run_all, text_of, tokens_of
+from tests.support.engines import in_process, run_all, text_of, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -84,7 +83,8 @@ def test_loaded_from_ems_equals_computed(model, smollm2_path, requests, alone):
         for asked, num_cached in ((only_begun(requests), 0), (requests, 16)):
             model.forget()
             tiered = with_tier(model.runner, tier, model.runner.kv_memory(str(smollm2_path)))
-            engine = Engine(replace(model.config, kv_tier=tier), InProcessExecutor(tiered), model.tokenizer)
+            config = replace(model.config, kv_tier=tier)
+            engine = Engine(config, in_process(tiered, config), model.tokenizer)
             found = run_all(engine, *asked, max_steps=10**7)
             for request in asked:
                 assert tokens_of(found[request.id]) == alone[request.id][: request.params.max_tokens]

@@ -10,7 +10,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import AdapterInfo, Batch, Runner, StepOutput
 from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor, RankDied
+from kvloom.engine.link.executor import InProcessExecutor, RankDied, max_submitted
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.rank.tier.watch import Watch
@@ -18,6 +18,7 @@ from tests.support.engines import text_of, tokens_of
 from tests.support.tiers import FakeTier
 
 Kills = Callable[[Batch], bool]
+_LOST = StepOutput([], [], 0.0)
 
 
 def spares(batch: Batch) -> bool:
@@ -25,33 +26,38 @@ def spares(batch: Batch) -> bool:
 
 
 class MortalExecutor(InProcessExecutor):
-    """Calls to a dead rank raise RankDied until `restart`. `kills`: whether a step does; nobody hears of it then."""
+    """Calls to a dead rank raise RankDied until `restart`. `kills`: whether a step does; what steps before it brought
+    is heard. Every other time a step may still be sent to a rank that has died in the one before."""
 
-    def __init__(self, make: Callable[[], Runner], kills: Kills = spares) -> None:
-        super().__init__(make())
+    def __init__(self, make: Callable[[], Runner], kills: Kills = spares, max_submitted: int = 1) -> None:
+        super().__init__(make(), max_submitted)
         self._make = make
         self.kills = kills
         self.took: Callable[[Batch], float] | None = None  # what a step is said to have taken; None = as it did
-        self.is_dead = False
+        self.is_dead = self.is_silent = self.has_lost_all = False
         self.batches: list[Batch] = []
 
     def die(self) -> None:
-        """Between two calls."""
-        self.is_dead = True
+        """Between two calls, or from any thread; what steps under way bring is lost."""
+        self.is_dead = self.has_lost_all = True
 
     def submit(self, batch: Batch) -> None:
-        self._check()
         self.batches.append(batch)
+        if self.is_dead and self.is_silent:
+            self._outputs.append(_LOST)
+            return
+        self._check()
         super().submit(batch)
+        if self.took is not None:
+            self._outputs[-1].compute_s = self.took(batch)
         if self.kills(batch):
-            self.die()
+            self.is_dead, self.is_silent = True, len(self.batches) % 2 == 0
+            self._outputs[-1] = _LOST
 
     def collect(self) -> StepOutput:
         output = super().collect()
-        if self.is_dead:
+        if output is _LOST or self.has_lost_all:
             raise RankDied("dead")
-        if self.took is not None:
-            output.compute_s = self.took(self.batches[-1])
         return output
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
@@ -63,8 +69,8 @@ class MortalExecutor(InProcessExecutor):
         super().unload_adapter(id)
 
     def restart(self) -> None:
-        super().__init__(self._make())
-        self.is_dead = False
+        super().__init__(self._make(), self.max_submitted)
+        self.is_dead = self.is_silent = self.has_lost_all = False
 
     def _check(self) -> None:
         if self.is_dead:
@@ -86,7 +92,7 @@ def mortal_engine(
         watch = Watch(runner.kv_memory(""))
         return TieredRunner(runner, FakeTier(watch.memory, stored, delay=2), watch)
 
-    executor = MortalExecutor(make, kills)
+    executor = MortalExecutor(make, kills, max_submitted(config))
     return Engine(config, executor, ByteTokenizer()), executor
 
 

@@ -1,9 +1,10 @@
 """Engines over the fake model, in this process."""
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Runner
 from kvloom.contract.request import Delta, Request
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.link.executor import InProcessExecutor, max_submitted
 from kvloom.rank.fake import ByteTokenizer, FakeRunner
 
 
@@ -16,8 +17,18 @@ def fake_engine(
     num_blocks: int = 64, block_size: int = 4, max_seq_len: int = 64, num_host_blocks: int = 0, **config: object
 ) -> Engine:
     """An engine whose answers `fake_answer` knows."""
-    runner = fake_runner(num_blocks, block_size, max_seq_len, num_host_blocks)
-    return Engine(EngineConfig(backend="fake", **config), InProcessExecutor(runner), ByteTokenizer())
+    return engine_over(fake_runner(num_blocks, block_size, max_seq_len, num_host_blocks), **config)
+
+
+def engine_over(runner: Runner, **config: object) -> Engine:
+    """An engine over the fake model of `runner`; it runs ahead unless `config` says that it does not."""
+    sizes = EngineConfig(backend="fake", **config)
+    return Engine(sizes, in_process(runner, sizes), ByteTokenizer())
+
+
+def in_process(runner: Runner, config: EngineConfig) -> InProcessExecutor:
+    """Takes as many steps at once as rank processes do."""
+    return InProcessExecutor(runner, max_submitted(config))
 
 
 def run_all(engine: Engine, *requests: Request, max_steps: int = 10_000) -> dict[str, list[Delta]]:

@@ -6,9 +6,10 @@ from contextlib import contextmanager
 import torch
 
 from kvloom.contract.config import EngineConfig
-from kvloom.engine.link.executor import Executor, InProcessExecutor
+from kvloom.engine.link.executor import Executor
 from kvloom.rank.main import open_runner
 from kvloom.rank.opening import open_ranks
+from tests.support.engines import in_process
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def opened(config: EngineConfig) -> Iterator[Executor]:
     runner = open_runner(config, [], lambda done, total: None)
     torch.set_num_threads(1)  # the reference takes every core, where other tests run beside
     try:
-        yield InProcessExecutor(runner)
+        yield in_process(runner, config)
     finally:
         if config.kv_tier is not None:
             runner.close()

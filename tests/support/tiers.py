@@ -7,12 +7,11 @@ from typing import Any
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.messages import Moved, Transfer
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.rank.tier.watch import Watch
-from tests.support.engines import fake_runner
+from tests.support.engines import fake_runner, in_process
 
 GARBAGE = -77
 
@@ -94,5 +93,5 @@ def tiered_engine(
     tier = FakeTier(watch.memory, {} if stored is None else stored)
     clock = Clock()
     config = EngineConfig(backend="fake", kv_tier=TierConfig("tests.support.tiers:FakeTier", timeout_s=1.0), **fields)
-    executor = InProcessExecutor(TieredRunner(runner, tier, watch))
+    executor = in_process(TieredRunner(runner, tier, watch), config)
     return Engine(config, executor, ByteTokenizer(), clock=clock), tier, clock

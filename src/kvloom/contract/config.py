@@ -134,6 +134,7 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     max_draft_tokens: int = 16  # as in Limits: with many sequences a guess costs more than it saves
     enable_prefix_cache: bool = True
+    run_ahead: bool = True  # the step after a decode waits at the ranks before its tokens are known
     idle_release_s: float = 300.0  # after so long without work the KV cache's memory goes back; 0 = never
     kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
     seed: int | None = None  # of requests that bring none; None = drawn from the system

@@ -36,6 +36,9 @@ class Work(msgspec.Struct, array_like=True):
     When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last
     tokens of the work may be a `draft`, guesses beyond those known: while the token sampled is the one guessed, the
     rank samples the one after it too. `loads`, (host block, block), are copied back before anything is computed.
+
+    A batch may be sent while the one before it runs: its work begins at the token that the rank then chooses. When none
+    was chosen for the sequence, nothing of that work is computed.
     """
 
     id: int
@@ -129,6 +132,13 @@ class StepOutput(msgspec.Struct, array_like=True):
     is_tier_up: bool = False  # whether the outer KV tier answers
     pooled: list[Pooled] = []
     given_up: list[GivenUp] = []
+
+    def by_sequence(self) -> dict[int, list[Sample]]:
+        """The samples of each sequence whose known tokens are all computed; of one that is pooled there are none."""
+        found: dict[int, list[Sample]] = {pooled.id: [] for pooled in self.pooled}
+        for sample in self.samples:
+            found.setdefault(sample.id, []).append(sample)
+        return found
 
 
 class RankInfo(msgspec.Struct, array_like=True):

@@ -128,6 +128,11 @@ class Request:
         """Whether it ends with no step: no token, no log-probability and no embedding is wanted."""
         return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
 
+    def max_len(self, max_seq_len: int) -> int:
+        """Tokens that prompt and answer can have together in an engine whose sequences have at most `max_seq_len`."""
+        wanted = self.params.max_tokens
+        return max_seq_len if wanted is None else min(max_seq_len, len(self.prompt_ids) + wanted)
+
 
 def capped(request: Request, max_tokens: int | None) -> Request:
     """The request with its answer no longer than `max_tokens`; None = as it is."""

@@ -1,10 +1,12 @@
 """Counts: what an engine has done since it was made. Owned by its thread; Stats is the copy for others."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from kvloom.engine.histogram import Histogram
+from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.stats import BatchTimes, Stats
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -43,3 +45,20 @@ class Counts:
             step_tokens=self._step_tokens.copy(),
             batches=tuple(self._batches.values()),
         )
+
+
+def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
+    """How things stand, by the names of Stats."""
+    statuses = [seq.status for seq in seqs]
+    num_running = statuses.count(Status.RUNNING)
+    return {
+        "num_running": num_running,
+        "num_waiting": len(statuses) - num_running,
+        "num_loading": statuses.count(Status.LOADING),
+        "num_blocks": pool.num_blocks,
+        "num_free_blocks": pool.num_free,
+        "num_cached_blocks": pool.num_cached,
+        "num_swapped": sum(bool(seq.host_blocks) for seq in seqs),
+        "num_host_blocks": pool.host.num_blocks,
+        "num_free_host_blocks": pool.host.num_free,
+    }

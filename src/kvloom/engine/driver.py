@@ -183,8 +183,10 @@ class Driver:
         elif isinstance(message, Load):
             self._load(message)
         elif isinstance(message, Reset):
-            self._engine.reset_prefix_cache(message.preempts)
-            self._answer(message, None)
+            try:
+                self._engine.reset_prefix_cache(message.preempts)
+            finally:  # a rank that dies meanwhile takes the cache along
+                self._answer(message, None)
         elif isinstance(message, Sleep):
             self._is_open = False
             self._bedtime.append(message)
@@ -197,7 +199,7 @@ class Driver:
             self._answer(message, Unavailable(_NOT_READY))
             return
         try:
-            self._answer(message, self._engine.adapters.load(message.path))
+            self._answer(message, self._engine.load_adapter(message.path))
         except ServingError as error:
             self._answer(message, error)
         except RankDied:

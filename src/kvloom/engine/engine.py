@@ -2,12 +2,14 @@
 
 A step has two halves, so that work for people overlaps work for the model:
 
-  start_step   plan -> hand the batch to the executor -> detokenise what the step before has sampled
-  finish_step  wait for the executor -> append tokens, publish blocks, end sequences
+  start_step   plan -> hand the batch to the executor -> detokenise what was sampled last
+               -> where that is possible, plan and hand over the batch behind it, so that the model need not wait for us
+  finish_step  wait for the oldest batch -> append tokens, publish blocks, end sequences
 """
 
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -16,13 +18,14 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Batch, NewSeq, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, capped, check_request
 from kvloom.contract.tokenizer import Tokenizer
-from kvloom.engine.adapters import Adapters
+from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
-from kvloom.engine.counts import Counts
+from kvloom.engine.counts import Counts, gauges
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.live import Fresh, Live
+from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.lookup import lookup_of
 from kvloom.engine.schedule.pace import Pace
 from kvloom.engine.schedule.policies import Turns, policy_of
@@ -33,7 +36,7 @@ from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.engine.schedule.transfers import Transfers
 from kvloom.engine.stats import Stats
 from kvloom.engine.text.detok import Detokenizer, text_bytes
-from kvloom.engine.text.stop import Ends, StopStrings, finish_of
+from kvloom.engine.text.stop import Ends, StopStrings
 from kvloom.engine.verbose import tell_plan
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
@@ -68,9 +71,7 @@ class Engine:
         self._next_id = 0
         self._fresh: list[Fresh] = []
         self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
-        self._dropped: list[int] = []
-        self._plan = Plan()
-        self._computing: list[Seq] = []  # in the step that is under way
+        self._under_way: deque[Plan] = deque()  # submitted and not collected, oldest first
         self._counts = Counts()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self.reset()
@@ -85,22 +86,23 @@ class Engine:
         self._pool = BlockPool(info.num_blocks, self.config.enable_prefix_cache, info.num_host_blocks)
         tier = self.config.kv_tier
         self._transfers = Transfers(self._pool, tier.timeout_s if tier else None)
-        self._plan = Plan()
+        self._plan = Plan()  # the last one
         self.last_step = StepSize()
-        self._dropped = []
-        self._computing = []
+        self._dropped: list[int] = []
+        self._under_way.clear()
         for live in self._seqs.values():
             live.lose_rank()
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to compute, to tell, or to move; without, `start_step` does nothing."""
-        return bool(self._seqs or self._fresh or self._outbox or self._transfers.is_pending)
+        return bool(self._seqs or self._fresh or self._outbox or self._under_way or self._transfers.is_pending)
 
     @property
     def is_stalled(self) -> bool:
         """Whether the last step computed nothing and the next would not either before the outer tier has answered."""
-        return not (self._plan.steps or self._outbox or self._plan.preempted) and self._transfers.is_pending
+        is_working = self._under_way or self._plan.steps or self._outbox or self._plan.preempted
+        return not is_working and self._transfers.is_pending
 
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
@@ -113,7 +115,7 @@ class Engine:
         salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
         seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), salt)
         seq.priority = request.priority
-        seq.max_len = self._max_len(request)
+        seq.max_len = request.max_len(self.max_seq_len)
         now_s = self._clock()
         seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
         seq.may_reuse, seq.is_scored = request.may_reuse, params.prompt_logprobs is not None
@@ -121,6 +123,7 @@ class Engine:
         stops = StopStrings(params.stop, params.include_stop)
         detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
         live = Live(request, seq, seed, detok, stops, now_s, lookup_of(self.config))
+        seq.may_run_ahead = live.lookup is None  # a guess follows from the token before
         live.go_on()
         self._next_id += 1
         self._counts.add("total_requests")
@@ -158,8 +161,7 @@ class Engine:
         Returns what was known until now. `resume` comes before the next step.
         """
         deltas = self._drain()
-        computing = [seq for seq in self._computing if seq.status is Status.RUNNING]
-        for seq in accuse(computing):
+        for seq in accuse(self.computing):
             self._fail(self._seqs[seq.id], GUILTY)
             self._counts.add("total_guilty")
         self._counts.add("total_crashes")
@@ -180,9 +182,10 @@ class Engine:
     def reset_prefix_cache(self, preempts: bool = False) -> None:
         """Between two steps: no later request finds a block that is cached now. What the outer tier holds stays there.
 
-        Running requests go on with the blocks they have; with `preempts` they are computed again.
+        Running requests go on with the blocks they have; with `preempts` they are computed again. Raises RankDied.
         """
         if preempts:
+            self.settle()
             running = [live.seq for live in self._seqs.values() if live.seq.status is Status.RUNNING]
             apply_step(Plan(preempted=tuple(running)), self._pool)
             self._counts.add("total_preemptions", len(running))
@@ -194,8 +197,14 @@ class Engine:
         What the outer tier holds stays there. Raises RankDied.
         """
         self._plan, dropped, self._dropped = Plan(), self._dropped, []
+        self._under_way.append(self._plan)
         self._executor.submit(Batch([], [], dropped, release=self._pool.drop_cached()))
-        self.finish_step()
+        self.settle()
+
+    def load_adapter(self, path: str) -> Adapter:
+        """A LoRA adapter from a folder. Raises BadRequest, RankDied."""
+        self.settle()
+        return self.adapters.load(path)
 
     def step(self) -> list[Delta]:
         """Both halves: the deltas are those of the step before."""
@@ -204,24 +213,15 @@ class Engine:
         return deltas
 
     def start_step(self) -> list[Delta]:
-        """Start the next step on the model, then return what the last one brought. Raises RankDied."""
-        now_s = self._clock()
-        self._transfers.expire(now_s)
+        """Start the next step on the model, and return what the last one brought. Raises RankDied."""
+        self._transfers.expire(self._clock())
         self.adapters.sweep()
-        self._plan = self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
-        tell_plan(self._plan, self._seqs, self._pool, self._limits)
-        plan = self._plan
-        if plan.steps or plan.loads or plan.preempted or self._dropped or self._transfers.is_pending:
-            copies = swap_out(self._plan, self._pool)
-            work = apply_step(self._plan, self._pool)
-            self._transfers.load(self._plan.loads, now_s)
-            batch = Batch(self._introduce(), work, self._dropped, copies, *self._transfers.take_new())
-            self._computing = [step.seq for step in plan.steps]
-            self._executor.submit(batch)
-            self._dropped = []
-            self._counts.add("total_steps", bool(work))
-            self._counts.add("total_preemptions", len(self._plan.preempted))
-            self._counts.add("total_swapped", len(self._plan.swapped))
+        if not self._under_way:
+            self._plan = plan = self._next_plan()
+            if plan.steps or plan.loads or plan.preempted or self._dropped or self._transfers.is_pending:
+                self._submit(plan)
+        self._outbox = self._drain()  # kept until it is returned: the rank may die before that
+        self._run_ahead()
         return self._drain()
 
     def take_deltas(self) -> list[Delta]:
@@ -229,15 +229,16 @@ class Engine:
         return self._drain()
 
     def finish_step(self) -> None:
-        """Wait for the step and take its tokens. Raises RankDied."""
-        if not self._executor.is_busy:
+        """Wait for the oldest step under way and take its tokens. Raises RankDied."""
+        if not self._under_way:
             return
         output = self._executor.collect()
-        self._computing = []
-        self.last_step = StepSize(len(self._plan.steps), self._pool.num_blocks - self._pool.num_free)
-        num_tokens = sum(step.num_tokens for step in self._plan.steps)
-        self._counts.step(len(self._plan.steps), num_tokens, output.compute_s)
-        self._pace.learn(self._plan, output.compute_s)
+        plan = self._under_way.popleft()
+        self.last_step = StepSize(len(plan.steps), self._pool.num_blocks - self._pool.num_free)
+        num_tokens = sum(step.num_tokens for step in plan.steps)
+        self._counts.step(len(plan.steps), num_tokens, output.compute_s)
+        self._counts.add("total_stale_rows", sum(step.num_tokens for step in plan.steps if is_stale(step)))
+        self._pace.learn(plan, output.compute_s)
         for chunk in output.prompt_logprobs:
             if chunk.id in self._seqs:
                 self._seqs[chunk.id].take_prompt_logprobs(chunk)
@@ -245,50 +246,68 @@ class Engine:
             if given_up.id in self._seqs:
                 self._fail(self._seqs[given_up.id], given_up.error)
         self._transfers.finish(output.moved, output.is_tier_up)
-        samples: dict[int, list[Sample]] = {}
-        for sample in output.samples:
-            samples.setdefault(sample.id, []).append(sample)
         for pooled in output.pooled:
-            samples[pooled.id] = []
             if pooled.id in self._seqs:
                 self._seqs[pooled.id].embedding = pooled.data
-        steps = [s for s in self._plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
-        taken = {step.seq.id: self._take_samples(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
-        self._transfers.save(commit_step(self._plan, taken, self._pool, self._limits.block_size))
+        samples = output.by_sequence()
+        steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
+        taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
+        self._transfers.save(commit_step(plan, taken, self._pool, self._limits.block_size))
         for step in steps:
             self._end_or_draft(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
+    def settle(self) -> None:
+        """Wait for all steps under way. Raises RankDied."""
+        while self._under_way:
+            self.finish_step()
+
+    @property
+    def computing(self) -> list[Seq]:
+        """The sequences of the step that the rank is at, those that have ended meanwhile left out."""
+        steps = self._under_way[0].steps if self._under_way else ()
+        return [step.seq for step in steps if step.seq.status is Status.RUNNING]
+
     def stats(self) -> Stats:
         """Gauges of this moment and totals since the engine was made."""
-        statuses = [live.seq.status for live in self._seqs.values()]
-        pool, num_running = self._pool, statuses.count(Status.RUNNING)
-        gauges = {
-            "num_running": num_running,
-            "num_waiting": len(statuses) - num_running,
-            "num_loading": statuses.count(Status.LOADING),
-            "num_blocks": pool.num_blocks,
-            "num_free_blocks": pool.num_free,
-            "num_cached_blocks": pool.num_cached,
-            "num_swapped": sum(bool(live.seq.host_blocks) for live in self._seqs.values()),
-            "num_host_blocks": pool.host.num_blocks,
-            "num_free_host_blocks": pool.host.num_free,
-            "max_batch": self._limits.max_batch,
-            "decode_step_s": self._pace.decode_s([live.seq for live in self._seqs.values()]),
-            "prompt_token_s": self._pace.token_s or 0.0,
-        }
-        return self._counts.stats(gauges, self._transfers.counts())
+        seqs = [live.seq for live in self._seqs.values()]
+        believed = {"decode_step_s": self._pace.decode_s(seqs), "prompt_token_s": self._pace.token_s or 0.0}
+        now = gauges(seqs, self._pool) | believed | {"max_batch": self._limits.max_batch}
+        return self._counts.stats(now, self._transfers.counts())
 
     def check(self) -> None:
         """Assert the invariants of sequences and blocks; cheap enough to run when idle."""
         seqs = [live.seq for live in self._seqs.values()]
         check(seqs, self._pool, self._limits.block_size, self._transfers.held())
 
-    # -- requests
+    # -- steps
 
-    def _max_len(self, request: Request) -> int:
-        """Tokens that prompt and answer can have together."""
-        wanted = request.params.max_tokens
-        return self.max_seq_len if wanted is None else min(self.max_seq_len, len(request.prompt_ids) + wanted)
+    def _next_plan(self) -> Plan:
+        return self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
+
+    def _run_ahead(self) -> None:
+        """Line up steps behind the one under way, as many as the executor takes and can be planned already."""
+        while 0 < len(self._under_way) < self._executor.max_submitted and may_follow(self._under_way[-1]):
+            plan = self._next_plan()
+            if must_wait(plan):
+                return
+            self._plan = plan
+            self._submit(plan)
+            self._counts.add("total_steps_ahead", bool(plan.steps))
+
+    def _submit(self, plan: Plan) -> None:
+        tell_plan(plan, self._seqs, self._pool, self._limits)
+        copies = swap_out(plan, self._pool)
+        work = apply_step(plan, self._pool)
+        self._transfers.load(plan.loads, self._clock())
+        batch = Batch(self._introduce(plan), work, self._dropped, copies, *self._transfers.take_new())
+        self._under_way.append(plan)
+        self._executor.submit(batch)
+        self._dropped = []
+        self._counts.add("total_steps", bool(work))
+        self._counts.add("total_preemptions", len(plan.preempted))
+        self._counts.add("total_swapped", len(plan.swapped))
+
+    # -- requests
 
     def _plan_by_policy(self, seqs: Sequence[Seq], pool: BlockPool, limits: Limits) -> Plan:
         costs = SwapCosts(self._executor.info.swap_block_s, self._pace.token_s or None)
@@ -308,18 +327,14 @@ class Engine:
     def _draw_seed(self) -> int:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
 
-    def _introduce(self) -> list[NewSeq]:
+    def _introduce(self, plan: Plan) -> list[NewSeq]:
         """Sequences of the plan that the rank has not seen."""
         new = []
-        for step in self._plan.steps:
+        for step in plan.steps:
             live = self._seqs[step.seq.id]
             if not live.is_known:
-                live.is_known = True
                 self._count_start(live, step.start)
-                request, seq = live.request, live.seq
-                known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
-                about = request.params, live.seed, request.pooling, request.adapter
-                new.append(NewSeq(seq.id, known[0], *about, known[1]))
+                new.append(live.introduce())
         return new
 
     def _count_start(self, live: Live, num_cached: int) -> None:
@@ -347,21 +362,11 @@ class Engine:
 
     # -- what a step brought
 
-    def _take_samples(self, live: Live, samples: Sequence[Sample]) -> list[int]:
-        """The sampled tokens that the answer has; those beyond its end are dropped."""
-        seq, params = live.seq, live.request.params
-        if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
-            live.finish = FinishReason.LENGTH
-            self._fresh.append(Fresh(live, None, live.finish))
-            return []
-        taken: list[int] = []
-        for sample in samples:
-            taken.append(sample.token_id)
-            num_output = len(seq.token_ids) + len(taken) - seq.num_prompt
-            live.finish = finish_of(sample.token_id, seq.num_prompt, num_output, params, self._ends)
-            self._fresh.append(Fresh(live, sample, live.finish))
-            if live.finish is not None:
-                break
+    def _take(self, live: Live, samples: Sequence[Sample]) -> list[int]:
+        """The sampled tokens that the answer has."""
+        fresh = live.take(samples, self._ends)
+        self._fresh += fresh
+        taken = [item.token.token_id for item in fresh if item.token is not None]
         self._counts.add("total_output_tokens", len(taken))
         return taken
 
@@ -386,15 +391,9 @@ class Engine:
         return deltas
 
     def _emit(self, fresh: Fresh) -> Iterator[Delta]:
-        live, finish = fresh.live, fresh.finish
-        stop_reason: str | int | None = None
-        if live.request.id not in self._by_request:  # aborted meanwhile
-            return
-        text = live.text_of(fresh)
-        if live.stops.matched is not None:
-            finish, stop_reason = FinishReason.STOP, live.stops.matched
-        elif finish is FinishReason.STOP and fresh.token is not None:
-            stop_reason = fresh.token.token_id
-        if finish is not None:
-            self._retire(live)
-        yield live.delta(finish, fresh.token, text, stop_reason)
+        live = fresh.live
+        if live.request.id in self._by_request:  # else it was aborted meanwhile
+            delta = live.tell(fresh)
+            if delta.finish_reason is not None:
+                self._retire(live)
+            yield delta

@@ -1,14 +1,15 @@
 """Live: a request in the engine, its sequence and the text side of its answer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvloom.contract.messages import Logprob, PromptLogprobs, Sample
+from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.text.detok import Detokenizer
-from kvloom.engine.text.stop import StopStrings
+from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,13 @@ class Live:
             self.stops.add(self.detok.add(token_id))
             self.prompt_logprobs = None
 
+    def introduce(self) -> NewSeq:
+        """What a rank must be told of it, which then knows it."""
+        self.is_known = True
+        request, seq = self.request, self.seq
+        known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
+        return NewSeq(seq.id, known[0], request.params, self.seed, request.pooling, request.adapter, known[1])
+
     def lose_rank(self) -> None:
         """Whatever the rank knew of it is gone."""
         if self.seq.status is Status.RUNNING:
@@ -48,6 +56,31 @@ class Live:
         known = self.prompt_logprobs or [None]
         del known[chunk.start + 1 :]  # a prompt that was preempted half-way is computed again
         self.prompt_logprobs = known + [_logprob(value) for value in chunk.values]
+
+    def take(self, samples: Sequence[Sample], ends: Ends) -> list["Fresh"]:
+        """The sampled tokens that the answer has; those beyond its end are dropped."""
+        seq, params = self.seq, self.request.params
+        if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
+            self.finish = FinishReason.LENGTH
+            return [Fresh(self, None, self.finish)]
+        taken: list[Fresh] = []
+        for sample in samples:
+            num_output = len(seq.token_ids) + len(taken) + 1 - seq.num_prompt
+            self.finish = finish_of(sample.token_id, seq.num_prompt, num_output, params, ends)
+            taken.append(Fresh(self, sample, self.finish))
+            if self.finish is not None:
+                break
+        return taken
+
+    def tell(self, fresh: "Fresh") -> Delta:
+        """What the token says to people. Ends the answer, too, when it completes a stop string."""
+        finish, stop_reason = fresh.finish, None
+        text = self.text_of(fresh)
+        if self.stops.matched is not None:
+            return self.delta(FinishReason.STOP, fresh.token, text, self.stops.matched)
+        if finish is FinishReason.STOP and fresh.token is not None:
+            stop_reason = fresh.token.token_id
+        return self.delta(finish, fresh.token, text, stop_reason)
 
     def text_of(self, fresh: "Fresh") -> str:
         """Text that the token releases, stop strings applied; at the end also what was held back."""

@@ -31,6 +31,8 @@ class Stats:
     decode_step_s: float = 0.0  # what a step that decodes those who run is believed to take; 0 for none
     prompt_token_s: float = 0.0  # what one more token of a prompt is, attention left out
     total_steps: int = 0
+    total_steps_ahead: int = 0  # of these, planned before the step in front of them had ended
+    total_stale_rows: int = 0  # computed in such steps for sequences that had ended, or had got no token
     total_requests: int = 0
     total_finished: int = 0
     total_prompt_tokens: int = 0

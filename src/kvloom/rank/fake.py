@@ -150,10 +150,13 @@ class FakeRunner:
             self._host[self._span(host_block)] = self._slots[self._span(block)]
         for host_block, block in (pair for work in batch.work for pair in work.loads):
             self._slots[self._span(block)] = self._host[self._span(host_block)]
-        for work in batch.work:  # all writes before any read, as in a layer of a real model
+        for work in batch.work:
+            self._states[work.id].blocks[work.first_block :] = work.blocks
+        works = [work for work in batch.work if self._is_known(work)]
+        for work in works:  # all writes before any read, as in a layer of a real model
             self._write(work)
         output = StepOutput([], [], duration_s)
-        for work in batch.work:
+        for work in works:
             self._read(work, output)
         return output
 
@@ -178,9 +181,12 @@ class FakeRunner:
         for token_id in new.answer:
             state.append(token_id)
 
+    def _is_known(self, work: Work) -> bool:
+        """Whether its tokens are: the step before may have chosen none where the engine expected one."""
+        return work.start + work.num_tokens - len(work.draft) <= len(self._states[work.id].token_ids)
+
     def _write(self, work: Work) -> None:
         state = self._states[work.id]
-        state.blocks[work.first_block :] = work.blocks
         tokens = state.token_ids + work.draft
         for pos in range(work.start, work.start + work.num_tokens):
             self._slots[self._slot(state, pos)] = tokens[pos] + state.mark

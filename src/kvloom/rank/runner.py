@@ -150,6 +150,9 @@ class ModelRunner:
     def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
+        works = [work for work in works if self._is_known(work)]
+        if not works:
+            return
         wanted = self._rows(works)
         tops = [self._num_candidates(id, more) for id, draft in wanted.samples for more in range(len(draft) + 1)]
         start = tops.count(0)
@@ -167,6 +170,10 @@ class ModelRunner:
             values = [describe(row, token_id, num_top) for row, token_id in zip(logprobs, following, strict=True)]
             output.prompt_logprobs.append(PromptLogprobs(id, first, values))
             start += len(following)
+
+    def _is_known(self, work: Work) -> bool:
+        """Whether its tokens are: the step before may have chosen none where the engine expected one."""
+        return work.start + work.num_tokens - len(work.draft) <= len(self._states[work.id].history.token_ids)
 
     def _pool(self, head: Head, chunks: Sequence[tuple[int, int, int]], output: StepOutput) -> None:
         """Add the states of each chunk to what its sequence has; report those that are whole."""

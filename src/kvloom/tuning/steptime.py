@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -110,7 +111,7 @@ def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]
 
 def measure(config: EngineConfig, progress: Progress = lambda done, total: None) -> StepTimes:
     """Load the model and time steps of many batch sizes and prompt lengths: some seconds to a minute."""
-    executor, recorder = open_ranks(config, list), _Recorder()
+    executor, recorder = open_ranks(replace(config, run_ahead=False), list), _Recorder()  # step by step
     try:
         engine = Engine(config, executor, ByteTokenizer(), recorder)
         loads, seconds = [], []

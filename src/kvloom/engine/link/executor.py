@@ -1,10 +1,12 @@
 """Executors hand batches to a runner: in this process here, in rank processes of their own in ranks.py.
 
-submit and collect alternate; between them the engine does other work.
+Between submit and collect the engine does other work. Batches are run, and collected, in the order of their submission.
 """
 
+from collections import deque
 from typing import Protocol
 
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import AdapterInfo, Batch, RankInfo, Runner, StepOutput
 
 
@@ -13,28 +15,25 @@ class RankDied(Exception):
 
 
 class Executor(Protocol):
-    """Runs the engine's batches on one model, one batch at a time. Called from the engine's thread only."""
+    """Runs the engine's batches on one model, one after the other. Called from the engine's thread only."""
 
     info: RankInfo  # of the model as it is loaded now; another one after `restart`
-
-    @property
-    def is_busy(self) -> bool:
-        """A batch is submitted and not collected."""
+    max_submitted: int  # batches that may be submitted and not collected
 
     def submit(self, batch: Batch) -> None:
-        """Start a step, without waiting for it. Raises RankDied."""
+        """Start a step, or line it up behind the one under way, without waiting for it. Raises RankDied."""
         ...
 
     def collect(self) -> StepOutput:
-        """Wait for the step that was submitted last, once. Raises RankDied, also when it takes too long."""
+        """Wait for the oldest step not collected yet. Raises RankDied, also when it takes too long."""
         ...
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
-        """Between two steps. Waits until it is loaded; raises BadRequest, RankDied."""
+        """While no step is under way. Waits until it is loaded; raises BadRequest, RankDied."""
         ...
 
     def unload_adapter(self, id: int) -> None:
-        """Between two steps. Raises RankDied."""
+        """Of no sequence in a step that will be submitted. Raises RankDied."""
         ...
 
     def is_alive(self) -> bool:
@@ -53,26 +52,27 @@ class Executor(Protocol):
         ...
 
 
+def max_submitted(config: EngineConfig) -> int:
+    """Batches that ranks of this configuration take at once: with 2 the next one is there when the first has ended."""
+    return 2 if config.run_ahead else 1
+
+
 class InProcessExecutor:
-    """Runs the batch at once, in the caller's thread."""
+    """Runs the batch at once, in the caller's thread: nothing overlaps, so nothing is gained by running ahead."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, max_submitted: int = 1) -> None:
         self.info = runner.info
+        self.max_submitted = max_submitted
         self._runner = runner
-        self._output: StepOutput | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self._output is not None
+        self._outputs: deque[StepOutput] = deque()
 
     def submit(self, batch: Batch) -> None:
-        self._output = self._runner.run(batch)
+        assert len(self._outputs) < self.max_submitted, "more steps are under way than agreed"
+        self._outputs.append(self._runner.run(batch))
         self._runner.prepare_next()
 
     def collect(self) -> StepOutput:
-        output, self._output = self._output, None
-        assert output is not None, "collect without submit"
-        return output
+        return self._outputs.popleft()
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         return self._runner.load_adapter(id, path)

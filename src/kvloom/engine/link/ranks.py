@@ -1,5 +1,6 @@
 """RankExecutor: the rank processes of one model, started, watched and restarted."""
 
+import contextlib
 import functools
 import select
 import socket
@@ -32,7 +33,7 @@ from kvloom.contract.messages import (
 )
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
-from kvloom.engine.link.executor import RankDied
+from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
 from kvloom.engine.schedule.transfers import Moves
 
@@ -60,7 +61,7 @@ class RankExecutor:
         self._program = program
         self._config, self._eos_ids = config, functools.cache(eos_ids)
         self._progress = progress
-        self.is_busy = False
+        self.max_submitted = max_submitted(config)
         self._start()
 
     @property
@@ -71,11 +72,9 @@ class RankExecutor:
     def submit(self, batch: Batch) -> None:
         """See Executor. To every rank."""
         self._send(batch)
-        self.is_busy = True
 
     def collect(self) -> StepOutput:
         """See Executor. Rank 0's output; RankDied also when the ranks chose different tokens."""
-        self.is_busy = False
         messages = self._each_message(self._config.step_timeout_s)
         outputs = []
         for message in messages:
@@ -122,7 +121,6 @@ class RankExecutor:
 
     def close(self) -> None:
         """End the processes: by closing their sockets, after a second by force."""
-        self.is_busy = False
         for channel in self._channels:
             channel.close()
         deadline = time.monotonic() + _EXIT_S
@@ -175,9 +173,21 @@ class RankExecutor:
         """To every rank. Raises RankDied."""
         try:
             for channel in self._channels:
-                channel.send(order)
+                channel.send(order, self._config.step_timeout_s)
+        except TimeoutError as error:
+            raise RankDied(self._no_answer) from error
         except OSError as error:
-            raise RankDied(self._exit_reason()) from error
+            raise RankDied(self._last_words() or self._exit_reason()) from error
+
+    def _last_words(self) -> str:
+        """What a rank has said of its failure before it ended; "" = nothing."""
+        for channel in self._channels:
+            with contextlib.suppress(EOFError, TimeoutError):
+                while True:
+                    message = channel.receive(0.0)
+                    if isinstance(message, Failed):
+                        return message.error
+        return ""
 
     def _wait_ready(self) -> RankInfo:
         """What rank 0 says; its progress counts for all. Raises ModelError (also when ranks differ), RankDied."""
@@ -212,14 +222,18 @@ class RankExecutor:
         """(rank, message) of those that have something to say. Raises RankDied."""
         ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
         if not ready:
-            raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s")
+            raise RankDied(self._no_answer)
         for channel in ready:
             try:
                 yield self._channels.index(channel), channel.receive(timeout_s)
             except TimeoutError as error:
-                raise RankDied(f"the model did not answer within {self._config.step_timeout_s:g} s") from error
+                raise RankDied(self._no_answer) from error
             except EOFError as error:
                 raise RankDied(self._exit_reason()) from error
+
+    @property
+    def _no_answer(self) -> str:
+        return f"the model did not answer within {self._config.step_timeout_s:g} s"
 
     def _exit_reason(self) -> str:
         """Why the first rank ended, for people. Waits up to a second for one that is just ending."""

@@ -46,6 +46,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
     else:
         first = len(seq.block_table)
     seq.block_table += new
+    seq.num_computing += step.num_tokens
     return Work(seq.id, step.start, step.num_tokens, first, seq.block_table[first:], list(step.draft), loads)
 
 
@@ -59,19 +60,21 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
     """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
 
     All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
-    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. Returns the blocks
-    that the pool now knows and did not know before, in chain order, a list a sequence.
+    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. One that got no token
+    in a step is computed again, and what was planned behind that token is void. Returns the blocks that the pool now
+    knows and did not know before, in chain order, a list a sequence.
     """
     fresh = []
     for step in plan.steps:
         seq = step.seq
-        if seq.status is not Status.RUNNING:
+        if is_stale(step):
             continue
         tokens, seq.draft = sampled.get(seq.id), []
+        seq.num_computing = 0 if tokens is None else seq.num_computing - step.num_tokens
         known = len(seq.token_ids) - (tokens is None)  # the last is computed again when the rank chose none after it
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
         seq.token_ids += tokens or ()
-        num_used = num_blocks_of(seq.num_computed, block_size)
+        num_used = num_blocks_of(seq.next_start, block_size)
         pool.release(seq.block_table[num_used:])
         del seq.block_table[num_used:]
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
@@ -81,13 +84,18 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
     return [blocks for blocks in fresh if blocks]
 
 
+def is_stale(step: SeqStep) -> bool:
+    """Whether what a step computed of its sequence is not wanted: it has ended, or the token before did not come."""
+    return step.seq.status is not Status.RUNNING or step.start != step.seq.num_computed
+
+
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
     if status is Status.FINISHED:
         forget_swapped(seq, pool)
     pool.release(seq.block_table)
     seq.block_table = []
-    seq.num_computed = seq.num_published = 0
+    seq.num_computed = seq.num_computing = seq.num_published = 0
     seq.status, seq.loading = status, ()
 
 
@@ -96,7 +104,7 @@ def forget_rank(seq: Seq) -> None:
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
     seq.block_table, seq.host_blocks = [], []
-    seq.num_computed = seq.num_published = seq.num_swapped = 0
+    seq.num_computed = seq.num_computing = seq.num_published = seq.num_swapped = 0
 
 
 def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
@@ -106,7 +114,7 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
     for seq in seqs:
         assert (seq.status is Status.LOADING) == bool(seq.loading)
         assert (seq.status is Status.RUNNING) == bool(seq.block_table)
-        assert len(seq.block_table) == num_blocks_of(seq.num_computed, block_size)
+        assert len(seq.block_table) == num_blocks_of(seq.next_start, block_size)
         assert 0 <= seq.num_computed <= len(seq.token_ids)
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"

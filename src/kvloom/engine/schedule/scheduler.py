@@ -78,7 +78,7 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     """
     alone = now.alone
     ordered, waiting = _queues(seqs, now)
-    share = _share_tokens([seq for seq in ordered if alone in (None, seq)], limits)
+    share = _share_tokens([seq for seq in ordered if alone in (None, seq) and not seq.is_ending], limits)
     running = _plan_running(ordered, share, pool, limits)
     if running.preempted:
         return _preempting(running.steps, running.preempted, pool, now.costs)
@@ -166,7 +166,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
     i = 0
     while i < end:
         seq, count = running[i], share.get(running[i].id, 0)
-        need = num_blocks_of(seq.num_computed + count, limits.block_size) - len(seq.block_table)
+        need = num_blocks_of(seq.next_start + count, limits.block_size) - len(seq.block_table)
         while count and need > free and end > stop:
             end -= 1
             preempted.append(running[end])
@@ -174,7 +174,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
             if end == i:
                 break
         if i < end and count and need <= free:
-            steps.append(SeqStep(seq, seq.num_computed, count, need))
+            steps.append(SeqStep(seq, seq.next_start, count, need))
             free -= need
         i += 1
     return _Running(running, steps, preempted, free)

@@ -27,6 +27,7 @@ class Seq:
     is_scored: bool = False  # the log-probability of every prompt token is wanted
     status: Status = Status.WAITING
     num_computed: int = 0  # tokens whose keys and values are in block_table
+    num_computing: int = 0  # tokens behind those that steps under way compute; block_table has room for them
     block_table: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
     num_published: int = 0  # blocks of block_table that the pool knows by hash
@@ -39,6 +40,7 @@ class Seq:
     is_asked: bool = False  # the outer tier was asked for its blocks since it last waited
     loading: tuple[bytes, ...] = ()  # hashes of the blocks on their way from there
     draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
+    may_run_ahead: bool = True  # False: what it computes next depends on the token before; see ahead.py
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
     repute: Repute = field(default_factory=Repute)
 
@@ -46,6 +48,16 @@ class Seq:
     def num_pending(self) -> int:
         """Tokens known but not computed; 1 while decoding."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def next_start(self) -> int:
+        """Where its next step begins. One that decodes has its next token known by then."""
+        return self.num_computed + self.num_computing
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the token under way is its last by length, so that nothing is left to compute."""
+        return self.num_computing > 0 and len(self.token_ids) + self.num_computing >= self.max_len
 
     @property
     def is_suspect(self) -> bool:

@@ -365,4 +365,5 @@ _ENGINE_FIELDS: Sequence[str] = (
     "step_timeout_s",
     "idle_release_s",
     "crash_patience_s",
+    "run_ahead",
 )

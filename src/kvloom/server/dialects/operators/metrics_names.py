@@ -71,6 +71,16 @@ COUNTERS: Sequence[tuple[tuple[str, ...], str, Number]] = (
     ),
     (("kv_tier_saved_blocks",), "KV blocks given to it.", lambda s: s.engine.stats().total_tier_saved_blocks),
     (
+        ("steps_ahead",),
+        "Steps planned and sent while the one before them ran.",
+        lambda s: s.engine.stats().total_steps_ahead,
+    ),
+    (
+        ("stale_rows",),
+        "Tokens computed in steps that were under way when their request ended, or that were planned in vain.",
+        lambda s: s.engine.stats().total_stale_rows,
+    ),
+    (
         ("model_crashes",),
         "Times the model's process died, hung or failed a step.",
         lambda s: s.engine.stats().total_crashes,
