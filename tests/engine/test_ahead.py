@@ -100,6 +100,17 @@ def test_the_second_begins_behind_the_token_that_the_first_will_choose_and_has_i
     assert (seq.num_computed, seq.num_computing, seq.token_ids[-2:]) == (9, 0, [100, 101])
 
 
+def test_a_block_is_known_by_its_hash_when_its_last_token_is_computed():
+    pool = BlockPool(8)
+    seq = running(7, pool)
+    first, second, _ = two_steps(seq, pool)
+    known = []
+    for plan, token in ((first, 100), (second, 101)):
+        commit_step(plan, {0: [token]}, pool, BLOCK)
+        known.append((seq.num_computed, pool.num_cached))
+    assert known == [(7, 1), (8, 2)]
+
+
 def test_a_token_that_does_not_come_makes_what_was_planned_behind_it_void():
     pool = BlockPool(8)
     seq = running(8, pool)

@@ -5,6 +5,7 @@ import torch
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Batch, NewSeq, Work
 from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.fake import ByteTokenizer
@@ -80,3 +81,17 @@ def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkey
     assert [count > 0 for count in counts] == [True, True, False, True, True, True, False, True, False]
     monkeypatch.setattr("kvloom.rank.runner.num_candidates", lambda *args: 0)
     assert lean == answers()
+
+
+def test_work_behind_a_token_that_was_not_chosen_is_left_out(model):
+    """An engine has sent it before it could know; the blocks of the work replace those of the one before it."""
+    runner = opened(model, backend="cpu")
+    first = runner.run(Batch([NewSeq(1, [3, 4, 5], MIXED[0], 0)], [Work(1, 0, 3, 0, [0])], []))
+    assert len(first.samples) == 1
+    late = Work(1, 4, 1, 1, [7])
+    assert runner.run(Batch([], [late], [])).samples == []
+    one, other = Work(1, 3, 1, 1, []), NewSeq(2, [3, 4, 5], MIXED[0], 0)
+    found = runner.run(Batch([other], [one, Work(2, 0, 3, 0, [1])], [])).samples
+    assert [sample.id for sample in found] == [1, 2]
+    assert found[1].token_id == first.samples[0].token_id
+    assert [sample.id for sample in runner.run(Batch([], [late, Work(2, 3, 1, 1, [])], [])).samples] == [1, 2]

@@ -29,6 +29,7 @@ def serve(
     weight_cache: Annotated[str | None, typer.Option(help="Folder that packed weights are kept in, or off.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
     speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
+    run_ahead: Annotated[bool | None, typer.Option(help="Send the step after a decode while that one runs.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     max_gap_ms: Annotated[
@@ -59,7 +60,7 @@ def serve(
     settings.override_model(model=model, name=served_model_name, backend=backend, device=device, dtype=dtype)
     settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
     settings.override_model(weight_cache=weight_cache)
-    settings.override(crash_patience_s=crash_patience)
+    settings.override(run_ahead=run_ahead, crash_patience_s=crash_patience)
     settings.override(lora_root=lora_root, allowed_hosts=allowed_host, response_store=response_store)
     settings.override_model(parses_special_text=parse_special_tokens)
     settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)
