@@ -58,6 +58,11 @@ def only_begun(requests: list[Request]) -> list[Request]:
     return [replace(request, params=replace(request.params, max_tokens=1)) for request in requests]
 
 
+def test_step_by_step_equals_steps_planned_ahead(model, requests, alone):
+    together = run_all(plain(model, run_ahead=False), *requests)
+    assert {name: tokens_of(deltas) for name, deltas in together.items()} == alone
+
+
 def test_batched_equals_alone(model, requests, alone):
     together = run_all(plain(model), *requests)
     assert {name: tokens_of(deltas) for name, deltas in together.items()} == alone

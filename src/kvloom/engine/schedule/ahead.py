@@ -15,10 +15,7 @@ def may_follow(under_way: Plan) -> bool:
     Not behind prompts: such a step takes long enough, and whoever comes meanwhile would wait for one more. Not behind
     suspects, of whom no second step is to be under way when the rank dies.
     """
-    return all(
-        step.seq.status is not Status.RUNNING or (step.num_tokens == 1 and _goes_on(step.seq))
-        for step in under_way.steps
-    )
+    return all(step.seq.status is not Status.RUNNING or _goes_on(step.seq) for step in under_way.steps)
 
 
 def must_wait(plan: Plan) -> bool:
@@ -30,5 +27,5 @@ def must_wait(plan: Plan) -> bool:
 
 
 def _goes_on(seq: Seq) -> bool:
-    """Whether a step of one token brings the next one, whatever it is."""
+    """Whether it decodes, and needs not know the token to compute the one after it."""
     return seq.num_pending == 1 and seq.may_run_ahead and not seq.is_suspect
