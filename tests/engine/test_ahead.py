@@ -220,8 +220,9 @@ def test_an_engine_whose_last_request_has_ended_waits_for_the_row_that_is_under_
     engine.add(ENDS_BY_ITSELF)
     ends: list[Delta] = []
     while not ends:
-        ends = [delta for delta in engine.step() if delta.finish_reason]
+        ends = [delta for delta in engine.step() + engine.take_deltas() if delta.finish_reason]
     assert ends[0].finish_reason is FinishReason.EOS
+    assert engine.has_work
     drain(engine)
     assert engine.stats().total_stale_rows == 1
     assert tokens_of(run_all(engine, Request("next", prompt(5), GREEDY))["next"]) == ANSWER
