@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.quantized.packed import check_sizes
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -180,6 +181,16 @@ def test_a_matrix_that_cannot_be_is_refused_by_name(message, tmp_path):
         list(open_checkpoint(folder).weights.tensor("layers.1.up").number_pieces())
 
 
+def test_words_that_are_not_filled_are_refused():
+    scheme = scheme_of({"quantization_config": {"quant_method": "awq", "group_size": 32}}, "config.json")
+    with pytest.raises(ModelError, match=r"up of shape \[100, 64\] does not fill words of 8 numbers"):
+        check_sizes(scheme, "up", (100, 64))
+
+
+def test_a_folder_that_is_not_quantised_has_no_scheme():
+    assert scheme_of({"architectures": ["LlamaForCausalLM"]}, "config.json") is None
+
+
 def test_floats_that_are_no_numbers_are_refused(tmp_path):
     folder = write_folder(wide_model(), tmp_path / "model", FORMATS["compressed, fp8 by tensor"])
     damaged(folder, lambda t: t[f"{UP}.weight"].view(torch.uint8).fill_(0x7F))
@@ -194,3 +205,19 @@ def test_groups_that_do_not_divide_the_columns_are_refused(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"q_proj has 128 columns, no multiple of group_size 96"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, act order", "compressed, zeros", "fp8 by block"])
+@pytest.mark.parametrize("family", ["phi3", "gemma3"])
+def test_a_family_that_adapts_its_tensors_adapts_packed_ones(family, name, tmp_path):
+    """Phi-3 holds q, k and v as one matrix, gate and up as another; Gemma holds norms less one."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_model(family, **sizes)
+    checkpoint = open_checkpoint(write_folder(model, tmp_path / "model", FORMATS[name]))
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    for backend, limit in (
+        (ReferenceBackend(checkpoint.spec, checkpoint.weights, 4), 1e-4),
+        (CpuBackend(checkpoint.spec, checkpoint.weights, 4, CpuOptions("stored")), 0.05),
+    ):
+        assert float((run_step(backend, [TOKENS], [[2]]) - wanted).norm() / wanted.norm()) < limit
