@@ -192,6 +192,51 @@ def test_what_was_never_sent_is_taken_back(start, model):
     service.join()
 
 
+REPLY = b'{"message":{"role":"assistant","content":"yes"},"finish_reason":"stop"}'
+
+
+def accepted(peer: Peer, session: int) -> int:
+    """The number of a request of this session, which is accepted."""
+    frame = peer.expect("S")
+    peer.send("r", frame.a, Code.OK, session, frame.c)
+    return frame.c
+
+
+def test_nothing_comes_after_the_last_reply(start, model):
+    """Though it was sent before the app had taken up those before it."""
+
+    def script(peer: Peer) -> None:
+        session = peer.create().b
+        request = accepted(peer, session)
+        replies = [Frame("e", session, request, int(number >= 200), payload=REPLY) for number in range(203)]
+        peer.sock.sendall(b"".join(map(encode, replies)))
+        peer.send("e", session, accepted(peer, session), 1, payload=REPLY)
+        peer.rest()
+
+    service, client = start(script)
+    _, session = create(client, model)
+    for context in (1, 2):
+        assert client.call("submit", session, CHAT, context)[0] == Code.OK
+        client.wait(context)
+    assert client.call("num_replies", 1) == 201
+    client.close()
+    service.join()
+
+
+def test_a_number_that_is_too_large_is_not_taken_for_the_rest_of_it(start, model):
+    def script(peer: Peer) -> None:
+        session = peer.create().b
+        numbers = f"{2**32 + session} {accepted(peer, session)}"
+        peer.sock.sendall(f"e {numbers} 1 0 {len(REPLY)}\n".encode() + REPLY)
+        peer.rest()
+
+    _, client = start(script)
+    _, session = create(client, model)
+    assert client.call("submit", session, CHAT, 1)[0] == Code.OK
+    (only,) = client.wait(1)
+    assert only["error"]["code"] == Code.FAULT
+
+
 @pytest.mark.timeout(120)
 def test_a_stopped_daemon_and_the_library_as_it_is_shipped(start_daemon, start_client, model):
     daemon = start_daemon({"rate": 5})
