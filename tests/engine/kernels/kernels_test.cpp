@@ -250,6 +250,30 @@ static void test_pool() {
     }
 }
 
+// Tokens that go through an adapter together get the bits that each gets alone.
+static void test_adapter_tiles(const LoraLinear& linear, int64_t padded) {
+    for (int count = 1; count <= kLoraTokens; count++) {
+        std::vector<std::vector<float>> x, h, sums, alone_h, alone_sums;
+        const float* xs[kLoraTokens];
+        float *hs[kLoraTokens], *to[kLoraTokens];
+        for (int m = 0; m < count; m++) {
+            x.push_back(noise(padded));
+            h.emplace_back(size_t(linear.rank), 0.0f);
+            sums.push_back(noise(kLanes));
+        }
+        alone_h = h, alone_sums = sums;
+        for (int m = 0; m < count; m++) {
+            xs[m] = x[size_t(m)].data(), hs[m] = h[size_t(m)].data(), to[m] = sums[size_t(m)].data();
+            float *one_h[] = {alone_h[size_t(m)].data()}, *one_sums[] = {alone_sums[size_t(m)].data()};
+            shrink(linear, xs + m, 1, padded, one_h);
+            for (const LoraHalf& half : linear.halves) expand(half, one_h, 1, one_sums);
+        }
+        shrink(linear, xs, count, padded, hs);
+        for (const LoraHalf& half : linear.halves) expand(half, hs, count, to);
+        near(h == alone_h && sums == alone_sums, 1, 0, "tokens of an adapter together", count, linear.rank);
+    }
+}
+
 // Three modules of one linear through the C interface, at every remainder of the ranks; the last channels have no module.
 static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
     kvl_shape shape{};
@@ -268,10 +292,14 @@ static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
     const int64_t padded = model->linears[0].padded_cols;
     std::vector<float> x = noise(cols), h(static_cast<size_t>(linear.rank));
     x.resize(static_cast<size_t>(padded));
-    shrink(linear, x.data(), padded, h.data());
+    const float* rows[] = {x.data()};
+    float* hs[] = {h.data()};
+    shrink(linear, rows, 1, padded, hs);
     for (int64_t c = 0; c < 4 * kPanel; c++) {
         alignas(64) float lane[kLanes];
-        store(lane, expand(linear.halves[size_t(c / kLanes)], h.data(), splat(3)));
+        std::fill(lane, lane + kLanes, 3.0f);
+        float* sums[] = {lane};
+        expand(linear.halves[size_t(c / kLanes)], hs, 1, sums);
         const double got = double(lane[c % kLanes]) - 3;
         near(got, scalar::low_rank(linear, x.data(), padded, c), 1e-4 * double(cols), "adapter", rank, c);
         const int64_t m = c / kPanel, own = c % kPanel;
@@ -282,6 +310,7 @@ static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
                          double(as[size_t(m)][size_t(r * cols + k)]) * double(x[size_t(k)]);
         near(got, exact, 0.02 * double(m + 1) * std::sqrt(double(cols * (rank + 1))), "adapter, unrounded", rank, c);
     }
+    test_adapter_tiles(linear, padded);
     kvl_adapter_free(model, id);
     near(kvl_adapter_new(model), id, 0, "a free adapter's place", id, 0);
     kvl_free(model);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <new>
+#include <numeric>
 
 #include "step.hpp"
 
@@ -38,6 +39,13 @@ void Step::find_adapters() {
         const int32_t id = batch_.adapters[s];
         adapters_.push_back(id < 0 ? nullptr : model_.adapters[size_t(id)].get());
         if (adapters_.back() != nullptr) lora_stride_ = std::max(lora_stride_, round_up(adapters_.back()->widest, kLanes));
+    }
+    if (lora_stride_ > 0) {
+        by_adapter_.resize(size_t(batch_.num_tokens));
+        std::iota(by_adapter_.begin(), by_adapter_.end(), 0);
+        std::stable_sort(by_adapter_.begin(), by_adapter_.end(), [this](int32_t a, int32_t b) {
+            return batch_.adapters[scratch_.sequence[size_t(a)]] < batch_.adapters[scratch_.sequence[size_t(b)]];
+        });
     }
     const size_t wanted = size_t((batch_.num_tokens + int64_t(model_.pool.size()) * kOwnTokens) * lora_stride_);
     if (scratch_.lora.size() < wanted) scratch_.lora.resize(wanted);

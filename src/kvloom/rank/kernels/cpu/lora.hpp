@@ -1,7 +1,8 @@
 // Low-rank adapters (Hu et al. 2021): y += B h with h = scale * A x, for the rows of a step that have one.
 //
 // h is made of the float row that is about to be quantised, and B h is added to the sums of a panel while they are in
-// registers. Both are sums in an order that only the adapter's own shape fixes: a row's bits never depend on the others.
+// the first-level cache. Tokens of one adapter share the loads of A and B. Both are sums in an order that only the
+// adapter's own shape fixes: a row's bits never depend on the others.
 #pragma once
 
 #include <vector>
@@ -11,6 +12,7 @@
 namespace kvl {
 
 constexpr int kShrinkRows = 4;  // rows of A that share each load of x
+constexpr int kLoraTokens = 4;  // tokens of one adapter that share each load of A and of B
 
 // A of one module; its h is [first, first + rank) of the linear's.
 struct LoraPart {
@@ -38,50 +40,95 @@ struct Adapter {
     int64_t widest = 0;               // largest rank of a linear
 };
 
-// h[ROWS] = scale * rows of A times x[cols].
-template <int ROWS>
-inline void shrink_rows(const uint16_t* a, const float* x, int64_t cols, float scale, float* h) {
-    F32 sums[ROWS];
+// h[m][0, ROWS) = scale * rows of A times x[m][cols], for some tokens m of one adapter: A is read once for all of them.
+template <int ROWS, int TOKENS>
+inline void shrink_tile(const uint16_t* a, const float* const* x, int64_t cols, float scale, int64_t first, float* const* h) {
+    F32 sums[TOKENS][ROWS];
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++) sums[m] = splat(0);
+    for (int m = 0; m < TOKENS; m++)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sums[m][r] = splat(0);
     for (int64_t k = 0; k < cols; k += kLanes) {
-        const F32 value = load(x + k);
+        F32 value[TOKENS];
 #pragma GCC unroll 4
-        for (int m = 0; m < ROWS; m++) sums[m] = fma(load_bf16(a + m * cols + k), value, sums[m]);
+        for (int m = 0; m < TOKENS; m++) value[m] = load(x[m] + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) {
+            const F32 weight = load_bf16(a + r * cols + k);
+#pragma GCC unroll 4
+            for (int m = 0; m < TOKENS; m++) sums[m][r] = fma(weight, value[m], sums[m][r]);
+        }
     }
 #pragma GCC unroll 4
-    for (int m = 0; m < ROWS; m++) h[m] = sum(sums[m]) * scale;
+    for (int m = 0; m < TOKENS; m++)
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) h[m][first + r] = sum(sums[m][r]) * scale;
 }
 
-// h[linear.rank] of one row x[cols]; cols is the linear's padded width.
-inline void shrink(const LoraLinear& linear, const float* x, int64_t cols, float* h) {
+template <int TOKENS>
+inline void shrink_tokens(const LoraLinear& linear, const float* const* x, int64_t cols, float* const* h) {
     for (const LoraPart& part : linear.parts) {
-        float* out = h + part.first;
+        const uint16_t* a = part.a.data();
         int64_t r = 0;
-        for (; r + kShrinkRows <= part.rank; r += kShrinkRows)
-            shrink_rows<kShrinkRows>(part.a.data() + r * cols, x, cols, part.scale, out + r);
-        const uint16_t* rest = part.a.data() + r * cols;
+        for (; r + kShrinkRows <= part.rank; r += kShrinkRows, a += kShrinkRows * cols)
+            shrink_tile<kShrinkRows, TOKENS>(a, x, cols, part.scale, part.first + r, h);
         switch (part.rank - r) {
-            case 1: shrink_rows<1>(rest, x, cols, part.scale, out + r); break;
-            case 2: shrink_rows<2>(rest, x, cols, part.scale, out + r); break;
-            case 3: shrink_rows<3>(rest, x, cols, part.scale, out + r); break;
+            case 1: shrink_tile<1, TOKENS>(a, x, cols, part.scale, part.first + r, h); break;
+            case 2: shrink_tile<2, TOKENS>(a, x, cols, part.scale, part.first + r, h); break;
+            case 3: shrink_tile<3, TOKENS>(a, x, cols, part.scale, part.first + r, h); break;
             default: break;
         }
     }
 }
 
-// sums + B h of 16 channels; two chains, because one would wait for its own latency.
-inline F32 expand(const LoraHalf& half, const float* h, F32 sums) {
-    F32 odd = splat(0);
-    const float* from = h + half.first;
-    const uint16_t* b = half.b;
-    int64_t r = 0;
-    for (; r + 2 <= half.rank; r += 2, b += 2 * kLanes) {
-        sums = fma(splat(from[r]), load_bf16(b), sums);
-        odd = fma(splat(from[r + 1]), load_bf16(b + kLanes), odd);
+// h[m][linear.rank] of 1 to kLoraTokens rows x[m][cols]; cols is the linear's padded width.
+inline void shrink(const LoraLinear& linear, const float* const* x, int count, int64_t cols, float* const* h) {
+    switch (count) {
+        case 1: return shrink_tokens<1>(linear, x, cols, h);
+        case 2: return shrink_tokens<2>(linear, x, cols, h);
+        case 3: return shrink_tokens<3>(linear, x, cols, h);
+        default: return shrink_tokens<4>(linear, x, cols, h);
     }
-    if (r < half.rank) sums = fma(splat(from[r]), load_bf16(b), sums);
-    return half.rank > 0 ? add(sums, odd) : sums;
+}
+
+// sums[m][16] += B h[m] of 16 channels; two chains a token, because one would wait for its own latency.
+template <int TOKENS>
+inline void expand_tile(const LoraHalf& half, const float* const* h, float* const* sums) {
+    F32 even[TOKENS], odd[TOKENS];
+#pragma GCC unroll 4
+    for (int m = 0; m < TOKENS; m++) {
+        even[m] = load(sums[m]);
+        odd[m] = splat(0);
+    }
+    const uint16_t* b = half.b;
+    int64_t r = half.first;
+    const int64_t end = half.first + half.rank;
+    for (; r + 2 <= end; r += 2, b += 2 * kLanes) {
+        const F32 first = load_bf16(b), second = load_bf16(b + kLanes);
+#pragma GCC unroll 4
+        for (int m = 0; m < TOKENS; m++) {
+            even[m] = fma(splat(h[m][r]), first, even[m]);
+            odd[m] = fma(splat(h[m][r + 1]), second, odd[m]);
+        }
+    }
+    if (r < end) {
+        const F32 last = load_bf16(b);
+#pragma GCC unroll 4
+        for (int m = 0; m < TOKENS; m++) even[m] = fma(splat(h[m][r]), last, even[m]);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < TOKENS; m++) store(sums[m], add(even[m], odd[m]));
+}
+
+// The same for 1 to kLoraTokens rows.
+inline void expand(const LoraHalf& half, const float* const* h, int count, float* const* sums) {
+    if (half.rank == 0) return;
+    switch (count) {
+        case 1: return expand_tile<1>(half, h, sums);
+        case 2: return expand_tile<2>(half, h, sums);
+        case 3: return expand_tile<3>(half, h, sums);
+        default: return expand_tile<4>(half, h, sums);
+    }
 }
 
 }  // namespace kvl

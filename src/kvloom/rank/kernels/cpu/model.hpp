@@ -100,7 +100,8 @@ struct Scratch {
     float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
-    std::vector<float*> row;            // a float row a thread
+    std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
+    int64_t widest;
     std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
     std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
 };

@@ -40,7 +40,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     for (const kvl_instruction& i : model.program)
         if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
             qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
-    const int64_t widest = std::max({hidden, mlp, queries});
+    const int64_t widest = s.widest = std::max({hidden, mlp, queries});
     s.residual = {take<float>(at, tokens * hidden), hidden};
     s.branch = {take<float>(at, tokens * hidden), hidden};
     s.qkv = {take<float>(at, tokens * qkv), qkv};
@@ -52,7 +52,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
-    for (float*& row : s.row) row = take<float>(at, widest);
+    for (float*& row : s.row) row = take<float>(at, kLoraTokens * widest);
     return at;
 }
 
@@ -124,24 +124,32 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const bool small = is_small(rows);
     const Activations& to = small ? scratch_.own[size_t(thread)] : scratch_.shared;
     const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
-    for (int64_t r = begin; r < end; r++) {
-        const float* from;
-        if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP) {
-            from = activate(instruction, r, scratch_.row[size_t(thread)]);
-        } else if (instruction.kind == KVL_QUANT) {
-            from = source_of(instruction).row(r);
-        } else {
-            float* normed = scratch_.row[size_t(thread)];
-            const float* x = scratch_.residual.row(asked_only ? batch_.rows[r] : r);
-            rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, normed);
-            from = normed;
-        }
-        store_activations(to, r, from, linear.padded_cols, linear.activation_format());
-        if (asked_only) continue;
-        if (const LoraLinear* lora = lora_of(r, instruction.linear))
-            shrink(*lora, from, linear.padded_cols, lora_row(r, thread));
+    const bool in_order = asked_only || by_adapter_.empty();
+    for (int64_t i = begin; i < end;) {
+        const LoraLinear* lora = nullptr;
+        const float* from[kLoraTokens];
+        float* h[kLoraTokens];
+        int count = 0;
+        do {  // as many as have the same adapter
+            const int64_t r = in_order ? i : by_adapter_[size_t(i)];
+            from[count] = float_row(instruction, r, scratch_.row[size_t(thread)] + count * scratch_.widest);
+            store_activations(to, r, from[count], linear.padded_cols, linear.activation_format());
+            lora = in_order ? nullptr : lora_of(r, instruction.linear);
+            h[count++] = lora_row(r, thread);
+        } while (++i < end && lora && count < kLoraTokens && lora == lora_of(by_adapter_[size_t(i)], instruction.linear));
+        if (lora) shrink(*lora, from, count, linear.padded_cols, h);
     }
     if (!small) sync();
+}
+
+// What is to be quantised of a row: where it is, or in `room`.
+const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
+    if (instruction.kind == KVL_QUANT)
+        return instruction.source == KVL_FROM_GATE_UP ? activate(instruction, row, room) : source_of(instruction).row(row);
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
+    rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);
+    return room;
 }
 
 static F32 gated(int epilogue, F32 gate, F32 up) { return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up); }
@@ -203,7 +211,33 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     for (int64_t i = 0; i < passes.count; i++) {
         const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
         tile_for(format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
+        if (lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS)
+            add_low_rank(instruction, index, begin, end, sums, thread);
         for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
+    }
+}
+
+// B h to the sums of rows [begin, end), those of one adapter together.
+void Step::add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums,
+                        int thread) {
+    static_assert(kRowsOnce <= 32 && kRowsMany <= 32);
+    uint32_t done = 0;
+    for (int64_t r = begin; r < end; r++) {
+        const LoraLinear* lora = lora_of(r, instruction.linear);
+        if (lora == nullptr || done >> (r - begin) & 1) continue;
+        const float* h[kLoraTokens];
+        float *lo[kLoraTokens], *hi[kLoraTokens];
+        int count = 0;
+        for (int64_t other = r; other < end && count < kLoraTokens; other++) {
+            if (done >> (other - begin) & 1 || lora_of(other, instruction.linear) != lora) continue;
+            done |= uint32_t(1) << (other - begin);
+            h[count] = lora_row(other, thread);
+            lo[count] = sums + (other - begin) * kPanel;
+            hi[count] = lo[count] + kLanes;
+            count++;
+        }
+        expand(lora->halves[size_t(2 * panel)], h, count, lo);
+        expand(lora->halves[size_t(2 * panel + 1)], h, count, hi);
     }
 }
 
@@ -212,11 +246,6 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
     const int64_t channel = panel * kPanel;
     if (instruction.epilogue == KVL_LOGITS) return keep_logits(row, channel, sums, thread);
     F32 lo = load(sums), hi = load(sums + kLanes);
-    if (const LoraLinear* lora = lora_of(row, instruction.linear)) {
-        const float* h = lora_row(row, thread);
-        lo = expand(lora->halves[size_t(2 * panel)], h, lo);
-        hi = expand(lora->halves[size_t(2 * panel + 1)], h, hi);
-    }
     if (const float* bias = vector(instruction.vector)) {
         lo = add(lo, load(bias + channel));
         hi = add(hi, load(bias + channel + kLanes));
