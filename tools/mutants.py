@@ -199,6 +199,7 @@ def survivors(bugs: Sequence[Bug]) -> list[Bug]:
 
 def main(words: Sequence[str]) -> int:
     began_s, bugs = time.monotonic(), read_bugs(words)
+    os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py: torch is loaded before it, and tests fork
     PROCESSES.set_forkserver_preload([*PRELOADED])
     alive = survivors(bugs)
     for bug in alive:
