@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloom.checkpoints.tensorfile import ITEM_BYTES, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
+from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import BadRequest
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -152,8 +152,8 @@ def _modules(
 def _shape(key: str, tensors: Mapping[str, Entry]) -> tuple[int, int]:
     """Of a tensor of two dimensions and a floating type."""
     kind, shape = tensors[key].kind, tensors[key].shape
-    if kind not in ITEM_BYTES:
-        raise _bad_tensor(key, f"has type {kind}; supported are {', '.join(ITEM_BYTES)}")
+    if kind not in FLOATS:
+        raise _bad_tensor(key, f"has type {kind}; supported are {', '.join(FLOATS)}")
     if len(shape) != 2 or not all(shape):
         raise _bad_tensor(key, f"has shape {list(shape)}, not two dimensions")
     return shape[0], shape[1]
