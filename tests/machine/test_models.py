@@ -10,7 +10,7 @@ from kvloom.checkpoints import demo_models
 from kvloom.checkpoints.demo_models import HubModel
 from kvloom.contract.errors import ModelError
 from kvloom.machine.cli import models
-from kvloom.server.run.launch import adopt
+from kvloom.server.run.adopt import adopt
 from tests.support.checkpoints import save, tiny_model
 
 

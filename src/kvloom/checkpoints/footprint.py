@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from kvloom.checkpoints.families.spec import DecoderSpec
-from kvloom.checkpoints.quantized.numbers import FORM_BITS
+from kvloom.checkpoints.quantized.forms import FORM_BITS
 from kvloom.contract.config import EngineConfig
 
 FormOf = Callable[[str], str]  # a tensor's name -> its form (numbers.FORM_BITS), "" when it is not quantised

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -12,8 +13,6 @@ import typer
 from kvloom.contract.errors import BadRequest
 from kvloom.machine.facts import read_facts
 from kvloom.machine.findings import choose, findings, lines
-from kvloom.machine.models import lines as table
-from kvloom.machine.models import rows
 from kvloom.rank.kernels.kept import FOLDER_VARIABLE, OFF, KeptWeights, kept_weights
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -41,8 +40,9 @@ def doctor(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """Models that are here by name: family, format, size, licence, and what they take of memory."""
-    found = rows()
-    print(json.dumps([asdict(row) for row in found]) if as_json else "\n".join(table(found)))
+    models = import_module("kvloom.machine.models")  # opens every model, with what that takes
+    found = models.rows()
+    print(json.dumps([asdict(row) for row in found]) if as_json else "\n".join(models.lines(found)))
 
 
 @cache.callback(invoke_without_command=True)

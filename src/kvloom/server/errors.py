@@ -51,7 +51,7 @@ _ANTHROPIC_TYPE = {
 # their first part: OpenAI's with and without /v1, and those of vLLM's server
 _OPENAI_PATHS = {"v1", "chat", "completions", "embeddings", "images", "models", "responses"}
 _VLLM_PATHS = {"tokenize", "detokenize", "tokenizer_info", "version", "load", "server_info", "reset_prefix_cache"}
-_VLLM_PATHS |= {"sleep", "wake_up", "is_sleeping"}
+_VLLM_PATHS |= {"sleep", "wake_up", "is_sleeping", "rerank", "score"}
 _OPENAI_CODE = {"not_found": "model_not_found", "overloaded": "rate_limit_exceeded"}
 
 
@@ -193,7 +193,8 @@ def family_of(path: str) -> Literal["openai", "anthropic", "ollama", "tgi"]:
         return "anthropic"
     if path.startswith("/api/"):
         return "ollama"
-    return "openai" if path.strip("/").partition("/")[0] in _OPENAI_PATHS | _VLLM_PATHS else "tgi"
+    is_openai = path == "/v2/rerank" or path.strip("/").partition("/")[0] in _OPENAI_PATHS | _VLLM_PATHS
+    return "openai" if is_openai else "tgi"
 
 
 def reply_for_path(path: str, error: ServingError) -> ErrorReply:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvloom.checkpoints.families.spec import DecoderSpec, Rope
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
-from kvloom.checkpoints.quantized.numbers import number_bits
+from kvloom.checkpoints.quantized.forms import number_bits
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 from kvloom.contract.messages import Progress

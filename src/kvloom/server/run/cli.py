@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from kvloom.checkpoints.demo_models import MODELS
 from kvloom.server.config.settings import lora_module
-from kvloom.server.run.launch import DEMO_MODEL, adopt, fetch, launch, read_settings
+from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.secure.api_keys import hash_key, new_key, read_hashes
 
 
@@ -85,5 +86,5 @@ def pull(
             print(f"{model}: use is subject to the terms of {MODELS[model].terms}", file=sys.stderr)
         print(fetch(model))
     else:
-        name = adopt(model)
+        name = import_module("kvloom.server.run.adopt").adopt(model)
         print(f"{name}: serve it with: kvloom serve {name}")

@@ -8,12 +8,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
-from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.demo_models import MODELS, find_model, link, pull, pulled
+from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.files import find_weights
 from kvloom.checkpoints.pooling import prompts_of
 from kvloom.contract.errors import ModelError
-from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check
 from kvloom.server.config.environment import environment_settings, idle_variables
@@ -103,17 +101,3 @@ def fetch(name: str) -> Path:
         return found
     with cast(Any, import_module("kvloom.client.bars")).bar(f"fetching {name}") as progress:
         return pull(name, progress)
-
-
-def adopt(place: str) -> str:
-    """The name by which a model of the user's own is listed from now on; it is checked first. Raises ModelError."""
-    if place.startswith(("http://", "https://")):
-        raise ModelError(
-            f"{place} is a URL, and nothing here verifies what it gives; fetch the file, then pull its path"
-        )
-    path = Path(place).expanduser()
-    if not path.exists():
-        raise ModelError(f"no model is named {place!r}; known are {', '.join(MODELS)}, or the path of a model")
-    open_checkpoint(path)
-    load_tokenizer(path)
-    return link(path)
