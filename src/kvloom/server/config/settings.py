@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.capacity import bytes_of_gb
-from kvloom.contract.config import MAX_BATCH, STEP_TOKENS, EngineConfig, TierConfig
+from kvloom.contract.config import MAX_BATCH, MAX_GAP_S, STEP_TOKENS, EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.net.sites import checked_hosts, checked_origins
 from kvloom.net.tlsconfig import TlsConfig
@@ -241,8 +241,10 @@ class Settings:
             engine["max_queue_delay_s"] = both["max_queue_delay_us"] / 1e6
         if "fair_token_us" in both:
             engine["fair_token_s"] = both["fair_token_us"] / 1e6
-        if both.get("max_gap_ms", -1) != -1:
-            engine["max_gap_s"] = both["max_gap_ms"] / 1e3
+        if (gap_ms := both.get("max_gap_ms", -1)) != -1:
+            if not 0 <= gap_ms <= 1000 * MAX_GAP_S:  # the command line's has been through no Key
+                raise BadRequest("maxDecodeGap", f"must be -1, or 0 to {1000 * MAX_GAP_S} ms, got {gap_ms}")
+            engine["max_gap_s"] = gap_ms / 1e3
         engine["max_tokens_per_step"] = _step_tokens(engine)
         if "device_ids" in both:
             engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
