@@ -91,8 +91,11 @@ def test_what_a_step_costs_is_found_where_it_is_a_sum_of_its_parts(drawn):
 
 def noisy(draw: random.Random, count: int) -> list[tuple[Load, float]]:
     """Every tenth step is held up by somebody, up to thirty times its time; the others vary by a tenth."""
-    held_up = lambda: draw.uniform(1.5, 30) if draw.random() < 0.1 else draw.uniform(0.9, 1.1)  # noqa: E731
-    return [(load, seconds_of(load) * held_up()) for load in loads(draw, count)]
+
+    def disturbance() -> float:
+        return draw.uniform(1.5, 30) if draw.random() < 0.1 else draw.uniform(0.9, 1.1)
+
+    return [(load, seconds_of(load) * disturbance()) for load in loads(draw, count)]
 
 
 @pytest.mark.parametrize("seed", range(4))
