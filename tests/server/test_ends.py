@@ -89,6 +89,14 @@ def test_a_grammar_that_the_parser_gives_up_on_is_an_error(server: FakeServer, n
     assert "<state>" not in answer.text
 
 
+@pytest.mark.parametrize(("name", "is_streamed"), CASES)
+def test_a_grammar_that_nothing_matches_is_the_callers_mistake(server: FakeServer, name: str, is_streamed: bool):
+    path, body, constrained, _read, streams = ROUTES[name]
+    answer = server.post(path, body | constrained("start: start") | ((streams or {}) if is_streamed else {}))
+    assert is_streamed or answer.status_code in (400, 422)
+    assert GAVE_UP in answer.text
+
+
 def test_others_go_on_beside_it(server: FakeServer):
     plain = server.complete("hello", max_tokens=30, seed=1, ignore_eos=True).json()["choices"]
     server.complete("hi", guided_grammar=AMBIGUOUS)

@@ -192,4 +192,5 @@ class Delta:
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     seed: int | None = None  # the seed in use; None when greedy
     error: str | None = None
+    is_callers: bool = False  # whether the error lies in the request: asked again it would fail again
     embedding: bytes | None = None  # pooled states, float32, not normalised

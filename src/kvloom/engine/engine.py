@@ -243,8 +243,8 @@ class Engine:
             if chunk.id in self._seqs:
                 self._seqs[chunk.id].take_prompt_logprobs(chunk)
         for given_up in output.given_up:
-            if given_up.id in self._seqs:
-                self._fail(self._seqs[given_up.id], given_up.error)
+            if live := self._seqs.get(given_up.id):  # a grammar without a first token can never be followed
+                self._fail(live, given_up.error, len(live.seq.token_ids) == live.seq.num_prompt)
         self._transfers.finish(output.moved, output.is_tier_up)
         for pooled in output.pooled:
             if pooled.id in self._seqs:
@@ -346,10 +346,10 @@ class Engine:
             self._counts.add("total_recomputed_tokens", max(0, live.num_lost - num_cached))
             live.num_lost = None
 
-    def _fail(self, live: Live, error: str) -> None:
+    def _fail(self, live: Live, error: str, is_callers: bool = False) -> None:
         """End a request with an error."""
         self._retire(live)
-        self._outbox.append(replace(live.delta(FinishReason.ERROR), error=error))
+        self._outbox.append(replace(live.delta(FinishReason.ERROR), error=error, is_callers=is_callers))
 
     def _retire(self, live: Live) -> None:
         """Take a request out: blocks freed, the rank told at the next step."""

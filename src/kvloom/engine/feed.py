@@ -56,7 +56,8 @@ class Feed:
         step: Step = []
         for request_id, item in items:
             if isinstance(item, Delta) and item.finish_reason is FinishReason.ERROR:
-                item = GenerationFailed(item.error or "the model failed")
+                error = item.error or "the model failed"
+                item = BadRequest("", error) if item.is_callers else GenerationFailed(error)
             if isinstance(item, ServingError):
                 self._put(step)
                 self._steps.put_nowait(item)
