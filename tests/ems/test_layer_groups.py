@@ -79,6 +79,14 @@ def test_without_groups_a_chunk_is_a_block_like_any_other(agent):
         assert torch.equal(slots(kv, 0, 40, 4), slots(true, 0, 4, 4))
 
 
+def test_the_last_slots_of_each_group_can_be_used(cc: ContextCaching, kv):
+    true = copy_of(kv)
+    assert cc.save(hashes=[7], chunk_descs=[[(60, 4)], [(112, 16)]]).success == 1
+    assert cc.load(hashes=[7], chunk_descs=[[(0, 4)], [(0, 16)]]).success == 1
+    assert torch.equal(slots(kv, 0, 0, 4), slots(true, 0, 60, 4))
+    assert torch.equal(slots(kv, 1, 0, 16), slots(true, 1, 112, 16))
+
+
 @pytest.mark.parametrize(
     ("arguments", "name"),
     [

@@ -12,7 +12,8 @@ from starlette.testclient import TestClient
 
 from ems import CcKvOption, EmsErrorCode, EmsException
 from kvloom.pool.control.service import build_app
-from kvloom.pool.control.state import ControlState
+from kvloom.pool.control.state import ControlState, Heartbeat, Orders
+from kvloom.pool.metrics import NodeStats
 from tests.support.asgi import PromptServer, in_thread
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
@@ -102,6 +103,27 @@ def test_state_survives_a_restart(tmp_path, clock):
         assert state.tenants()[0]["quota_bytes"] == 2
 
 
+def heard_of(state, *node_ids) -> list[Orders]:
+    """What each node is told in answer to its heartbeat."""
+    return [state.heartbeat(node_id, Heartbeat(f"{node_id}:1", NodeStats(node_id, [], {}))) for node_id in node_ids]
+
+
+def test_nodes_are_told_who_is_drained_until_it_is_no_more(api, state):
+    heard_of(state, "a", "b")
+    api.post("/v1/nodes/b:drain")
+    for orders in heard_of(state, "a", "b"):
+        assert (orders.draining, sorted(orders.members)) == (["b"], ["a", "b"])
+    api.post("/v1/nodes/b:undrain")
+    assert [orders.draining for orders in heard_of(state, "a", "b")] == [[], []]
+
+
+def test_a_node_is_told_once_what_to_evict(api, state):
+    heard_of(state, "a", "b")
+    for size in (5, 6):
+        assert api.post("/v1/nodes/a/blocks:evict", json={"tenant": "t", "bytes": size}).status_code == 202
+    assert [orders.evict for orders in heard_of(state, "b", "a", "a")] == [[], [("t", 5), ("t", 6)], []]
+
+
 @pytest.fixture
 def served(clock):
     """The control plane on a port, and its admin client."""
@@ -162,6 +184,25 @@ def test_agents_follow_the_control_plane(served):
         with pytest.raises(EmsException) as caught:
             cc.save(slots_of(0), [1], [4])
         assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+
+
+def test_a_session_ends_with_its_key_and_those_of_the_new_key_go_on(served):
+    old = served.post("/v1/credentials", json={"access_id": "a"}).json()["access_key"]
+    with ExitStack() as stack:
+        agent = controlled(stack, served.base_url, "a")
+
+        def opened_with(key):
+            assert agent._control.beat()
+            return stack.enter_context(session(agent.config.socket, new_kv(), access_id="a", access_key=key))
+
+        before = opened_with(old)
+        assert before.save(slots_of(0), [1], [4]).success == 1
+        new = served.post("/v1/credentials/a:rotate", json={"overlap_s": 0}).json()["access_key"]
+        after = opened_with(new)
+        with pytest.raises(EmsException) as caught:
+            before.save(slots_of(0), [2], [4])
+        assert caught.value.status_code() == EmsErrorCode.EMS_IO_ERROR
+        assert after.exists([1, 2]) == 1
 
 
 def test_agents_go_on_without_the_control_plane(served):

@@ -163,6 +163,20 @@ def test_a_guarantee_smaller_than_a_slab_is_kept():
     pool.close()
 
 
+def test_what_two_read_stays_until_both_have():
+    pool = new_pool(1 << 17)
+    (key,) = fill(pool, range(1), 8192)
+    first, second = pool.pin_prefix([key]), pool.pin_each([key])
+    pool.shrink(1)
+    assert pool.missing([key]) == [key]
+    pool.unpin(first)
+    assert pool.num_given_back == 0, "the second reads"
+    pool.unpin(second)
+    assert pool.num_given_back == 1
+    pool.check()
+    pool.close()
+
+
 def test_a_segment_that_leaves_waits_for_its_readers_and_writers():
     pool = new_pool(1 << 17)
     keys = fill(pool, range(8), 8192)

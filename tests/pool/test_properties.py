@@ -79,6 +79,14 @@ def test_what_is_kept_is_no_victim_and_stays(order):
     queue.check()
 
 
+def test_a_key_that_was_used_stays_when_one_that_was_not_can_go():
+    queue = S3Fifo()
+    for key in (b"used", b"unused"):
+        queue.add(key)
+    queue.touch(b"used")
+    assert queue.victim(lambda _key: False) == b"unused"
+
+
 def test_new_keys_stay_while_those_before_them_were_used():
     queue = S3Fifo()
     for n in range(1000):
