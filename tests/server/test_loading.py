@@ -193,7 +193,7 @@ def test_a_model_that_fails_when_nobody_waits_any_more_is_no_mistake_of_the_thre
         may_fail.wait()
         raise ModelError("its process was ended")
 
-    monkeypatch.setattr(loading, "open_engine", open_engine)
+    monkeypatch.setattr(loading, "factory_of", lambda name: open_engine)
     found = loading.Loading(ServerConfig((CARD,)))
     assert not found.models.cancel()
     may_fail.set()
@@ -203,7 +203,7 @@ def test_a_model_that_fails_when_nobody_waits_any_more_is_no_mistake_of_the_thre
 LOADS_FOR_EVER = """
 import sys, threading
 from kvloom.server.run import loading
-loading.open_engine = lambda *arguments: threading.Event().wait()
+loading.factory_of = lambda name: lambda *arguments: threading.Event().wait()
 from kvloom.cli import main
 main()
 """

@@ -147,7 +147,10 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "words"),
     [
         (["serve", "nowhere"], "'nowhere' is neither a folder, a .gguf file nor a known model; known are smollm2"),
-        (["serve", "--backend", "tpu", "--port", "0", "/etc/hostname"], "backend: must be one of"),
+        (
+            ["serve", "--backend", "tpu", "--port", "0", "/etc/hostname"],
+            "backend: must name a back end that is installed (default, auto, cpu, torch, reference, mock, fake; ",
+        ),
         (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
         (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
@@ -165,7 +168,7 @@ def test_a_users_mistake_is_one_line_that_says_what_to_do(arguments, words):
 
 
 def test_a_context_that_the_model_lacks_is_lowered_and_told(monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setattr(loading, "open_engine", lambda *arguments: SimpleNamespace(max_seq_len=8192))
+    monkeypatch.setattr(loading, "factory_of", lambda name: lambda *arguments: SimpleNamespace(max_seq_len=8192))
     card = ModelCard("m", EngineConfig(backend="fake", max_seq_len=100_000))
     loading.Loading(ServerConfig((card,))).models.result(WAIT_S)
     assert "maxSeqLen: 100000 is lowered to 8192, the longest context of m" in caplog.text

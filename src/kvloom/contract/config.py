@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvloom.contract.errors import BadRequest
 
-BACKENDS = ("auto", "cpu", "reference", "fake")
+BACKENDS = ("auto", "cpu", "reference", "fake")  # of ranks; any other is the name of a plug-in
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
@@ -96,7 +96,7 @@ class EngineConfig:
     """
 
     model: str = ""  # a folder or a .gguf file; empty for the fake backend
-    backend: str = "auto"  # auto = cpu where its library can be had, else reference
+    backend: str = "auto"  # auto = cpu where its library can be had, else reference; or a plug-in's name
     device: str = "cpu"
     dtype: str = "auto"  # float32 takes the reference backend
     weight_format: str = "auto"  # of the cpu backend; auto = as a quantised file has them, else w8a8 (footprint.py)
@@ -144,7 +144,7 @@ class EngineConfig:
     fake_token_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _one_of("backend", self.backend, BACKENDS)
+        _name_of_backend(self.backend)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("weight_format", self.weight_format, WEIGHT_FORMATS)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
@@ -205,6 +205,11 @@ class EngineConfig:
             max_queue_delay_s=self.max_queue_delay_s,
             max_draft_tokens=self.max_draft_tokens,
         )
+
+
+def _name_of_backend(name: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]{0,63}", name):
+        raise BadRequest("backend", f"must be the name of a back end, got {name!r}")
 
 
 def _policy(field: str, value: int) -> None:

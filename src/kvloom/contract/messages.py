@@ -156,6 +156,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     hidden_size: int = 0  # numbers of a token's state, and of an embedding
     pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
     held_as: str = ""  # how the weights are kept, for people
+    lacks: dict[str, str] = {}  # of capabilities.FEATURES those that it has not, and why
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

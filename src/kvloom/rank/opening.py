@@ -10,7 +10,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import BACKENDS, EngineConfig
+from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.link.ranks import RankExecutor
@@ -28,6 +29,8 @@ def open_ranks(
     config: EngineConfig, eos_ids: Callable[[], list[int]] = list, progress: Progress | None = None
 ) -> RankExecutor:
     """Start the ranks of `config` and wait until the model is loaded. Raises ModelError. See RankExecutor."""
+    if config.backend not in BACKENDS:
+        raise BadRequest("backend", f"must be one of {', '.join(BACKENDS)} here, got {config.backend!r}")
     return RankExecutor(_PROGRAM, config, eos_ids, progress)
 
 

@@ -24,6 +24,7 @@ from kvloom.server.serving.pictures.card import PictureCard
 
 DEFAULT_HOST = "127.0.0.1"
 KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
+_KERNELS = ("auto", "cpu", "fake")  # back ends that take them, or are told apart from them by nobody
 BY_PRIORITY = 2  # a policy of later releases; priorities count under every policy here
 
 
@@ -113,7 +114,7 @@ def load_settings(path: Path) -> dict[str, Any]:
 def _fit_blocks(found: Found, path: Path) -> None:
     """Blocks of a size that the CPU kernels have; the torch backend, which has all of them, keeps the one given."""
     size = found.values.get("block_size", KERNEL_BLOCK)
-    if size % KERNEL_BLOCK and any(model.get("backend") != "reference" for model in found.values["models"]):
+    if size % KERNEL_BLOCK and any(model.get("backend", "auto") in _KERNELS for model in found.values["models"]):
         fitting = -(-size // KERNEL_BLOCK) * KERNEL_BLOCK
         at = found.paths["block_size"]
         found.notes.append(f"{path}: {at}: {size} is no multiple of {KERNEL_BLOCK}; blocks have {fitting} tokens")

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvloom.checkpoints.demo_models import MODELS
+from kvloom.server.config.backends import named_backend
 from kvloom.server.config.settings import lora_module
 from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.secure.api_keys import hash_key, new_key, read_hashes
@@ -23,7 +24,9 @@ def serve(
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="The name that requests use.")] = None,
     config: Annotated[Path | None, typer.Option(help="A config.json; the other options override it.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto, cpu, reference, or fake (a mock without weights).")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="auto, cpu, torch, mock (no weights), or an engine that is installed.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
@@ -58,7 +61,8 @@ def serve(
     settings.override(max_gap_ms=max_gap_ms)
     settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
     settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
-    settings.override_model(model=model, name=served_model_name, backend=backend, device=device, dtype=dtype)
+    settings.override_model(model=model, name=served_model_name, device=device, dtype=dtype)
+    settings.override_model(backend=None if backend is None else named_backend(backend))
     settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
     settings.override_model(weight_cache=weight_cache)
     settings.override(run_ahead=run_ahead, crash_patience_s=crash_patience)

@@ -14,7 +14,6 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvloom.contract.errors import BadRequest
-from kvloom.engine.thread import EngineThread
 from kvloom.net.listening import bracketed
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.lora import check_name
@@ -33,6 +32,7 @@ from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.serving.admission import Admission
 from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.engine import EngineLike
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.pictures.service import PictureService
 from kvloom.server.serving.registry import Models
@@ -139,7 +139,7 @@ def _secure() -> Any:
     return import_module("kvloom.server.secure.tls")
 
 
-def _load_adapters(models: Models, service: GenerationService, card: ModelCard, engine: EngineThread) -> None:
+def _load_adapters(models: Models, service: GenerationService, card: ModelCard, engine: EngineLike) -> None:
     """Those of the configuration. Raises BadRequest, ModelError."""
     for name, path in card.lora_modules:
         try:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
-from kvloom.rank.opening import model_tokenizer, open_engine
+from kvloom.rank.opening import model_tokenizer
+from kvloom.server.config.backends import factory_of
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.serving.card import ModelCard
-from kvloom.server.serving.engine import Closing
+from kvloom.server.serving.engine import Closing, EngineLike
 from kvloom.server.serving.pictures.card import PictureCard
 
 if TYPE_CHECKING:
-    from kvloom.engine.thread import EngineThread
     from kvloom.images.process import PictureProcess
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 class Loaded:
     """The models of a server, as many as its configuration has."""
 
-    models: "Sequence[tuple[ModelCard, EngineThread, Tokenizer]]"
+    models: Sequence[tuple[ModelCard, EngineLike, Tokenizer]]
     pictures: "Sequence[tuple[PictureCard, PictureProcess]]" = ()
 
 
@@ -71,11 +71,11 @@ class Loading:
         self._keep(painter)
         return painter
 
-    def _open(self, card: ModelCard) -> "tuple[ModelCard, EngineThread, Tokenizer]":
+    def _open(self, card: ModelCard) -> tuple[ModelCard, EngineLike, Tokenizer]:
         """Raises ServingError."""
         load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
         with _bar(f"loading {card.name}") as progress:
-            engine = open_engine(card.engine, load, progress)
+            engine = factory_of(card.engine.backend)(card.engine, load, progress)
         self._keep(engine)
         wanted = card.engine.max_seq_len
         if wanted is not None and wanted > engine.max_seq_len:

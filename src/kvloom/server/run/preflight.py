@@ -8,8 +8,10 @@ from functools import partial
 
 import msgspec
 
+from kvloom.contract.config import BACKENDS
 from kvloom.contract.errors import ModelError, UserError
 from kvloom.net.listening import listen
+from kvloom.server.config.backends import factory_of
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import resolve_model
 from kvloom.server.run.main import check_addresses, check_names
@@ -58,8 +60,13 @@ def _check_tls(config: ServerConfig) -> None:
 
 
 def _check_model(card: ModelCard) -> None:
-    """In a process of its own, as a rank reads them. Raises ModelError."""
+    """In a process of its own, as a rank reads them; a plug-in by what it brings for that. Raises ServingError."""
     if card.engine.backend == "fake":
+        return
+    if card.engine.backend not in BACKENDS:
+        check = getattr(factory_of(card.engine.backend), "check", None)
+        if check is not None:
+            check(card.engine)
         return
     done = subprocess.run(
         [sys.executable, "-m", "kvloom.rank.check"],

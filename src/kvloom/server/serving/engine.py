@@ -1,17 +1,29 @@
-"""EngineLike: what the server needs of an EngineThread."""
+"""EngineLike: what the server needs of an engine; EngineThread is one. EngineFactory: what a plug-in gives."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from kvloom.contract.messages import RankInfo
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Progress, RankInfo
 from kvloom.contract.request import Delta, Request
+from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter
 from kvloom.engine.feed import Feed
 from kvloom.engine.stats import Stats
 
 
-class EngineLike(Protocol):
-    """Safe to call from the loop."""
+class Closing(Protocol):
+    """What runs requests: closed, it ends them with an error. Blocks; safe from any thread."""
+
+    def close(self) -> None: ...
+
+
+class EngineLike(Closing, Protocol):
+    """One loaded model. Safe to call from the loop, but for `preload_adapter` and `close`, which block."""
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to work; feeds are read on `loop`."""
 
     @property
     def max_seq_len(self) -> int: ...
@@ -24,6 +36,7 @@ class EngineLike(Protocol):
     def open(self, requests: Sequence[Request]) -> Feed: ...
     def stream(self, request: Request) -> AsyncGenerator[Delta]: ...
     def abort(self, request_id: str) -> None: ...
+    def preload_adapter(self, path: str) -> Adapter: ...
     async def load_adapter(self, path: str) -> Adapter: ...
     def unload_adapter(self, adapter: int) -> None: ...
     async def reset_prefix_cache(self, preempts: bool) -> None: ...
@@ -31,7 +44,14 @@ class EngineLike(Protocol):
     async def wake(self, wants_same_weights: bool) -> None: ...
 
 
-class Closing(Protocol):
-    """What runs requests: closed, it ends them with an error. Blocks; safe from any thread."""
+class EngineFactory(Protocol):
+    """An entry point of the group kvloom.engines. It may have an attribute `check(config)`, for `config check`."""
 
-    def close(self) -> None: ...
+    def __call__(
+        self, config: EngineConfig, vocabulary: Callable[[], Tokenizer], progress: Progress | None = None
+    ) -> EngineLike:
+        """Load the model of `config`; blocks until it is there. Raises BadRequest, ModelError.
+
+        `vocabulary` reads the model's tokenizer, `progress(done_bytes, total_bytes)` may be called meanwhile.
+        """
+        ...

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from kvloom.contract.capabilities import check_capable
 from kvloom.contract.errors import BadRequest, ServingError, TimedOut, Unavailable
 from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
@@ -88,6 +89,18 @@ class GenerationService:
             if len(prompt) > limit:
                 raise PromptTooLong(field, len(prompt), limit, self.engine.max_seq_len)
 
+    def _check_capable(self, generation: Generation) -> None:
+        """Raises BadRequest for what the engine cannot do."""
+        if lacks := self.engine.info.lacks:
+            beside = {
+                "generation": not generation.pooling,
+                "pooling": generation.pooling,
+                "adapter": self.adapter,
+                "priority": generation.priority,
+                "cache_salt": generation.cache_salt,
+            }
+            check_capable(lacks, generation.params, beside)
+
     def check_ready(self) -> None:
         """Raises Unavailable."""
         self.sleeper.check_awake()
@@ -114,6 +127,7 @@ class GenerationService:
         tally = _Tally(timing or Timing(), generation.num_choices)
         self.meter.received()
         try:
+            self._check_capable(generation)
             async with self._admitted(generation, tally.timing) as running:
                 self._check_time(running)
                 if running.ticket.is_stopped:  # before the engine has heard of it
