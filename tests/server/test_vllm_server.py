@@ -47,7 +47,10 @@ def test_version_and_load():
 
 def test_server_info_has_vllms_names_in_both_forms(server: FakeServer):
     info = server.client.get("/server_info", params={"config_format": "json"}).json()
-    assert info.keys() == {"vllm_config", "vllm_env", "system_env"}
+    assert info.keys() > {"vllm_config", "vllm_env", "system_env"}
+    facts = server.client.get("/get_server_info").json()
+    assert info.keys() - facts.keys() == {"vllm_config", "vllm_env", "system_env"}
+    assert {name: info[name] for name in facts} == facts  # by SGLang's names too
     config = info["vllm_config"]
     assert config["model_config"]["served_model_name"] == MODEL
     assert config["model_config"]["max_model_len"] == server.engine.max_seq_len

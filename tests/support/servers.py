@@ -105,12 +105,13 @@ def fake_server(
     policy: Policy | None = None,
     card: Mapping[str, object] | None = None,
     store: ResponseStore | None = None,
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **config: object,
 ) -> Iterator[FakeServer]:
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
 
-    `keys`: API keys, one of which is asked for; `policy`: which pages may ask. `config` goes into EngineConfig, `card`
-    into ModelCard.
+    `keys`: API keys, one of which is asked for; `policy`: which pages may ask; `wrap`: what stands before the app.
+    `config` goes into EngineConfig, `card` into ModelCard.
     """
     shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
     executor = FakeExecutor(partial(FakeRunner, shape))
@@ -136,7 +137,7 @@ def fake_server(
         dialects = make_dialects(models, health, Control(partial(_drain, health), "test"), shown, store)
         ring = KeyRing(shown.api_key_hashes) if keys else None
         app = make_app(health, dialects, AppSettings(max_body_bytes, on_start), made[0].parsing)
-        app = guard(app, policy or policy_of(shown), ring)
+        app = wrap(guard(app, policy or policy_of(shown), ring))
         return _server(app if tracer is None else CallerMiddleware(app), tls)
 
     with listen("127.0.0.1", 0) as listener:

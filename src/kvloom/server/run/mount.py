@@ -17,12 +17,14 @@ from kvloom.server.dialects.operators.status import Control, Status
 from kvloom.server.dialects.rerank.routes import Rerank
 from kvloom.server.dialects.responses.conversations import Conversations
 from kvloom.server.dialects.responses.routes import Responses
+from kvloom.server.dialects.sglang.server import SglangServer
 from kvloom.server.dialects.tgi.either import Generate
 from kvloom.server.dialects.tgi.native import Native
 from kvloom.server.dialects.tgi.routes import TextGeneration
 from kvloom.server.dialects.triton.repository import TritonRepository
 from kvloom.server.dialects.triton.routes import Triton
 from kvloom.server.dialects.vllm.generate import Vllm
+from kvloom.server.dialects.vllm.rendering import Rendering
 from kvloom.server.dialects.vllm.server import VllmServer
 from kvloom.server.dialects.vllm.tokenizer_info import TokenizerInfo
 from kvloom.server.dialects.vllm.tokenizing import Tokenizing
@@ -45,8 +47,9 @@ def make_dialects(
     number = version("kvloom")
     tgi = TextGeneration(models, number)
     view = config_view(config)
+    completions = OpenAI(models)
     openai: list[Dialect] = [
-        OpenAI(models), Responses(models, store), Conversations(store), Embeddings(models), Images(models)
+        completions, Responses(models, store), Conversations(store), Embeddings(models), Images(models)
     ]  # fmt: skip
     dialects: list[Dialect] = [
         *openai,
@@ -54,6 +57,7 @@ def make_dialects(
         Ollama(models),
         Rerank(models),
         Tokenizing(models),
+        Rendering(completions),
         TokenizerInfo(models),
         tgi,
         Generate(tgi, Vllm(models)),
@@ -63,6 +67,7 @@ def make_dialects(
         Status(models, health, control, may_stop_by_get(config)),
         LoraAdapters(models),
         VllmServer(models, view, number),
+        SglangServer(models, health, number),
         Metrics(models),
         Console(models, health, view, number),
     ]

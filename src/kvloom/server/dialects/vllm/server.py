@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
+from kvloom.server.dialects.sglang.server import server_facts
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.registry import Models
@@ -53,7 +54,8 @@ class VllmServer:
         return _json({"server_load": self._models.num_active})
 
     async def server_info(self, request: HttpRequest) -> Reply:
-        """Of the first model, by vLLM's names; all that is configured stands beside it. Raises BadRequest."""
+        """Of the first model, by vLLM's names and by SGLang's, which has this route too; all that is configured stands
+        beside it. Raises BadRequest."""
         form = request.query.get("config_format", "text")
         if form not in ("text", "json"):
             raise BadRequest("config_format", f"must be text or json, got {form!r}")
@@ -61,7 +63,7 @@ class VllmServer:
         text = ", ".join(f"{name}={value}" for name, value in config.items())
         variables = {name: value for name, value in os.environ.items() if name.startswith("MIES_")}
         info = {"vllm_config": text if form == "text" else config, "vllm_env": variables, "system_env": self._system()}
-        return _json(info)
+        return _json({**server_facts(self._models.default, self._number), **info})
 
     def _system(self) -> dict[str, Any]:
         return {

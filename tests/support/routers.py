@@ -1,0 +1,80 @@
+"""Other people's routers as they are installed, before servers that write down what they are asked."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.support.ports import free_port
+from tests.support.waiting import until
+
+SGLANG, VLLM = "sglang_router.launch_router", "vllm_router.launch_router"
+
+
+@dataclass(slots=True)
+class Recorder:
+    """What a server was asked: (method, path, status) in order of the answers."""
+
+    asked: list[tuple[str, str, int]] = field(default_factory=list)
+
+    def paths(self, method: str) -> list[str]:
+        return [path for asked, path, _ in self.asked if asked == method]
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        async def recording(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http":
+                return await app(scope, receive, send)
+
+            async def noted(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    self.asked.append((scope["method"], scope["path"], message["status"]))
+                await send(message)
+
+            return await app(scope, receive, noted)
+
+        return recording
+
+
+@contextmanager
+def router(module: str, *arguments: str) -> Iterator[httpx.Client]:
+    """A client of a router that says it is ready; its output is shown when it does not become so."""
+    port = free_port()
+    where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
+    quick = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1", "--log-level", "info")
+    command = [sys.executable, "-m", module, *where, *quick, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            try:
+                until(lambda: _is_ready(client) or process.poll() is not None)
+                assert process.poll() is None
+            except AssertionError:
+                process.kill()
+                raise AssertionError(process.communicate()[0]) from None
+            yield client
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/readiness").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def text_of(events: str) -> str:
+    """The text of a streamed chat or completion, and its finish reason behind it."""
+    parts, finish = [], None
+    for line in events.splitlines():
+        if line.startswith("data: {"):
+            for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                parts.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                finish = choice["finish_reason"] or finish
+    return "".join(parts) + f" [{finish}]"
