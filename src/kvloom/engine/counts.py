@@ -58,6 +58,7 @@ def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
         "num_blocks": pool.num_blocks,
         "num_free_blocks": pool.num_free,
         "num_cached_blocks": pool.num_cached,
+        "num_evicted_blocks": pool.num_evicted,
         "num_swapped": sum(bool(seq.host_blocks) for seq in seqs),
         "num_host_blocks": pool.host.num_blocks,
         "num_free_host_blocks": pool.host.num_free,

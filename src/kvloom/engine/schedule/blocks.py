@@ -51,6 +51,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest release first
+        self.num_evicted = 0  # blocks that were handed out while a hash still found them
 
     @property
     def num_free(self) -> int:
@@ -102,6 +103,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _ = self._free.popitem(last=False)
+            self.num_evicted += self._hash_of[block] is not None
             self._forget(block)
             self._refs[block] = 1
             blocks.append(block)
