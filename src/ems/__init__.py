@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from ems.config import CcKvOption, CcResult, EmsConfig
     from ems.context_caching import CcFuture, ContextCaching
     from ems.context_caching import ContextCaching as ContextCache_v1
-    from ems.ems import Ems, embedded
+    from ems.ems import Ems, embedded, open_pool
+    from ems.values.memory import KvBuffer
+    from ems.values.moving import KvStatus
+    from ems.values.pool import KvPool
 
 _HOMES = {
     "CcConfig": ("ems.cc_v1.cc_config", "CcConfig_v1"),
@@ -30,8 +33,12 @@ _HOMES = {
     "EmsErrorCode": ("ems.common.exception", "EmsErrorCode"),
     "EmsException": ("ems.common.exception", "EmsException"),
     "KVCacheType": ("ems.cc_v1.cc_config", "KVCacheType"),
+    "KvBuffer": ("ems.values.memory", "KvBuffer"),
     "KvBufferWrapper": ("ems.buffer", "KvBufferWrapper"),
+    "KvPool": ("ems.values.pool", "KvPool"),
+    "KvStatus": ("ems.values.moving", "KvStatus"),
     "embedded": ("ems.ems", "embedded"),
+    "open_pool": ("ems.ems", "open_pool"),
 }
 
 __all__ = [
@@ -47,8 +54,12 @@ __all__ = [
     "EmsErrorCode",
     "EmsException",
     "KVCacheType",
+    "KvBuffer",
     "KvBufferWrapper",
+    "KvPool",
+    "KvStatus",
     "embedded",
+    "open_pool",
 ]
 
 

@@ -78,6 +78,14 @@ class CcKvOption:
             raise invalid_argument("option.timeout", f"must be 0 to {_MAX_TIMEOUT_MS} ms, got {self.timeout}")
 
 
+def checked_option(option: object) -> CcKvOption:
+    """A copy of a call's option, so that the caller may change it for a retry. Raises EMS_INVALID_ARGUMENT."""
+    if not isinstance(option, CcKvOption):
+        raise invalid_argument("option", "must be a CcKvOption; leave it out for the defaults")
+    option.validate()
+    return CcKvOption(option.write_rcache, option.read_local_only, option.timeout)
+
+
 @dataclass(frozen=True, slots=True)
 class CcResult:
     """success: how many blocks from the first on were saved or loaded without a gap; total: how many were asked for.

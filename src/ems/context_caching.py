@@ -10,10 +10,10 @@ from typing import Any, Final
 from ems import pipeline
 from ems.blocks import Arguments, Cache, Request, plan, plan_counts, plan_hashes
 from ems.buffer import RegisteredCache, Snapshot
-from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
+from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
-from ems.config import CcKvOption, CcResult
-from ems.keys import Identity, KeySpace
+from ems.config import CcKvOption, CcResult, checked_option
+from ems.keys import KeySpace
 from ems.profiling import Profiler
 from ems.transport import LinkPool
 from ems.wire import messages as m
@@ -152,7 +152,7 @@ class ContextCaching:
 
         offsets: tokens of each block, as in `save`; without it all are full blocks, and a short one is not found.
         """
-        settings = _checked_option(option)
+        settings = checked_option(option)
         values = plan_hashes(hashes)
         counts = plan_counts(values, offsets) if offsets is not None else None
         deadline_s = time.monotonic() + max(_FLOOR_S, settings.timeout / 1000)
@@ -188,24 +188,13 @@ class ContextCaching:
         registered = self._registered()
         with self._lock:
             if self._key_space is None or self._key_space[0] != salt:
-                config = self._config
-                kind = KVCacheType(config.kvcache_type)
-                identity = Identity(
-                    config.model_id,
-                    config.llm_engine,
-                    kind.value,
-                    config.tp_world_size,
-                    config.pp_world_size,
-                    None if kind is KVCacheType.MLA else config.rank_in_tp_group,
-                    config.rank_in_pp_group,
-                )
-                keys = KeySpace(salt, identity, registered.layout)
+                keys = KeySpace(salt, self._config.identity(), registered.layout)
                 self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots, registered.groups))
             return self._key_space[1]
 
     def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool, is_async: bool = False) -> _Call:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
-        settings, start_s = _checked_option(option), time.monotonic()
+        settings, start_s = checked_option(option), time.monotonic()
         salt = self._key_space[0] if self._key_space else b""
         request = plan(self._planning_cache(salt), arguments, is_load)
         return _Call(is_load, arguments, salt, request, settings, start_s)
@@ -279,14 +268,6 @@ class ContextCaching:
     def after_fork(self) -> None:
         """In a forked child: the parent's threads are not here; new ones start when needed."""
         self._start()
-
-
-def _checked_option(option: CcKvOption | None) -> CcKvOption:
-    """A copy of the option, so that the caller may change it for a retry."""
-    if not isinstance(option, CcKvOption):
-        raise invalid_argument("option", "must be a CcKvOption; leave it out for the defaults")
-    option.validate()
-    return CcKvOption(option.write_rcache, option.read_local_only, option.timeout)
 
 
 def _checked_future(ccfuture: object) -> CcFuture:

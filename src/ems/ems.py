@@ -14,6 +14,7 @@ from ems.config import EmsConfig
 from ems.context_caching import ContextCaching
 from ems.private_agent import EmbeddedAgent
 from ems.session import Session, locate_socket
+from ems.values.pool import KvPool
 
 _INIT_S = 5.0
 _HEALTH_S = 1.0
@@ -99,6 +100,19 @@ class Ems:
             state, _state = _state, None
         if state is not None:
             state.close(stops_agent=state.embedded is not _embedded)
+
+
+def open_pool(config: EmsConfig, layout: str = "", socket: str | Path = "") -> KvPool:
+    """A store of values by keys, beside or without `Ems.init`; close it, or use it as a context.
+
+    layout: what tells how values are to be read, see KvPool. socket: of the agent; empty = the private agent of
+    embedded() or `Ems.init` if there is one, else where agents serve. Connects at the first call.
+    Raises EmsException(EMS_INVALID_ARGUMENT).
+    """
+    if socket:
+        return KvPool(config, layout, lambda _deadline_s: Path(socket))
+    private = _embedded or (_state.embedded if _state is not None else None)
+    return KvPool(config, layout, private.locate if private is not None else locate_socket)
 
 
 def _embedded_if_asked() -> EmbeddedAgent | None:

@@ -16,6 +16,7 @@ NONCE_BYTES = 32
 DEFAULT_TENANT = "default"
 _SIGN_AND_SIZE = struct.Struct("<BI").pack
 _NUM_TOKENS = struct.Struct("<Q").pack
+_LENGTHS = struct.Struct("<QQ").pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +63,34 @@ def _encode_str(text: str) -> bytes:
     return struct.pack("<I", len(raw)) + raw
 
 
+def _encode_owner(salt: bytes, identity: Identity) -> bytes:
+    """Whose names: the tenant, by its salt, and the model instance."""
+    rank_in_tp = -1 if identity.rank_in_tp is None else identity.rank_in_tp
+    texts = map(_encode_str, (identity.model_id, identity.llm_engine, identity.kvcache_type))
+    numbers = map(encode_int, (identity.tp_world_size, identity.pp_world_size, rank_in_tp, identity.rank_in_pp))
+    return b"".join((struct.pack("<I", len(salt)), salt, *texts, *numbers))
+
+
+class ValueNames:
+    """The names of values: bytes under keys of the caller's own, in one layout of one rank for one tenant.
+
+    No value has the name of a block, whatever the keys are.
+    """
+
+    def __init__(self, salt: bytes, identity: Identity, layout: str) -> None:
+        """layout: the caller's words for how the bytes are to be read."""
+        self._base = sha256(b"ems value 1" + _encode_owner(salt, identity) + _encode_str(layout)).digest()
+
+    def of_value(self, key: bytes, length: int) -> bytes:
+        """Name of the value of `length` bytes under `key`: one of another length has another name."""
+        return sha256(self._base + _LENGTHS(len(key), length) + key).digest()
+
+
 class KeySpace:
     """The names of one registered layout of one rank for one tenant."""
 
     def __init__(self, salt: bytes, identity: Identity, layout: Layout) -> None:
-        base = sha256(b"ems key 2")
-        base.update(struct.pack("<I", len(salt)) + salt)
-        for text in (identity.model_id, identity.llm_engine, identity.kvcache_type):
-            base.update(_encode_str(text))
-        rank_in_tp = -1 if identity.rank_in_tp is None else identity.rank_in_tp
-        for number in (identity.tp_world_size, identity.pp_world_size, rank_in_tp, identity.rank_in_pp):
-            base.update(encode_int(number))
-        base.update(layout.fingerprint())
+        base = sha256(b"ems key 2" + _encode_owner(salt, identity) + layout.fingerprint())
         self._hash_base = base.digest() + b"h"
         self._token_base = base.digest() + b"t"
 

@@ -59,6 +59,11 @@ for layer, old in zip(kv, before):
         assert (array[:4] == whole[:4]).all() and not array[4:].any()
 assert cc.async_load(slots[:4], [3], [4]).result() == CcResult(1, 1)
 assert (kv[0][1][0] == before[0][1][2]).all()
+with ems.open_pool(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id="m")), "raw") as pool:
+    assert pool.put(["a", b"b"], [b"1234", np.arange(4.0)]) == [ems.KvStatus.STORED] * 2
+    target = np.zeros(4)
+    assert pool.get([b"b", "c"], [target, bytearray(1)]) == [True, False]
+    assert (target == np.arange(4.0)).all()
 assert "torch" not in sys.modules
 Ems.shutdown()
 try:

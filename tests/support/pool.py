@@ -17,7 +17,7 @@ from ems.context_caching import ContextCaching
 from ems.profiling import Profiler
 from ems.transport import LinkPool
 from kvloom.pool.agent import Agent
-from kvloom.pool.config import AgentConfig
+from kvloom.pool.config import Address, AgentConfig
 from kvloom.pool.options import parse
 
 BLOCK_SIZE = 4
@@ -95,3 +95,13 @@ def session(
 def shared_files() -> set[str]:
     """The pool's own names in /dev/shm, where other programs of the machine come and go."""
     return {path.name for path in Path("/dev/shm").glob("ems-*")}
+
+
+@contextlib.contextmanager
+def two_agents(**changes: Any) -> Iterator[tuple[Agent, Agent]]:
+    """Two nodes of one cluster in this process."""
+    cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": (Address("x", "127.0.0.1", 1),), **changes}
+    with running_agent(node_id="a", **cluster) as a, running_agent(node_id="b", **cluster) as b:
+        a.peers.set_members([Address("b", "127.0.0.1", b.peer_port)])
+        b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
+        yield a, b

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ems.common.exception import invalid_argument
+from ems.keys import Identity
 
 LEGACY_ID = "cc_kvstore@_@ds_default_ns_001"
 """What deployed adapters ship with, as access_id (then it is the default tenant) and as model_id."""
@@ -59,6 +60,19 @@ class CcConfig_v1:
             KVCacheType(self.kvcache_type)
         except ValueError:
             raise invalid_argument("kvcache_type", "must be one of GQA, MHA, MLA, MQA") from None
+
+    def identity(self) -> Identity:
+        """What of it goes into names; valid values are assumed."""
+        kind = KVCacheType(self.kvcache_type)
+        return Identity(
+            self.model_id,
+            self.llm_engine,
+            kind.value,
+            self.tp_world_size,
+            self.pp_world_size,
+            None if kind is KVCacheType.MLA else self.rank_in_tp_group,
+            self.rank_in_pp_group,
+        )
 
 
 def _check_int(name: str, value: object, minimum: int) -> None:

@@ -147,6 +147,7 @@ class Save(Message):
     """Blocks in the staging area, in chain order. parent: the key before the first, or empty.
 
     is_last: the batch ends here; until then its blocks do not make room for each other.
+    is_chain: no block is of use without those before it; else they have nothing to do with each other.
     """
 
     OP = 9
@@ -156,6 +157,7 @@ class Save(Message):
     parent: bytes = b""
     write_rcache: bool = True
     is_last: bool = True
+    is_chain: bool = True
 
     def __post_init__(self) -> None:
         _check_counts(_check_keys(self.keys), self.offsets, self.lengths)
@@ -254,6 +256,42 @@ class Exists(Message):
 
     def __post_init__(self) -> None:
         _check_keys(self.keys)
+
+
+@dataclass
+class Pick(Message):
+    """Each of the keys for itself. The answer is Found, with length 0 for those that are nowhere."""
+
+    OP = 23
+    keys: bytes
+    read_local_only: bool = False
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@dataclass
+class Has(Message):
+    """Which of the keys `Pick` would find; the answer is Present."""
+
+    OP = 24
+    keys: bytes
+    read_local_only: bool = False
+
+    def __post_init__(self) -> None:
+        _check_keys(self.keys)
+
+
+@dataclass
+class Present(Message):
+    """One byte a key: 1 = it is there."""
+
+    OP = 25
+    found: bytes
+
+    def __post_init__(self) -> None:
+        if self.found.strip(b"\0\1"):
+            raise ValueError("found: neither 0 nor 1")
 
 
 @dataclass

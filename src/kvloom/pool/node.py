@@ -53,8 +53,8 @@ class Others(Protocol):
         """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another."""
         ...
 
-    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
-        """Length of the prefix of `keys` that other nodes have."""
+    def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
+        """Which of `keys` other nodes have; those that did not say so in time have none."""
         ...
 
     def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:

@@ -9,7 +9,7 @@ from kvloom.pool.storage.entries import Entry
 from kvloom.pool.storage.store import TenantPool
 
 _FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
-_PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
+PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
 _MAX_LEASES = 1024
 
 
@@ -31,14 +31,10 @@ class Reader:
             cause = self._pool.why_missing(keys[len(entries)])
             if not message.read_local_only and self._node.others is not None:
                 cause = self._extend(keys, entries, deadline_s)
-        self._count(len(keys), len(entries), cause)
-        lease = self._next_lease
-        if entries and len(self._leases) < _MAX_LEASES:
-            self._next_lease += 1
-            self._leases[lease] = entries
-        else:
-            self._pool.unpin(entries)
-            entries, lease = [], 0
+        self.count(len(keys), len(entries), cause)
+        lease = self.lend(entries)
+        if not lease:
+            entries = []
         located = [self._pool.locate(entry.offset) for entry in entries]
         return m.Found(
             lease=lease,
@@ -50,14 +46,24 @@ class Reader:
             num_given_back=self._pool.num_given_back,
         )
 
+    def lend(self, entries: list[Entry]) -> int:
+        """The number of a lease that takes over the pins; 0 when there is nothing to lend, or too much is lent."""
+        if not entries or len(self._leases) >= _MAX_LEASES:
+            self._pool.unpin(entries)
+            return 0
+        lease = self._next_lease
+        self._next_lease += 1
+        self._leases[lease] = entries
+        return lease
+
     def _extend(self, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
         """Adds blocks of other nodes to the pinned prefix `entries`, some at a time, until one is nowhere."""
         now = time.monotonic()
-        peers_deadline_s = now + (deadline_s - now) * _PEER_SHARE
+        peers_deadline_s = now + (deadline_s - now) * PEER_SHARE
         while len(entries) < len(keys):
             wanted = keys[len(entries) : len(entries) + _FETCH_KEYS]
             here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
-            fetched = self._fetch(wanted, peers_deadline_s)
+            fetched = self.fetch(wanted, peers_deadline_s)
             more = self._pool.pin_prefix(keys[len(entries) :])
             self._pool.unpin(here + fetched.entries)
             entries += more
@@ -65,7 +71,8 @@ class Reader:
                 return fetched.problem or self._pool.why_missing(keys[len(entries)])
         return Cause.NONE
 
-    def _fetch(self, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, keys: list[bytes], deadline_s: float) -> Fetched:
+        """Brings those of the keys that are not here from other nodes; they are pinned."""
         others = self._node.others
         if others is None:
             return Fetched(Cause.NONE, [])
@@ -73,7 +80,8 @@ class Reader:
             return Fetched(Cause.TIMEOUT, [])
         return others.fetch(self._pool, self._pool.missing(keys), deadline_s)
 
-    def _count(self, total: int, hits: int, cause: Cause) -> None:
+    def count(self, total: int, hits: int, cause: Cause) -> None:
+        """For /metrics. cause: of all misses."""
         self._pool.counts["load_keys"] += total
         self._pool.counts["load_hits"] += hits
         if hits < total:
@@ -93,7 +101,8 @@ class Reader:
         others = self._node.others
         while count < len(keys) and others is not None and not message.read_local_only:
             now = time.monotonic()
-            more = others.count(self._pool.tenant, keys[count:], now + (deadline_s - now) * _PEER_SHARE)
+            found = others.has(self._pool.tenant, keys[count:], now + (deadline_s - now) * PEER_SHARE)
+            more = next((i for i, has in enumerate(found) if not has), len(found))
             here = self._pool.count_prefix(keys[count + more :])
             count += more + here
             if here == 0:

@@ -16,6 +16,7 @@ from ems.keys import NONCE_BYTES, proof
 from ems.wire import messages as m
 from ems.wire.frames import Frame, WireError
 from kvloom.pool.node import Node
+from kvloom.pool.picking import Picker
 from kvloom.pool.reading import Reader
 from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.writing import Writer
@@ -55,6 +56,7 @@ class ClientSession:
             return
         pool = self._node.pool(tenant)
         writer, reader = Writer(pool, self._node), Reader(pool, self._node)
+        picker = Picker(pool, self._node, reader)
         handlers: dict[type[m.Message], Callable[[Any, float], m.Message | None]] = {
             m.Save: lambda message, deadline_s: writer.save(message, self._staged(message), deadline_s),
             m.Reserve: lambda message, _: writer.reserve(message),
@@ -62,6 +64,8 @@ class ClientSession:
             m.Load: reader.load,
             m.Release: reader.release,
             m.Exists: reader.exists,
+            m.Pick: picker.pick,
+            m.Has: picker.has,
             m.Ping: lambda _message, _: m.Done(),
         }
         try:

@@ -46,7 +46,7 @@ class Writer:
         statuses = bytearray()
         keys = m.split_keys(message.keys)
         areas = [arena.data[offset : offset + n] for offset, n in zip(message.offsets, message.lengths, strict=True)]
-        parents = [message.parent, *keys[:-1]]
+        parents = [message.parent, *keys[:-1]] if message.is_chain else [b""] * len(keys)
         step = _KEYS_AT_ONCE if self._node.others is None or message.write_rcache else 1
         for start in range(0, len(keys), step):
             part = slice(start, start + step)

@@ -75,14 +75,14 @@ class Peers:
         problem = next((each.problem for each in results if each.problem), Cause.NONE)
         return Fetched(problem, [entry for each in results for entry in each.entries])
 
-    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
-        """Length of the prefix of `keys` that other nodes have."""
+    def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
+        """Which of `keys` other nodes have; those that did not say so in time have none."""
         groups = self._by_link(keys)
         calls = {link: self._executor.submit(link.has, tenant, part, deadline_s) for link, part in groups.items()}
         found = set()
         for link, call in calls.items():
             found |= {key for key, has in zip(groups[link], call.result(), strict=True) if has}
-        return next((i for i, key in enumerate(keys) if key not in found), len(keys))
+        return [key in found for key in keys]
 
     def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
         """Sends a block to its home in the background; False when too many wait for that until the deadline.

@@ -80,11 +80,11 @@ class EngineTier:
                     entries.append(entry)
         return Fetched(problem, entries)
 
-    def count(self, tenant: str, keys: list[bytes], deadline_s: float) -> int:
-        """Length of the prefix of `keys` that the store has."""
+    def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
+        """Which of `keys` the store has; none when it does not say so in time."""
         names = _names(tenant, keys)
         _problem, found = self._call(lambda: self._engine.has(names), deadline_s)
-        return next((i for i, has in enumerate(found or []) if not has), len(found or []))
+        return found or [False] * len(keys)
 
     def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
         """Stores a block in the background; False when too many wait for that until the deadline.

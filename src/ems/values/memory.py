@@ -1,0 +1,107 @@
+"""What is taken as the memory of a value: buffers, arrays, tensors and addresses on the host. None of it is copied."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.buffer import KvBufferWrapper
+from ems.common.exception import invalid_argument
+from ems.tensors import imported_torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class KvBuffer:
+    """Registered memory, as uint8. A slice of it is memory as well, and keeps the whole alive."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, part: slice) -> "KvBuffer":
+        if not isinstance(part, slice) or part.step not in (None, 1):
+            raise invalid_argument("buffer", "is cut by slices without a step, as buffer[0:4096]")
+        return KvBuffer(self.data[part])
+
+
+def pieces_of(name: str, value: object, is_written: bool) -> list[Bytes]:
+    """The memory of one value: one piece, or those of a list, one after the other. is_written: it is a target.
+
+    Raises EmsException(EMS_INVALID_ARGUMENT) naming it `name`.
+    """
+    parts = list(value) if isinstance(value, list | tuple) else [value]
+    pieces = [bytes_of(name, part, is_written) for part in parts]
+    if not sum(map(len, pieces)):
+        raise invalid_argument(name, "is empty; a value has at least one byte")
+    return pieces
+
+
+def bytes_of(name: str, value: object, is_written: bool) -> Bytes:
+    """The memory of a buffer, array, tensor or KvBufferWrapper as uint8. Raises naming it `name`."""
+    if isinstance(value, KvBuffer):
+        data = value.data
+    elif isinstance(value, KvBufferWrapper):
+        data = np.frombuffer(value.view(), np.uint8)
+    elif isinstance(value, bytes | bytearray | memoryview):
+        data = _of_buffer(name, value)
+    else:
+        data = _of_array(name, _as_array(name, value))
+    if is_written and not data.flags.writeable:
+        raise invalid_argument(name, "can only be read; a get writes to it")
+    return data
+
+
+def _of_buffer(name: str, value: Any) -> Bytes:
+    view = memoryview(value)
+    if not view.c_contiguous:
+        raise invalid_argument(name, "is not contiguous")
+    return np.frombuffer(view.cast("B") if view.nbytes else b"", np.uint8)
+
+
+def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
+    """A tensor of torch as bytes of its own shape, since numpy does not know all of torch's types."""
+    torch = imported_torch()
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise invalid_argument(name, f"is on {value.device}; values are moved from and to host memory")
+        if not value.is_contiguous():
+            raise invalid_argument(name, "is not contiguous; call .contiguous() on it, or give its parts as a list")
+        array: npt.NDArray[Any] = value.detach().view(-1).view(torch.uint8).numpy()
+        return array
+    if isinstance(value, np.ndarray):
+        return value
+    try:
+        return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(memoryview(value))
+    except (TypeError, BufferError, RuntimeError, ValueError):
+        kinds = "bytes, a buffer, array, tensor or KvBufferWrapper, or a list of those"
+        raise invalid_argument(name, f"must be {kinds}, got {type(value).__name__}") from None
+
+
+def _of_array(name: str, array: npt.NDArray[Any]) -> Bytes:
+    if array.dtype.hasobject:
+        raise invalid_argument(name, "has elements that are Python objects")
+    if not array.flags.c_contiguous:
+        raise invalid_argument(
+            name, "is not contiguous; call numpy.ascontiguousarray on it, or give its parts as a list"
+        )
+    return array.reshape(-1).view(np.uint8)
+
+
+def copy_in(pieces: Sequence[Bytes], target: Bytes) -> None:
+    """Fills `target` with the pieces, one after the other."""
+    position = 0
+    for piece in pieces:
+        target[position : position + len(piece)] = piece
+        position += len(piece)
+
+
+def copy_out(source: Bytes, pieces: Sequence[Bytes]) -> None:
+    """Fills the pieces from `source`, one after the other."""
+    position = 0
+    for piece in pieces:
+        piece[:] = source[position : position + len(piece)]
+        position += len(piece)
