@@ -17,6 +17,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def merge(self, counts: Sequence[int], total: float) -> None:
+        """Add the counts of another histogram of the same bounds, and the sum of its values."""
+        self.counts = [own + other for own, other in zip(self.counts, counts, strict=True)]
+        self.sum += total
+
     def copy(self) -> Self:
         other = type(self)(self.bounds)
         other.counts, other.sum = self.counts.copy(), self.sum

@@ -1,0 +1,88 @@
+"""The EMS agent of a node, which holds blocks for all replicas there: the one that serves, or one that is started."""
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ems.common.sockets import candidates, serving_path
+from kvloom.contract.config import TierConfig
+from kvloom.contract.errors import ModelError
+from kvloom.pool.doctor import is_answered
+
+FACTORY = "kvloom.rank.tier.ems:open_tier"
+_START_S = 20.0
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+def pool_tier(configured: TierConfig | None) -> TierConfig:
+    """How ranks reach the pool; as kvPoolConfig says, where there is one."""
+    return configured or TierConfig(FACTORY)
+
+
+class NodeAgent:
+    """Holds the agent that it has started, or none where one served already. Lives as long as its process."""
+
+    def __init__(self, pool_bytes: int) -> None:
+        """Raises ModelError, one sentence, when there is none and none can be started."""
+        self._process: subprocess.Popen[bytes] | None = None
+        with _alone():
+            if not any(path.exists() and is_answered(path) for path in candidates()):
+                self._process = _started(pool_bytes)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was started for the fleet."""
+        return self._process is not None
+
+    def check(self) -> None:
+        """Raises ModelError when an agent of one's own has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise ModelError(f"the EMS agent ended with {self._process.returncode}")
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait()
+
+
+def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
+    log = Path(tempfile.gettempdir()) / f"kvloom-fleet-agent-{os.getuid()}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvloom", "pool", "agent", "--pool", str(pool_bytes)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=_end_with_parent,
+        )
+    deadline_s = time.monotonic() + _START_S
+    while not is_answered(serving_path()):
+        if process.poll() is not None or time.monotonic() > deadline_s:
+            process.kill()
+            process.wait()
+            lines = log.read_text(errors="replace").strip().splitlines()
+            raise ModelError(f"the EMS agent did not start: {lines[-1] if lines else f'see {log}'}")
+        time.sleep(_POLL_S)
+    return process
+
+
+def _end_with_parent() -> None:
+    """Whatever ends the actor ends the agent."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """One at a time on this node."""
+    with (Path(tempfile.gettempdir()) / f"kvloom-fleet-agent-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

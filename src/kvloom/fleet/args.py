@@ -1,0 +1,135 @@
+"""FleetArgs: what an application of the fleet is given, by `args` of a fleet.yaml or by `kvloom fleet run`."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from kvloom.contract.errors import BadRequest
+
+_AT = re.compile(r" - at `\$(?P<path>.*)`\Z", re.DOTALL)
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Autoscaling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """Replicas between two bounds, so that each has about so many tokens of prompts before it."""
+
+    max_replicas: Positive
+    min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
+    queued_tokens_per_replica: Positive = 4096
+    up_delay_s: Amount = 5.0  # how long more are wanted before they are started
+    down_delay_s: Amount = 300.0
+
+
+class Roles(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    """Replicas for prompts alone, and for all else; a prompt of `threshold` tokens and more goes to the former."""
+
+    prefill: Positive
+    decode: Positive
+    threshold: Positive = 1024
+
+
+class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """As choice.Rules has them."""
+
+    guard_factor: Annotated[float, msgspec.Meta(ge=1)] = 2.0
+    guard_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
+    load_cost: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.15
+    policy: str = "prefix"  # or power-of-two, Serve's own
+
+
+class Mock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """What a step of the model without weights takes."""
+
+    step_ms: Amount = 0.0
+    token_ms: Amount = 0.0
+
+
+class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """`config` is a config.json, whose values those given here override."""
+
+    model: str = ""
+    name: str | None = None
+    config: str | None = None
+    backend: str | None = None
+    weight_format: str | None = None
+    max_seq_len: Positive | None = None
+    max_batch: Positive | None = None
+    num_blocks: Positive | None = None
+    replicas: Positive = 1
+    autoscaling: Autoscaling | None = None
+    roles: Roles | None = None
+    ingresses: Positive = 1
+    cpus_per_rank: Amount = 1.0
+    gpus_per_rank: Amount = 0.0
+    router: RouterArgs = RouterArgs()
+    patience_s: Amount = 120.0
+    grace_s: Amount = 30.0
+    kv_pool: bool = False  # a node's agent of EMS holds blocks for all replicas; found, or started
+    mock: Mock | None = None
+    host: str | None = None  # these two: where Ray's proxy listens, for `kvloom fleet run`
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
+
+
+def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
+    """Raises BadRequest with the path of the wrong value, `above` it stands where the arguments do."""
+    try:
+        args = msgspec.convert(dict(given), FleetArgs)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        found = _AT.search(text)
+        path = above + (found["path"] if found else "")
+        raise BadRequest(path, _small(text[: found.start()] if found else text)) from None
+    _check(args, above)
+    return args
+
+
+def _check(args: FleetArgs, above: str) -> None:
+    """Values that depend on each other. Raises BadRequest."""
+    scaling = args.autoscaling
+    if scaling is not None and scaling.min_replicas > scaling.max_replicas:
+        problem = f"must be at most maxReplicas, {scaling.max_replicas}, got {scaling.min_replicas}"
+        raise BadRequest(f"{above}.autoscaling.minReplicas", problem)
+    if args.roles is not None and scaling is not None:
+        raise BadRequest(f"{above}.autoscaling", "is not had together with roles: their numbers are fixed")
+    if args.roles is not None and not args.kv_pool:
+        raise BadRequest(f"{above}.kvPool", "must be true with roles: blocks go from prefill to decode by EMS")
+    if args.router.policy not in ("prefix", "power-of-two"):
+        raise BadRequest(f"{above}.router.policy", f"must be prefix or power-of-two, got {args.router.policy!r}")
+
+
+def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
+    """The arguments of the first application of a fleet.yaml, and its http_options. Raises BadRequest."""
+    try:
+        document = msgspec.yaml.decode(path.read_bytes())
+    except OSError as error:
+        raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
+    except msgspec.DecodeError as error:
+        raise BadRequest(str(path), f"is not valid YAML: {error}") from None
+    except ImportError:
+        raise BadRequest(str(path), "needs PyYAML to be read: pip install 'kvloom[ray]'") from None
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or not applications:
+        raise BadRequest(f"{path}: applications", "must be a list of one application")
+    if len(applications) > 1:
+        raise BadRequest(f"{path}: applications[1]", "is one too many: a fleet is one application")
+    application = applications[0]
+    if not isinstance(application, dict) or application.get("import_path") != IMPORT_PATH:
+        raise BadRequest(f"{path}: applications[0].import_path", f"must be {IMPORT_PATH}")
+    given = application.get("args")
+    if not isinstance(given, dict):
+        raise BadRequest(f"{path}: applications[0].args", "must be an object")
+    options = document.get("http_options")
+    if options is not None and not isinstance(options, dict):
+        raise BadRequest(f"{path}: http_options", "must be an object")
+    return parse_args(given, f"{path}: applications[0].args"), options or {}
+
+
+IMPORT_PATH = "kvloom.fleet.app:build"
+
+
+def _small(text: str) -> str:
+    return text[:1].lower() + text[1:]

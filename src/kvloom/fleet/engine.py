@@ -1,0 +1,222 @@
+"""FleetEngine: what the server takes for an engine, and is the whole fleet. Knows Ray only as `Call`."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvloom.contract.errors import BadRequest, GenerationFailed, ServingError, Unavailable
+from kvloom.contract.messages import RankInfo
+from kvloom.contract.request import Delta, FinishReason, Request, check_request
+from kvloom.engine.adapters import Adapter
+from kvloom.engine.feed import Feed
+from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
+from kvloom.engine.stats import Stats
+from kvloom.fleet.board import Board
+from kvloom.fleet.figures import replica_figures, sum_of
+from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
+from kvloom.fleet.knowledge import packed
+from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.wire import About, Fault, Hello, Hint, Pieces, decode_item, deltas, encode, error_of
+from kvloom.server.serving.replicas import ReplicaFigures
+
+log = logging.getLogger(__name__)
+
+_NOBODY = "no replica answers; try again soon"
+_STOPPING = "the server is stopping"
+_WALKED = f"the request was lost with {MAX_MOVES + 1} replicas, one after the other"
+
+
+class _Nobody(Unavailable):
+    """No replica took the request up in time: there is none to go on to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manners:
+    """How the fleet answers. `patience_s`: a request waits so long for a replica that takes it up."""
+
+    patience_s: float = 120.0
+    may_be_empty: bool = False  # no replica runs while nobody asks
+
+
+class FleetEngine:
+    """An EngineLike. Owned by the ingress's loop; `about` is what its replicas are like."""
+
+    def __init__(self, about: About, call: Call, board: Board, manners: Manners | None = None) -> None:
+        self._about, self._call, self._board = about, call, board
+        self._manners = manners or Manners()
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
+        self._feeds: dict[str, Feed] = {}
+        self._is_closing = False
+        self.num_moves, self.num_lost = 0, 0  # requests that went on elsewhere; that could not
+
+    @property
+    def max_seq_len(self) -> int:
+        return self._about.max_seq_len
+
+    @property
+    def info(self) -> RankInfo:
+        """Of one replica: they are alike."""
+        return self._about.info
+
+    @property
+    def is_ready(self) -> bool:
+        has_replica = any(view.stats.get("is_ready", True) for view in self._board.views)
+        return not self._is_closing and (has_replica or self._manners.may_be_empty)
+
+    def check_ready(self) -> None:
+        """Raises Unavailable."""
+        if not self.is_ready:
+            raise Unavailable(_STOPPING if self._is_closing else _NOBODY)
+
+    def stats(self) -> Stats:
+        """The sum of what replicas said last, up to two seconds ago."""
+        return sum_of([view.stats["figures"] for view in self._board.views if view.stats])
+
+    def replicas(self) -> Sequence[ReplicaFigures]:
+        """Each by its name."""
+        return [replica_figures(view) for view in self._board.views]
+
+    def open(self, requests: Sequence[Request]) -> Feed:
+        """Raises Unavailable, BadRequest."""
+        if self._is_closing:
+            raise Unavailable(_STOPPING)
+        for request in requests:
+            if request.id in self._tasks:
+                raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
+            check_request(request, self.max_seq_len, self.info.vocab_size)
+        feed = Feed(requests, self._drop)
+        for request in requests:
+            journey = Journey(with_seed(request, lambda: secrets.randbits(63)))
+            self._feeds[request.id] = feed
+            self._tasks[request.id] = asyncio.get_running_loop().create_task(self._run(journey, feed))
+        return feed
+
+    async def stream(self, request: Request) -> AsyncGenerator[Delta]:
+        with self.open([request]) as feed:
+            while (step := await feed.get()) is not None:
+                for _, delta in step:
+                    yield delta
+
+    def abort(self, request_id: str) -> None:
+        """It ends with what it has. Unknown ids are ignored."""
+        feed = self._feeds.get(request_id)
+        if feed is not None:
+            self._end(request_id)
+            feed.put([(request_id, Delta(request_id, finish_reason=FinishReason.ABORT))])
+
+    def close(self) -> None:
+        """What runs ends with an error. On the loop."""
+        self._is_closing = True
+        for request_id, feed in list(self._feeds.items()):
+            self._end(request_id)
+            feed.put([(request_id, Unavailable(_STOPPING))])
+
+    async def load_adapter(self, path: str) -> Adapter:
+        raise BadRequest("lora_path", "a fleet loads its adapters at the start; name it under loraModules and deploy")
+
+    def unload_adapter(self, adapter: int) -> None:
+        raise BadRequest("lora_name", "a fleet keeps its adapters; take it out of loraModules and deploy")
+
+    async def reset_prefix_cache(self, preempts: bool) -> None:
+        raise BadRequest("", "a fleet's prefix caches are emptied by a deployment")
+
+    async def sleep(self) -> None:
+        raise BadRequest("", "a fleet does not sleep; autoscaling with minReplicas 0 gives its memory back")
+
+    async def wake(self, wants_same_weights: bool) -> None:
+        raise BadRequest("", "a fleet does not sleep, so it does not wake")
+
+    # -- a request
+
+    def _drop(self, feed: Feed) -> None:
+        for request_id in feed.index_of:
+            if self._feeds.get(request_id) is feed:
+                self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self._feeds.pop(request_id, None)
+        task = self._tasks.pop(request_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, journey: Journey, feed: Feed) -> None:
+        """Until its end was told, once."""
+        id = journey.request.id
+        try:
+            await self._travel(journey, feed)
+        except ServingError as error:
+            feed.put([(id, error)])
+        except Exception as error:  # our mistake, which is not to leave the caller waiting
+            log.exception("request %s failed", id)
+            feed.put([(id, GenerationFailed(str(error)))])
+        finally:
+            if self._feeds.get(id) is feed:
+                self._feeds.pop(id)
+                self._tasks.pop(id, None)
+
+    async def _travel(self, journey: Journey, feed: Feed) -> None:
+        """From one replica to the next, until one has ended it. Raises ServingError."""
+        while True:
+            try:
+                return await self._visit(journey, feed)
+            except _Nobody:
+                raise
+            except (ReplicaLost, Unavailable) as problem:
+                log.warning("%s was lost with replica %s: %s", journey.request.id, journey.replica or "?", problem)
+                if not journey.lose():
+                    self.num_lost += 1
+                    if isinstance(problem, Unavailable) and not journey.told:
+                        raise
+                    raise GenerationFailed(_WALKED) from None
+                self.num_moves += 1
+
+    async def _visit(self, journey: Journey, feed: Feed) -> None:
+        """One replica, to the request's end. Raises ReplicaLost, ServingError."""
+        request = journey.next_request()
+        hint = self._hint(request, journey)
+        async with aclosing(self._call(encode(request), encode(hint))) as items:
+            data = await self._first(items)
+            while True:
+                item = decode_item(data)
+                if isinstance(item, Hello):
+                    journey.arrived(item.replica, item.layout)
+                elif isinstance(item, Fault):
+                    raise error_of(item)
+                elif self._tell(item, journey, feed):
+                    return
+                data = await _next(items)
+
+    async def _first(self, items: AsyncGenerator[bytes]) -> bytes:
+        """What a replica says as soon as it has the request. Raises ReplicaLost, Unavailable."""
+        try:
+            return await asyncio.wait_for(_next(items), self._manners.patience_s)
+        except TimeoutError:
+            raise _Nobody(_NOBODY) from None
+
+    def _tell(self, item: Pieces, journey: Journey, feed: Feed) -> bool:
+        """Whether that was its end."""
+        if not journey.told:
+            self._board.begun.put(journey.request.id)
+        brought = [journey.add(delta) for delta in deltas(journey.request.id, item)]
+        feed.put([(delta.request_id, delta) for delta in brought])
+        return any(delta.finish_reason is not None for delta in brought)
+
+    def _hint(self, request: Request, journey: Journey) -> Hint:
+        tokens = (*request.prompt_ids, *request.answer)
+        hashes: list[bytes] = []
+        if request.may_reuse:
+            digest = self._about.adapters[request.adapter - 1] if request.adapter else ""
+            salt = adapter_salt(request.cache_salt, digest)
+            extend_chain(hashes, tokens, self.info.block_size, salt)
+        return Hint(request.id, len(tokens), packed(hashes), journey.lost, journey.required_layout)
+
+
+async def _next(items: AsyncGenerator[bytes]) -> bytes:
+    """Raises ReplicaLost when the stream ends."""
+    try:
+        return await anext(items)
+    except StopAsyncIteration:
+        raise ReplicaLost("its stream ended before the answer did") from None

@@ -1,0 +1,54 @@
+"""Figures of replicas: what each tells, and what they are together. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from kvloom.engine.counts import STEP_TOKEN_BOUNDS
+from kvloom.engine.histogram import Histogram
+from kvloom.engine.stats import Stats
+from kvloom.fleet.board import View
+from kvloom.server.serving.replicas import ReplicaFigures
+
+_MEANS = ("decode_step_s", "prompt_token_s")
+_APART = ("step_tokens", "batches")
+_SUMS = [f.name for f in fields(Stats) if f.name not in (*_MEANS, *_APART)]
+
+
+def told(stats: Stats) -> dict[str, Any]:
+    """As plain values, which cross to routers."""
+    plain = {name: getattr(stats, name) for name in (*_SUMS, *_MEANS)}
+    return plain | {"step_tokens": [stats.step_tokens.counts, stats.step_tokens.sum]}
+
+
+def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:
+    """Counts and gauges are added; what a step takes is the mean of those who have run one."""
+    sums = {name: sum(each[name] for each in figures) for name in _SUMS}
+    means = {name: _mean([each[name] for each in figures if each[name]]) for name in _MEANS}
+    steps = Histogram(STEP_TOKEN_BOUNDS)
+    for each in figures:
+        counts, total = each["step_tokens"]
+        steps.merge(counts, total)
+    return Stats(**sums, **means, step_tokens=steps)
+
+
+def replica_figures(view: View) -> ReplicaFigures:
+    figures = view.stats.get("figures") or told(Stats())
+    return ReplicaFigures(
+        name=view.id,
+        node=view.stats.get("node", ""),
+        role=view.stats.get("role", ""),
+        is_ready=view.stats.get("is_ready", False),
+        load=view.load,
+        num_running=figures["num_running"],
+        num_waiting=figures["num_waiting"],
+        num_blocks=figures["num_blocks"],
+        num_free_blocks=figures["num_free_blocks"],
+        prompt_tokens=figures["total_prompt_tokens"],
+        cached_tokens=figures["total_cached_tokens"],
+        output_tokens=figures["total_output_tokens"],
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

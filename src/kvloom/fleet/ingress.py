@@ -1,0 +1,125 @@
+"""Ingress: the whole server with every dialect and no model, as an ASGI app in front of a FleetEngine."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from starlette.types import ASGIApp
+
+from kvloom.contract.errors import ServingError
+from kvloom.fleet.board import Board
+from kvloom.fleet.engine import FleetEngine, Manners
+from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.plan import Plan
+from kvloom.fleet.wire import About
+from kvloom.rank.opening import model_tokenizer
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.dialects.operators.status import Control
+from kvloom.server.errors import Forbidden
+from kvloom.server.http.app import AppSettings, make_app
+from kvloom.server.http.parsing import Parsing
+from kvloom.server.http.slow import BodyTimeoutMiddleware
+from kvloom.server.keeping.store import ResponseStore
+from kvloom.server.run.guards import guard, policy_of
+from kvloom.server.run.mount import make_dialects
+from kvloom.server.secure.api_keys import KeyRing
+from kvloom.server.serving.admission import Admission
+from kvloom.server.serving.health import Health
+from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_ENDED_ELSEWHERE = "this server is one of a fleet: end it with `serve shutdown`, or where `kvloom fleet run` runs"
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The ways of an ingress to the replicas. `describe` raises ReplicaLost, ServingError."""
+
+    describe: Callable[[], Awaitable[About]]
+    call: Call
+    board: Board
+
+
+class Ingress:
+    """Owned by the actor's loop."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, node: str) -> None:
+        """Raises ServingError."""
+        self._plan, self._fleet = plan, fleet
+        self._config = share_of(plan.config(node), plan.args.ingresses)
+        admission = Admission(self._config.max_link_num, self._config.max_queued_tokens)
+        self._models = Models([], self._config.options, {}, admission)
+        self._health = Health(self._models, is_loading=True)
+        self._parsing = Parsing(self._models, self._config.num_parsers)
+        self._engine: FleetEngine | None = None
+        self._loading: asyncio.Task[None] | None = None
+
+    def app(self) -> ASGIApp:
+        """Answers 503 until a replica has said what it is like."""
+        store = None
+        if self._config.response_store is not None:
+            store = ResponseStore(self._config.response_store, self._config.response_limits)
+        control = Control(_refuse, f"{self._config.host}:{self._config.port}")
+        dialects = make_dialects(self._models, self._health, control, self._config, store)
+        settings = AppSettings(self._config.max_body_bytes, self._begin)
+        keys = KeyRing(self._config.api_key_hashes) if self._config.api_key_hashes else None
+        app = make_app(self._health, dialects, settings, self._parsing)
+        return guard(BodyTimeoutMiddleware(app), policy_of(self._config), keys)
+
+    def _begin(self) -> None:
+        self._loading = asyncio.get_running_loop().create_task(self._load())
+
+    async def _load(self) -> None:
+        about = await self._about()
+        card = self._config.models[0]
+        tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
+        scaling = self._plan.args.autoscaling
+        manners = Manners(self._plan.args.patience_s, scaling is not None and scaling.min_replicas == 0)
+        self._engine = FleetEngine(about, self._fleet.call, self._fleet.board, manners)
+        service = GenerationService(card, self._engine, tokenizer, self._models.admission)
+        self._models.add(service)
+        for number, (name, path) in enumerate(card.lora_modules, 1):
+            self._models.put_adapter(service.with_adapter(name, str(path), number))
+        self._health.is_loading = False
+
+    async def _about(self) -> About:
+        while True:
+            try:
+                return await self._fleet.describe()
+            except (ReplicaLost, ServingError) as problem:
+                log.info("no replica yet: %s", problem)
+                await asyncio.sleep(_POLL_S)
+
+    async def close(self, grace_s: float) -> None:
+        """New requests are refused; those that run may take `grace_s`."""
+        self._health.is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._models.num_active:
+                    await asyncio.sleep(_POLL_S)
+        if self._engine is not None:
+            self._engine.close()
+        if self._loading is not None:
+            self._loading.cancel()
+
+
+def share_of(config: ServerConfig, num_ingresses: int) -> ServerConfig:
+    """The bounds of one ingress of several: together they let in as many as one server would, and no fewer."""
+    tokens = config.max_queued_tokens
+    return replace(
+        config,
+        max_link_num=math.ceil(config.max_link_num / num_ingresses),
+        max_queued_tokens=None if tokens is None else math.ceil(tokens / num_ingresses),
+    )
+
+
+async def _refuse(grace_s: float | None) -> None:
+    raise Forbidden(_ENDED_ELSEWHERE)
+
+

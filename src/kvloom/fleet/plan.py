@@ -1,0 +1,89 @@
+"""Plan: what every process of a fleet is made of, wherever it runs. Built once, where the application is."""
+
+import logging
+import os
+import platform
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvloom.checkpoints.fingerprint import stamp
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.messages import RankInfo
+from kvloom.fleet.args import FleetArgs
+from kvloom.server.config.settings import ServerConfig, Settings
+from kvloom.server.run.launch import read_settings, resolve_model
+
+log = logging.getLogger(__name__)
+
+_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "avx_vnni", "asimddp", "i8mm")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`values` are settings.Settings' with models as they were named: each node finds them for itself."""
+
+    values: dict[str, Any]
+    args: FleetArgs
+    version: str
+    world_size: int = 1  # ranks of a replica
+
+    def config(self, node: str) -> ServerConfig:
+        """On this node. Raises ModelError naming it when a model is missing or this is another version of kvloom."""
+        own = version("kvloom")
+        if own != self.version:
+            raise ModelError(f"node {node} has kvloom {own}, and the fleet was deployed with {self.version}")
+        settings = Settings({**self.values, "models": [dict(model) for model in self.values["models"]]})
+        for model in settings.models:
+            try:
+                resolve_model(model, may_fetch=False)
+            except ModelError as error:
+                raise ModelError(f"node {node}: {error}") from None
+        config = settings.build()
+        return replace(config, models=tuple(replace(card, engine=self._timed(card.engine)) for card in config.models))
+
+    def _timed(self, engine: EngineConfig) -> EngineConfig:
+        """The mock takes the time that it is told to."""
+        mock = self.args.mock
+        if mock is None or engine.backend != "fake":
+            return engine
+        return replace(engine, fake_step_s=mock.step_ms / 1e3, fake_token_s=mock.token_ms / 1e3)
+
+
+def make_plan(args: FleetArgs, above: str = "args") -> Plan:
+    """Raises BadRequest, also for what a fleet does not serve."""
+    settings = read_settings(Path(args.config) if args.config else None, os.environ)
+    settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
+    settings.override_model(weight_format=args.weight_format)
+    settings.override(max_seq_len=args.max_seq_len, max_batch=args.max_batch, num_blocks=args.num_blocks)
+    settings.override(grace_s=args.grace_s, host=args.host, port=args.port)
+    config = settings.build()
+    if len(config.models) != 1 or config.pictures:
+        raise BadRequest(f"{above}.config", "must name one language model: a fleet serves one, on many replicas")
+    if config.tls is not None:
+        raise BadRequest(f"{above}.config", "must not set httpsEnabled: Ray's proxy speaks HTTP; put TLS before it")
+    if config.management is not None or config.metrics is not None:
+        raise BadRequest(f"{above}.config", "must not set managementPort or metricsPort: Ray's proxy has one port")
+    if args.mock is not None and config.models[0].engine.backend != "fake":
+        raise BadRequest(f"{above}.mock", "is for the model without weights: set backend to fake")
+    return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size)
+
+
+def layout_of(config: EngineConfig, info: RankInfo) -> str:
+    """Equal where one replica can go on with the other's tokens: the same files, form of weights and kernels."""
+    files = "+".join(f"{name}:{size}" for name, _, size, _ in stamp(config.model))
+    form = f"{info.backend} {info.held_as} kv={config.kv_dtype} block={info.block_size} ranks={config.world_size}"
+    return f"{form} {_isa()} {files}"
+
+
+def _isa() -> str:
+    """What of the processor's instructions decides in which order numbers are added."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return platform.machine()
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    flags = set(line.split())
+    return "+".join([platform.machine(), *(flag for flag in _ISA_FLAGS if flag in flags)])

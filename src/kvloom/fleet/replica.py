@@ -1,0 +1,168 @@
+"""EngineReplica: one engine with its ranks, as an actor of Ray Serve. Streams deltas to whoever asked."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+from kvloom.contract.errors import BadRequest, ModelError, ServingError
+from kvloom.contract.request import Delta, Request
+from kvloom.engine.feed import Feed, Step
+from kvloom.engine.thread import EngineThread
+from kvloom.fleet.agent import pool_tier
+from kvloom.fleet.figures import told
+from kvloom.fleet.plan import Plan, layout_of
+from kvloom.fleet.wire import About, Hello, decode_request, encode, fault, pieces
+from kvloom.rank.opening import model_tokenizer, open_engine
+from kvloom.server.serving.card import ModelCard
+
+log = logging.getLogger(__name__)
+
+_ITEM_S = 0.01  # between two items of a stream; what comes faster goes together
+_LOST_S = 30.0  # an engine that is not ready for so much longer than requests wait is not coming back
+
+
+class EngineReplica:
+    """`name` and `node` are Ray's. Owned by the actor's loop."""
+
+    def __init__(self, plan: Plan, name: str, node: str) -> None:
+        self._plan, self.name, self._node = plan, name, node
+        self._engine: EngineThread | None = None
+        self._card: ModelCard | None = None
+        self._layout = ""
+        self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
+        self._adapters: list[str] = []
+        self._unready_since_s: float | None = None
+
+    async def start(self) -> None:
+        """Load the model. Raises ServingError, one sentence."""
+        card = self._plan.config(self._node).models[0]
+        if self._plan.args.kv_pool:
+            tier = await asyncio.to_thread(pool_tier, card.engine.kv_tier)
+            card = replace(card, engine=replace(card.engine, kv_tier=tier))
+        engine = await asyncio.to_thread(self._open, card)
+        engine.start(asyncio.get_running_loop())
+        self._engine, self._card = engine, card
+        self._layout = layout_of(card.engine, engine.info)
+
+    def _open(self, card: ModelCard) -> EngineThread:
+        engine = open_engine(card.engine, functools.cache(functools.partial(model_tokenizer, card.engine.model)))
+        try:
+            for name, path in card.lora_modules:
+                try:
+                    self._adapters.append(engine.preload_adapter(str(path.resolve())).info.digest)
+                except BadRequest as error:
+                    raise BadRequest("loraModules", f"{name}={path}: {error.problem}") from None
+        except ServingError:
+            engine.close()
+            raise
+        return engine
+
+    @property
+    def engine(self) -> EngineThread:
+        """Raises ModelError before `start`."""
+        if self._engine is None:
+            raise ModelError("the replica has not loaded its model")
+        return self._engine
+
+    def about(self) -> About:
+        info, engine = self.engine.info, self.engine
+        who = (self.name, self._layout, self._plan.version, self._node, os.getpid())
+        return About(*who, engine.max_seq_len, info, self._adapters)
+
+    async def stream(self, data: bytes) -> AsyncGenerator[bytes]:
+        """Hello, then what the request's steps bring; an item for each, at most one in _ITEM_S."""
+        request = decode_request(data)
+        self._queued[request.id] = len(request.prompt_ids)
+        try:
+            with self.engine.open([request]) as feed:
+                yield encode(Hello(self.name, self._layout))
+                async for brought in batches(feed):
+                    self._queued.pop(request.id, None)
+                    yield encode(pieces(brought))
+        except ServingError as error:
+            yield encode(fault(error))
+        finally:
+            self._queued.pop(request.id, None)
+
+    async def prefill(self, data: bytes) -> AsyncGenerator[bytes]:
+        """As `stream` for the first token alone, once the prompt's blocks are in the pool: the rest is another's."""
+        request = first_token_of(decode_request(data))
+        async for item in self.stream(encode(request)):
+            yield item
+
+    def check(self) -> None:
+        """Raises ModelError when the ranks are gone for good."""
+        if self.engine.is_ready:
+            self._unready_since_s = None
+            return
+        now_s = time.monotonic()
+        self._unready_since_s = self._unready_since_s or now_s
+        assert self._card is not None
+        if now_s - self._unready_since_s > self._card.engine.crash_patience_s + _LOST_S:
+            raise ModelError("the model's process does not come back")
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that have no answer yet."""
+        return sum(self._queued.values())
+
+    def report(self) -> dict[str, Any]:
+        """What routers are told, as plain values."""
+        info = self.engine.info
+        return {
+            "figures": told(self.engine.stats()),
+            "layout": self._layout,
+            "version": self._plan.version,
+            "node": self._node,
+            "pid": os.getpid(),
+            "is_ready": self.engine.is_ready,
+            "block_size": info.block_size,
+            "queued_tokens": self.queued_tokens,
+            "has_tier": self._card is not None and self._card.engine.kv_tier is not None,
+        }
+
+    def close(self) -> None:
+        """Blocks until the ranks are gone."""
+        if self._engine is not None:
+            self._engine.close()
+
+
+async def batches(feed: Feed) -> AsyncGenerator[list[Delta]]:
+    """The deltas of one request as its steps bring them, those of _ITEM_S together; the first at once.
+
+    Raises what the feed does, behind what came before it.
+    """
+    sent_s = -_ITEM_S
+    pending: asyncio.Future[Step | None] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.ensure_future(feed.get())
+            step, pending = await pending, None
+            if step is None:
+                return
+            brought = [delta for _, delta in step]
+            while brought[-1].finish_reason is None and (left_s := sent_s + _ITEM_S - time.monotonic()) > 0:
+                pending = asyncio.ensure_future(feed.get())
+                await asyncio.wait([pending], timeout=left_s)
+                if not pending.done() or pending.exception() is not None:
+                    break
+                brought += [delta for _, delta in pending.result() or ()]
+                pending = None
+            sent_s = time.monotonic()
+            yield brought
+    finally:
+        if pending is not None:
+            pending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ServingError):
+                await pending
+
+
+def first_token_of(request: Request) -> Request:
+    """The request as one that ends with its first token."""
+    return replace(request, params=replace(request.params, max_tokens=1, min_tokens=0))

@@ -1,0 +1,126 @@
+"""KvRouter: Serve's router for the engines' deployment. What it decides is in choice.py, what it knows in knowledge.py."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from kvloom.fleet.board import View, board_of
+from kvloom.fleet.choice import Candidate, Guard, Rules, choose
+from kvloom.fleet.knowledge import Knowledge, Report, keys_of
+from kvloom.fleet.ledger import Ledger
+from kvloom.fleet.wire import Hint, decode_hint
+
+
+class KvRouter(RequestRouter):
+    """Runs on the router's loop of an ingress; the hint is the second argument of each call that streams."""
+
+    def initialize_state(
+        self, factor: float = 2.0, slack_tokens: int = 2048, load_cost: float = 0.15, is_alone: bool = True
+    ) -> None:
+        """`is_alone`: there is one ingress, so that replicas have nothing but what this router gave them."""
+        self._rules = Rules(Guard(factor, slack_tokens), load_cost)
+        self._is_alone = is_alone
+        self._knowledge, self._ledger = Knowledge(), Ledger()
+        self._keys: dict[str, str] = {}  # of the ledger, by Serve's id of a call
+        self._stats: dict[str, Mapping[str, Any]] = {}  # as last reported, by replica
+        self._turn = 0
+        self._board = board_of(self._deployment_id.name)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """A list of one for each replica, the best first."""
+        self._learn_begun()
+        self._turn += 1
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        hint = _hint_of(pending_request)
+        found = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        wanted = {id: replica for id, replica in found.items() if self._may_take(id, hint)}
+        candidates = [self._candidate(id, hint) for id in wanted or found]
+        return [[found[id]] for id in choose(candidates, hint.num_tokens, self._rules, self._turn)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        hint, replica = _hint_of(pending_request), _name(replica_id)
+        if not hint.key:
+            return
+        candidate = self._candidate(replica, hint)
+        self._ledger.routed(hint.key, replica, hint.num_tokens - candidate.num_known)
+        self._keys[pending_request.metadata.internal_request_id] = hint.key
+        keys = keys_of(hint.prefix)
+        self._knowledge.routed(replica, keys)
+        if self._stats.get(replica, {}).get("has_tier"):
+            self._knowledge.saved(keys)
+        self._publish()
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._learn_begun()
+        key = self._keys.pop(internal_request_id, None)
+        if key is not None:
+            self._ledger.ended(key)
+            self._publish()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        names = {_name(replica.replica_id) for replica in replicas}
+        self._knowledge.keep(names)
+        self._ledger.keep(names)
+        self._stats = {id: stats for id, stats in self._stats.items() if id in names}
+        for replica in replicas:
+            self._learn(_name(replica.replica_id), replica.routing_stats or {})
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    def _learn(self, id: str, stats: Mapping[str, Any]) -> None:
+        """Serve tells the same report again whenever any replica has a new one."""
+        if not stats or stats == self._stats.get(id):
+            return
+        self._stats[id] = stats
+        figures = stats["figures"]
+        self._knowledge.reported(
+            id,
+            Report(
+                figures["num_blocks"], figures["num_cached_blocks"], figures["num_evicted_blocks"],
+                epoch=figures["total_crashes"],
+            ),
+        )  # fmt: skip
+        if not self._is_alone:
+            self._ledger.reported(id, stats["queued_tokens"])
+
+    def _learn_begun(self) -> None:
+        while not self._board.begun.empty():
+            self._ledger.begun(self._board.begun.get())
+
+    def _may_take(self, id: str, hint: Hint) -> bool:
+        layout = self._stats.get(id, {}).get("layout", hint.layout)
+        return id not in hint.avoid and (not hint.layout or layout == hint.layout)
+
+    def _candidate(self, id: str, hint: Hint) -> Candidate:
+        stats, keys = self._stats.get(id, {}), keys_of(hint.prefix)
+        block_size = -(-hint.num_tokens // max(1, len(keys))) if not stats else stats["block_size"]
+        num_known = self._knowledge.num_known(id, keys)
+        num_pooled = self._knowledge.num_pooled(keys) if stats.get("has_tier") else 0
+        most = max(0, hint.num_tokens - 1)  # the last token is always computed
+        known = min(num_known * block_size, most)
+        return Candidate(id, self._ledger.load(id), known, max(0, min(num_pooled * block_size, most) - known))
+
+    def _publish(self) -> None:
+        names = [_name(id) for id in self.curr_replicas]
+        self._board.views = [
+            View(id, self._ledger.load(id), self._knowledge.num_keys(id), self._stats.get(id, {})) for id in names
+        ]
+
+
+def _name(replica_id: ReplicaID) -> str:
+    return str(replica_id.unique_id)
+
+
+def _hint_of(pending: PendingRequest | None) -> Hint:
+    """An empty one for calls that are no requests of a client."""
+    if pending is None or len(pending.args) < 2:
+        return Hint("", 0)
+    return decode_hint(pending.args[1])

@@ -1,0 +1,20 @@
+"""How many replicas are wanted, by the tokens of prompts that wait. Pure; Serve asks it, and waits out its delays."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+METRIC = "queued_tokens"
+
+
+def wanted(num_queued: float, num_busy: float, per_replica: float) -> int:
+    """Replicas for so many queued tokens; at least one while any request is under way."""
+    return max(math.ceil(num_queued / per_replica), 1 if num_busy > 0 or num_queued > 0 else 0)
+
+
+def on_queued_tokens(context: Any) -> tuple[int, Mapping[str, Any]]:
+    """Serve's form of a policy: the number of replicas, and a state to be kept, which is empty."""
+    told = (context.aggregated_metrics or {}).get(METRIC, {})
+    number = wanted(sum(told.values()), context.total_num_requests, context.config.get_target_ongoing_requests())
+    low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
+    return min(max(number, low), high), {}
