@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from operator import sub
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,11 +10,9 @@ import numpy.typing as npt
 
 from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
 from ems.keys import KeySpace
+from ems.runs import SKIPPED, Blocks, Run
 
 Slots = npt.NDArray[np.int64]
-Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
-SKIPPED = -1  # instead of a block: tokens of a saved block that a load leaves alone
-Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
 _MAX_TOKEN = 2**63
 _Names = Callable[[int, int], list[bytes]]
 
@@ -27,7 +24,7 @@ class Request:
     block, or empty.
     """
 
-    def __init__(self, blocks: list[Block], tokens: list[list[int]], names: _Names, parent: bytes = b"") -> None:
+    def __init__(self, blocks: Blocks, tokens: list[list[int]], names: _Names, parent: bytes = b"") -> None:
         self.blocks = blocks
         self.tokens = tokens
         self.parent = parent
@@ -124,7 +121,7 @@ def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
         runs.append([_runs(name, chunk, size, num_slots) for chunk in of_group])
     tokens = [[sum(count for _block, _start, count in chunk) for chunk in of_group] for of_group in runs]
     keys = list(map(cache.keys.of_chunk, values, zip(*tokens, strict=True)))
-    return Request(list(zip(*runs, strict=True)), tokens, lambda start, end: keys[start:end])
+    return Request(Blocks.of(list(zip(*runs, strict=True))), tokens, lambda start, end: keys[start:end])
 
 
 def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Run, ...]:
@@ -186,7 +183,7 @@ def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object, is_l
     first = len(keys) if skipped == len(tokens) else skipped // size
     blocks = _blocks(cache, slots[first * size :], counts[first:])
     if is_load and blocks and skipped % size:
-        blocks[0] = (_without(blocks[0][0], skipped % size),)
+        blocks = Blocks.of([(_without(blocks[0][0], skipped % size),), *blocks[1:]])
     parent, keys = keys[first - 1] if first else b"", keys[first:]
     return Request(blocks, [counts[first:]], lambda start, end: keys[start:end], parent)
 
@@ -202,24 +199,24 @@ def _without(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
     return ((SKIPPED, 0, count), *kept)
 
 
-def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> list[Block]:
+def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> Blocks:
     """Cuts the slots into blocks, and each block into runs of consecutive slots within one block of the cache."""
     if len(slots) and (slots.min() < 0 or slots.max() >= cache.num_slots):
         raise invalid_argument("slot_mapping", f"slots must be 0 to {cache.num_slots - 1}")
     size = cache.block_size
-    starts = list(accumulate(counts, initial=0))[:-1]
+    starts = list(accumulate(counts, initial=0))
     is_first = np.ones(len(slots), np.bool_)
     is_first[1:] = (slots[1:] != slots[:-1] + 1) | (slots[1:] % size == 0)
-    is_first[starts] = True
-    firsts, cuts = slots[is_first], np.flatnonzero(is_first)
-    lengths = map(sub, [*cuts.tolist()[1:], len(slots)], cuts.tolist())
-    runs = list(zip((firsts // size).tolist(), (firsts % size).tolist(), lengths, strict=True))
-    if len({number for number, _start, _count in runs}) < len(runs):  # several runs in one block may overlap
+    is_first[starts[:-1]] = True
+    cuts = np.flatnonzero(is_first)
+    runs = np.empty((len(cuts), 3), np.int64)
+    runs[:, 0], runs[:, 1] = np.divmod(slots[cuts], size)
+    runs[:-1, 2], runs[-1:, 2] = cuts[1:] - cuts[:-1], len(slots) - cuts[-1:]
+    if len(set(runs[:, 0].tolist())) < len(runs):  # several runs in one block may overlap
         once, times = np.unique(slots, return_counts=True)
         if len(once) < len(slots):
             raise invalid_argument("slot_mapping", f"slot {once[times.argmax()]} is named more than once")
-    edges = [*cuts.searchsorted(starts).tolist(), len(runs)]
-    return [(tuple(runs[start:end]),) for start, end in pairwise(edges)]
+    return Blocks(runs, cuts.searchsorted(starts))
 
 
 def _array(name: str, values: object) -> npt.NDArray[np.generic]:

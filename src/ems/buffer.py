@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from ems.blocks import SKIPPED, Block, Request
+from ems.blocks import Request
+from ems.checked import Checked
 from ems.common.exception import invalid_argument
 from ems.device import DeviceTensors
 from ems.keys import Layout
+from ems.native.tensors import native_tensors
+from ems.runs import SKIPPED, Block, Bytes
 from ems.tensors import Tensor, as_tensor
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,10 @@ class Gatherer(Protocol):
         """Fills each target with its block's bytes."""
         ...
 
+    def gather_summed(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> bytes:
+        """As `gather`; the sums of what the targets hold then, 16 bytes each."""
+        ...
+
 
 class Tensors(Gatherer, Protocol):
     """Moves blocks between registered tensors and host memory. `batch_bytes` is how much it likes at once."""
@@ -51,6 +55,10 @@ class Tensors(Gatherer, Protocol):
 
     def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
         """Writes each source to its block's tokens."""
+        ...
+
+    def scatter_checked(self, blocks: Sequence[Block], sources: Sequence[Bytes], sums: bytes) -> int:
+        """As `scatter`, up to the first source whose sum is not the one given. How many were written."""
         ...
 
 
@@ -87,7 +95,7 @@ class RegisteredCache:
             for number in range(len(heads))
         ]
         if kind == "cpu":
-            self.tensors: Tensors = HostTensors(tensors, group_of)
+            self.tensors: Tensors = native_tensors(tensors, group_of) or HostTensors(tensors, group_of)
         else:
             self.tensors = DeviceTensors([tensor.data for tensor in tensors], widths, group_of)
 
@@ -105,7 +113,7 @@ class RegisteredCache:
         return self.num_blocks * self.block_size
 
 
-class Snapshot:
+class Snapshot(Checked):
     """A copy of some blocks, which may be saved while the cache they come from changes."""
 
     def __init__(self, cache: RegisteredCache, request: Request) -> None:
@@ -122,6 +130,9 @@ class Snapshot:
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         for block, target in zip(blocks, targets, strict=True):
             target[:] = self._copies[block]
+
+    def scatter(self, blocks: Sequence[Block], sources: Sequence[Bytes]) -> None:
+        raise AssertionError("a copy is saved, not loaded")
 
 
 def _layers(kvcache: object) -> list[list[Tensor]]:
@@ -177,7 +188,7 @@ def _check_tensor(name: str, tensor: Tensor, first: Tensor, head: Tensor) -> Non
         raise invalid_argument("kvcache", f"{name}: the memory of its blocks overlaps")
 
 
-class HostTensors:
+class HostTensors(Checked):
     """Tensors in host memory: plain copies, which release the interpreter lock."""
 
     batch_bytes = 256 << 10  # what was just verified is still in the processor's cache when it is copied

@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ems.blocks import SKIPPED, Block
+from ems.checked import Checked
 from ems.common.exception import internal_error
+from ems.runs import SKIPPED, Block, Bytes
 from ems.tensors import imported_torch
 
-Bytes = npt.NDArray[np.uint8]
 
-
-class DeviceTensors:
+class DeviceTensors(Checked):
     """A batch is packed on the device, then crosses the bus in one copy.
 
     Works on any device of torch; the host side of the copy is pinned where the device is CUDA.

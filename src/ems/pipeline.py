@@ -8,18 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
-import numpy as np
-import numpy.typing as npt
-import xxhash
-
-from ems.blocks import Block, Request
+from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
+from ems.runs import Areas, Blocks, Bytes
 from ems.transport import Link
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
-Bytes = npt.NDArray[np.uint8]
 _NO_ROOM = (
     "a save found room for its first blocks only: what this tenant may use of the pool is smaller than the save, or "
     "full of what is being read and written; the agent's /metrics count such blocks by cause"
@@ -124,8 +120,7 @@ def _save_staged(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: l
         keys, lengths = request.keys(group.start, group.stop), sizes[part]
         is_ended = index == len(groups) - 1
         offsets = list(accumulate(map(_aligned, lengths[:-1]), initial=(index % num_regions) * region_bytes))
-        targets = [arena[offset : offset + size] for offset, size in zip(offsets, lengths, strict=True)]
-        cache.tensors.gather(request.blocks[part], targets)
+        cache.tensors.gather(request.blocks[part], Areas({0: arena}, [0] * len(offsets), offsets, lengths))
         message = m.Save(b"".join(keys), offsets, lengths, parent, transfer.option.write_rcache, is_ended)
         link.begin(message, deadline_s)
         under_way += 1
@@ -156,13 +151,13 @@ def _save_direct(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: l
             raise WireError("expected the result of a reservation")
         reserved = [i for i, status in enumerate(answer.statuses) if status == m.Status.STORED]
         segments = _mapped(link, [answer.segments[i] for i in reserved], deadline_s)
-        sums = []
+        sums = b""
         for i in reserved:
-            offset = answer.offsets[i]
-            target = segments[answer.segments[i]][offset : offset + lengths[i]]
-            cache.tensors.gather([request.blocks[group[i]]], [target])
-            sums.append(xxhash.xxh3_128_digest(target.data))
-        if not isinstance(link.call(m.Commit(b"".join(sums)), deadline_s), m.Saved):
+            target = Areas(segments, answer.segments[i : i + 1], answer.offsets[i : i + 1], lengths[i : i + 1])
+            if not target.are_within():
+                raise WireError("a reservation outside of its segment")
+            sums += cache.tensors.gather_summed(request.blocks[group[i] : group[i] + 1], target)
+        if not isinstance(link.call(m.Commit(sums), deadline_s), m.Saved):
             raise WireError("expected the result of a commit")
         progress.add(answer.statuses)
         progress.num_bytes += sum(lengths)
@@ -202,28 +197,26 @@ def load(transfer: Transfer, cache: RegisteredCache) -> None:
         start += count
 
 
-def _copy_found(
-    transfer: Transfer, cache: RegisteredCache, blocks: list[Block], sizes: list[int], found: m.Found
-) -> int:
+def _copy_found(transfer: Transfer, cache: RegisteredCache, blocks: Blocks, sizes: list[int], found: m.Found) -> int:
     """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
     tensors, progress = cache.tensors, transfer.progress
     transfer.link.keep_up(found.num_given_back)
     segments = _mapped(transfer.link, found.segments, transfer.deadline_s)
-    spans = list(zip(found.segments, found.offsets, found.lengths, sizes, m.split_sums(found.sums), strict=False))
+    areas = Areas(segments, found.segments, found.offsets, found.lengths)
+    if not areas.are_within():
+        raise WireError("a block outside of its segment")
     batch = max(1, tensors.batch_bytes // max(sizes))
-    for start in range(0, len(spans), batch):
-        part = spans[start : start + batch]
-        sources: list[Bytes] = []
-        for segment, offset, length, size, checksum in part:
-            source = segments[segment][offset : offset + length]
-            if length != size or xxhash.xxh3_128_digest(source.data) != checksum:
-                break
-            sources.append(source)
+    for start in range(0, len(areas), batch):
+        lengths = found.lengths[start : start + batch]
+        wanted = sizes[start : start + len(lengths)]
+        alike = len(lengths) if lengths == wanted else next(i for i, n in enumerate(lengths) if n != wanted[i])
         if time.monotonic() > transfer.deadline_s:
             raise TimeoutError("deadline passed")
-        tensors.scatter(blocks[start : start + len(sources)], sources)
-        progress.success += len(sources)
-        progress.num_bytes += sum(map(len, sources))
-        if len(sources) < len(part):
-            return start + len(sources)
+        part = slice(start, start + alike)
+        sums = found.sums[part.start * m.SUM_BYTES : part.stop * m.SUM_BYTES]
+        done = tensors.scatter_checked(blocks[part], areas[part], sums)
+        progress.success += done
+        progress.num_bytes += sum(lengths[:done])
+        if done < len(lengths):
+            return start + done
     return -1

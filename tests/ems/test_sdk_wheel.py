@@ -88,7 +88,8 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_it_carries_the_same_code_for_every_platform_from_python_3_10(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    sources = {f"ems/{path.relative_to(ROOT / 'src' / 'ems')}" for path in (ROOT / "src" / "ems").rglob("*.py")}
+    folder = ROOT / "src" / "ems"
+    sources = {f"ems/{path.relative_to(folder)}" for kind in ("py", "cpp", "hpp") for path in folder.rglob(f"*.{kind}")}
     assert {name for name in names if name.startswith("ems/")} == sources
     assert any(name.endswith("licenses/LICENSE") for name in names)
     own, whole = (
@@ -99,7 +100,8 @@ def test_it_carries_the_same_code_for_every_platform_from_python_3_10(wheel):
     assert own["requires-python"] == ">=3.10"
 
 
-def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path):
+@pytest.mark.parametrize("compiler", [{"PATH": "/nowhere"}, {}], ids=["without a compiler", "with one"])
+def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path, compiler):
     environment = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
@@ -124,6 +126,7 @@ def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path):
                 (site / found.name).symlink_to(found)
     with running_agent() as agent:
         variables = {"EMS_SOCKET": str(agent.config.socket), "PATH": os.environ["PATH"]}
+        variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), **compiler}
         done = subprocess.run(
             [str(python), "-W", "error", "-c", USES],
             env=variables,

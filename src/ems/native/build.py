@@ -1,0 +1,75 @@
+"""A C++ library of the pool: the one that a wheel carries, else compiled once into the user's cache.
+
+Needs a compiler and nothing else. A wheel build runs this too, with nothing but the standard library.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra")
+_COMPILE_S = 120
+
+
+class BuildError(Exception):
+    """There is no compiler, or it failed; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The C++ files of a folder as one shared library. They may include headers of `ems/native`."""
+
+    name: str
+    folder: Path
+
+    @property
+    def prebuilt(self) -> Path:
+        """Where a wheel has it."""
+        return self.folder / "lib" / f"{self.name}.so"
+
+    def path(self) -> Path:
+        """Of the library, compiled first if need be. Raises BuildError."""
+        if self.prebuilt.exists():
+            return self.prebuilt
+        path = _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
+        if not path.exists():
+            self.compile(path)
+        return path
+
+    def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
+        """Compiles it to `path`, whole or not at all: two that do so at once do not meet. Raises BuildError."""
+        compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
+        if compiler is None:
+            raise BuildError("there is no C++ compiler")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                built = Path(folder) / path.name
+                sources = map(str, sorted(self.folder.glob("*.cpp")))
+                command = [compiler, *FLAGS, *extra_flags, f"-I{HERE}", *sources, "-o", str(built)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
+                if done.returncode:
+                    first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:200])
+                    raise BuildError(f"{compiler} failed: {first.strip()}")
+                built.replace(path)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BuildError(f"compiling into {path.parent} failed: {error}") from None
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256(repr(FLAGS).encode())
+        for source in sorted({*HERE.glob("*.[hc]pp"), *self.folder.glob("*.[hc]pp")}):
+            digest.update(source.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom" / "ems"
+
+
+BLOCKS = Library("libems_blocks", HERE)

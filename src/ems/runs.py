@@ -1,0 +1,110 @@
+"""Where the tokens of blocks lie in the registered cache, and where their bytes lie in shared memory."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+Numbers: TypeAlias = "npt.NDArray[np.int64]"
+Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
+SKIPPED = -1  # instead of a block: tokens of a saved block that a load leaves alone
+Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
+
+
+class Blocks(Sequence[Block]):
+    """Blocks as arrays, which a batch is moved by, and each as a `Block` for who looks at them one by one.
+
+    runs [runs, 3] int64; edges [blocks * groups + 1] int64: where the runs of each block and layer group begin in it.
+    """
+
+    def __init__(self, runs: Numbers, edges: Numbers, num_groups: int = 1) -> None:
+        self.runs = runs
+        self.edges = edges
+        self.num_groups = num_groups
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block]) -> "Blocks":
+        """The same as arrays. All have equally many groups."""
+        groups = [group for block in blocks for group in block]
+        runs = np.array(list(chain.from_iterable(groups)), np.int64).reshape(-1, 3)
+        edges = np.cumsum([0, *map(len, groups)], dtype=np.int64)
+        return cls(runs, edges, len(blocks[0]) if blocks else 1)
+
+    def __len__(self) -> int:
+        return (len(self.edges) - 1) // self.num_groups
+
+    @overload
+    def __getitem__(self, index: int) -> Block: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Blocks": ...
+    def __getitem__(self, index: int | slice) -> "Block | Blocks":
+        count = self.num_groups
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            assert step == 1, "blocks of a chain are taken in a row"
+            return Blocks(self.runs, self.edges[start * count : max(start, stop) * count + 1], count)
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        first = index % len(self) * count
+        edges = self.edges[first : first + count + 1].tolist()
+        return tuple(tuple(map(_as_run, self.runs[start:end].tolist())) for start, end in pairwise(edges))
+
+    def __iter__(self) -> Iterator[Block]:
+        return map(self.__getitem__, range(len(self)))
+
+
+def _as_run(values: list[int]) -> Run:
+    number, start, count = values
+    return number, start, count
+
+
+class Areas(Sequence[Bytes]):
+    """Pieces of a few large memories, by number, offset and length in bytes: [areas] each."""
+
+    def __init__(
+        self, memories: Mapping[int, Bytes], numbers: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        self._memories = memories
+        self._numbers = numbers
+        self._offsets = offsets
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Areas": ...
+    def __getitem__(self, index: int | slice) -> "Bytes | Areas":
+        if isinstance(index, slice):
+            return Areas(self._memories, self._numbers[index], self._offsets[index], self.lengths[index])
+        offset = self._offsets[index]
+        return self._memories[self._numbers[index]][offset : offset + self.lengths[index]]
+
+    def are_within(self) -> bool:
+        """Whether every one lies within its memory."""
+        sizes = {number: len(memory) for number, memory in self._memories.items()}
+        each = zip(self._numbers, self._offsets, self.lengths, strict=True)
+        return all(0 <= offset <= offset + length <= sizes[number] for number, offset, length in each)
+
+    def addresses(self) -> Numbers:
+        """Where each begins in this process, [areas]."""
+        bases = {number: address_of(memory) for number, memory in self._memories.items()}
+        if len(bases) == 1:
+            return np.array(self._offsets, np.int64) + next(iter(bases.values()))
+        return np.array([bases[n] + offset for n, offset in zip(self._numbers, self._offsets, strict=True)], np.int64)
+
+
+def addresses_of(areas: Iterable[Bytes]) -> Numbers:
+    """Where each begins in this process, [areas]."""
+    return areas.addresses() if isinstance(areas, Areas) else np.array(list(map(address_of, areas)), np.int64)
+
+
+def address_of(memory: npt.NDArray[np.generic]) -> int:
+    """Where an array begins in this process."""
+    address: int = memory.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,148 @@
+"""The data path in C++ and in Python give the same bytes, sums and answers; without a compiler it is Python's."""
+
+import logging
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ems.buffer import HostTensors, RegisteredCache
+from ems.native import library
+from ems.native.build import BuildError, Library
+from ems.native.tensors import NativeHostTensors, native_tensors
+from ems.runs import SKIPPED, Areas, Block, Blocks
+from ems.tensors import Tensor, as_tensor
+
+NUM_BLOCKS, WIDTHS = 6, (3, 8, 1)  # tensors of three token sizes, in two layer groups
+BLOCK_SIZES, GROUP_OF = (4, 4, 2), [0, 0, 1]
+run = st.integers(0, NUM_BLOCKS - 1).flatmap(lambda number: st.tuples(st.just(number), st.just(0), st.integers(1, 2)))
+skipped = st.tuples(st.just(SKIPPED), st.just(0), st.integers(1, 2))
+group = st.lists(run | skipped, min_size=1, max_size=3).map(tuple)
+some_blocks = st.lists(st.tuples(group, group), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _has_a_compiler():
+    if native_tensors(tensors_of(0), GROUP_OF) is None:
+        pytest.skip("there is no C++ compiler")
+
+
+def tensors_of(seed: int) -> list[Tensor]:
+    """Tensors whose blocks lie apart by some bytes."""
+    random = np.random.default_rng(seed)
+    made = []
+    for width, size in zip(WIDTHS, BLOCK_SIZES, strict=True):
+        whole = random.integers(0, 256, (NUM_BLOCKS, size + 1, 1, width), np.uint8)
+        made.append(as_tensor("t", whole[:, :size]))
+    return made
+
+
+def both(seed: int) -> list[tuple[list[Tensor], NativeHostTensors | HostTensors]]:
+    one, other = tensors_of(seed), tensors_of(seed)
+    native = native_tensors(one, GROUP_OF)
+    assert native is not None
+    return [(one, native), (other, HostTensors(other, GROUP_OF))]
+
+
+def size_of(block: Block) -> int:
+    return sum(
+        count * width for width, group in zip(WIDTHS, GROUP_OF, strict=True) for _number, _start, count in block[group]
+    )
+
+
+def without_skips(block: Block) -> Block:
+    return tuple(tuple((max(0, number), start, count) for number, start, count in runs) for runs in block)
+
+
+@given(blocks=some_blocks, gap=st.integers(0, 70))
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_gathered_and_summed_alike(blocks, gap):
+    saved = [without_skips(block) for block in blocks]
+    sizes = list(map(size_of, saved))
+    results = []
+    for _tensors, mover in both(1):
+        memory = np.zeros(sum(sizes) + gap * len(sizes), np.uint8)
+        offsets = [sum(sizes[:i]) + gap * i for i in range(len(sizes))]
+        sums = mover.gather_summed(Blocks.of(saved), Areas({7: memory}, [7] * len(sizes), offsets, sizes))
+        results.append((memory.tobytes(), sums))
+        digests = [xxhash.xxh3_128_digest(memory[o : o + n].data) for o, n in zip(offsets, sizes, strict=True)]
+        assert sums == b"".join(digests)
+    assert results[0] == results[1]
+
+
+@given(blocks=some_blocks, damaged=st.integers(0, 5), seed=st.integers(0, 9))
+@settings(max_examples=60, deadline=None)
+def test_blocks_are_scattered_alike_up_to_the_first_that_is_damaged(blocks, damaged, seed):
+    random = np.random.default_rng(seed)
+    sources = [random.integers(0, 256, size_of(block), np.uint8) for block in blocks]
+    sums = b"".join(xxhash.xxh3_128_digest(source.data) for source in sources)
+    if damaged < len(blocks):
+        sources[damaged][-1] ^= 1
+    results = []
+    for tensors, mover in both(2):
+        count = mover.scatter_checked(Blocks.of(blocks), sources, sums)
+        assert count == min(damaged, len(blocks))
+        results.append([tensor.data.tobytes() for tensor in tensors])
+    assert results[0] == results[1]
+
+
+def test_a_source_that_is_shorter_than_its_block_is_not_read():
+    (_tensors, native), _python = both(3)
+    blocks = Blocks.of([(((0, 0, 2),), ((0, 0, 1),))])
+    short = np.zeros(size_of(blocks[0]) - 1, np.uint8)
+    assert native.scatter_checked(blocks, [short], xxhash.xxh3_128_digest(short.data)) == 0
+
+
+def test_parts_of_blocks_are_those_blocks():
+    made = [(((i, 0, 1), (i, 1, 1)), ((i, 0, 2),)) for i in range(5)]
+    blocks = Blocks.of(made)
+    assert list(blocks) == made
+    assert list(blocks[1:3]) == made[1:3]
+    assert list(blocks[4:4]) == []
+    assert blocks[-1] == made[4]
+    with pytest.raises(IndexError):
+        blocks[5]
+
+
+def test_areas_outside_of_their_memory_are_told():
+    memory = {0: np.zeros(100, np.uint8)}
+    assert Areas(memory, [0, 0], [0, 90], [10, 10]).are_within()
+    for offset, length in ((91, 10), (-1, 5), (0, -1), (2**62, 10)):
+        assert not Areas(memory, [0], [offset], [length]).are_within()
+
+
+def test_without_a_compiler_blocks_move_through_python_and_the_log_says_so_once(tmp_path, monkeypatch, caplog):
+    (tmp_path / "broken.cpp").write_text("int f( {")
+    broken = Library("broken", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for compiler in ("c++", "/nowhere/c++"):
+        monkeypatch.setenv("CXX", compiler)
+        with pytest.raises(BuildError, match="there is no C\\+\\+ compiler"):
+            broken.path()
+    with caplog.at_level(logging.WARNING):
+        assert [library.load(broken, lambda _library: None) for _ in range(2)] == [None, None]
+    (said,) = caplog.messages
+    assert said == "broken is not used, blocks move through Python, which is slower: there is no C++ compiler"
+
+
+def test_what_does_not_compile_is_told_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken.cpp").write_text("int f( {")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(BuildError, match=r"failed: .*broken\.cpp:1:\d+: error: [^\n]*$"):
+        Library("broken", tmp_path).path()
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    kv = [[np.zeros((2, 4, 1, 8), np.uint8)]]
+    assert isinstance(RegisteredCache(kv).tensors, NativeHostTensors)
+    monkeypatch.setenv("EMS_NATIVE", "0")
+    assert isinstance(RegisteredCache(kv).tensors, HostTensors)
+
+
+def test_a_library_that_sums_otherwise_is_not_used(monkeypatch):
+    assert library.sums_alike(xxhash.xxh3_128_digest)
+    assert not library.sums_alike(lambda data: xxhash.xxh3_128_digest(data)[::-1])
+    assert not library.sums_alike(lambda data: xxhash.xxh3_128_digest(data[:30000]))
