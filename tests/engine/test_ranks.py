@@ -48,7 +48,7 @@ def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     return [[token for delta in found[request.id] for token in delta.token_ids] for request in requests], values
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 moe", "gpt-oss"])
 def test_two_ranks_give_the_tokens_of_one(tmp_path, name):
     path = save(tiny_model(name), tmp_path)
     config = EngineConfig(model=str(path), backend="reference", dtype="float32", num_blocks=64)

@@ -100,6 +100,39 @@ TINY_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+TINY_MODELS |= {
+    "mixtral": ("Mixtral", EXPERTS),
+    "qwen3 moe": ("Qwen3Moe", {**QWEN_EXPERTS, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen3 moe, a dense layer": (
+        "Qwen3Moe",
+        {**QWEN_EXPERTS, "head_dim": 32, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "qwen2 moe": ("Qwen2Moe", {**QWEN_EXPERTS, "shared_expert_intermediate_size": 72}),
+    "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": 1}),
+    "granite moe": (
+        "GraniteMoe",
+        {
+            **EXPERTS,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 3.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            **EXPERTS,
+            "num_hidden_layers": 3,
+            "head_dim": 32,
+            "sliding_window": 7,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
+}
 VOCAB_SIZE = 128
 BASE = {
     "hidden_size": 64,
@@ -122,8 +155,10 @@ def tiny_model(name: str, **fields: Any) -> transformers.PreTrainedModel:
     model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval()
     model.set_attn_implementation("eager")  # the others leave softcaps out
     for key, parameter in model.named_parameters():
-        if key.endswith("bias"):
+        if key.endswith(("bias", "sinks")):
             torch.nn.init.normal_(parameter)
+        elif ".experts." in key or ".router." in key or "mlp.gate.weight" in key:
+            torch.nn.init.normal_(parameter, std=BASE["initializer_range"])  # transformers leaves some at zero
         elif key.endswith("norm.weight"):
             parameter.data += 0.2 * torch.randn_like(parameter)
     return model

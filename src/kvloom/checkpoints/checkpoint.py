@@ -6,7 +6,7 @@ from pathlib import Path
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
 from kvloom.checkpoints.families import family_of
-from kvloom.checkpoints.families.adapted import adapted, file_shapes
+from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
 from kvloom.checkpoints.fingerprint import Stamp, stamp
@@ -53,12 +53,13 @@ def _open_folder(folder: Path) -> Checkpoint:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
     family = family_of(str(names[0]), str(folder / "config.json"))
     spec = family.spec(config)
-    source = folder_file.SafetensorsSource(folder, file_shapes(family, spec), family.names, scheme)
+    layout = folder_layout(family, scheme)
+    source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
     return Checkpoint(
         folder,
         spec,
-        adapted(source, family, spec, family.norm_offset),
+        adapted(source, layout, spec),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
         folder_pooling(folder),
@@ -72,13 +73,14 @@ def _open_gguf(path: Path) -> Checkpoint:
     config["rope_scaling"] |= gguf_file.rope_factors(file)
     spec = family.spec(config)
     heads = {"q": spec.num_heads, "k": spec.num_kv_heads} if family.permuted_gguf else {}
-    source = gguf_file.GgufSource(file, file_shapes(family, spec), heads)
+    layout = gguf_layout(family)
+    source = gguf_file.GgufSource(file, file_shapes(layout, spec), heads, family.gguf_names)
     metadata = file.header.metadata
     ids = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom"))
     return Checkpoint(
         path,
         spec,
-        adapted(source, family, spec, norm_offset=0.0),
+        adapted(source, layout, spec),
         frozenset(int(i) for i in ids if i is not None),
         metadata.get("tokenizer.ggml.bos_token_id"),
         gguf_pooling(metadata.get(f"{arch}.pooling_type")),

@@ -37,15 +37,32 @@ LAYER_NAMES = {
     "gate_up": "ffn_up.weight",
     "attn_post_norm": "post_attention_norm.weight",
     "mlp_post_norm": "post_ffw_norm.weight",
+    "o_bias": "attn_output.bias",
+    "sinks": "attn_sinks.weight",
+    "router": "ffn_gate_inp.weight",
+    "router_bias": "ffn_gate_inp.bias",
+    "gate_experts": "ffn_gate_exps.weight",
+    "up_experts": "ffn_up_exps.weight",
+    "down_experts": "ffn_down_exps.weight",
+    "gate_experts_bias": "ffn_gate_exps.bias",
+    "up_experts_bias": "ffn_up_exps.bias",
+    "down_experts_bias": "ffn_down_exps.bias",
+    "shared_gate": "ffn_gate_shexp.weight",
+    "shared_up": "ffn_up_shexp.weight",
+    "shared_down": "ffn_down_shexp.weight",
+    "shared_router": "ffn_gate_inp_shexp.weight",
 }
 
 
-def file_name(name: str) -> str:
-    """The name GGUF gives to a canonical tensor."""
+_NO_NAMES: Mapping[str, str] = {}
+
+
+def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
+    """The name GGUF gives to a canonical tensor; `own`: of a layer's, where they differ."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, index, part = name.split(".")
-    return f"blk.{index}.{LAYER_NAMES[part]}"
+    return f"blk.{index}.{own.get(part) or LAYER_NAMES[part]}"
 
 
 def config_of(header: Header, file: str) -> tuple[str, dict[str, Any]]:
@@ -125,14 +142,24 @@ def rope_factors(file: GgufFile) -> dict[str, Any]:
 class GgufSource:
     """Raw rows of a mapped GGUF file; that it has every tensor of `shapes`, of that shape, is checked on opening."""
 
-    def __init__(self, file: GgufFile, shapes: Mapping[str, tuple[int, ...]], heads: Mapping[str, int]) -> None:
-        """shapes: adapted.file_shapes; heads: of the tensors ("q", "k") whose rows are in interleaved RoPE order."""
-        self._file, self._shapes, self._heads = file, shapes, heads
+    def __init__(
+        self,
+        file: GgufFile,
+        shapes: Mapping[str, tuple[int, ...]],
+        heads: Mapping[str, int],
+        names: Mapping[str, str] = _NO_NAMES,
+    ) -> None:
+        """shapes: adapted.file_shapes; heads: of the tensors ("q", "k") whose rows are in interleaved RoPE order;
+        names: of a layer's tensors, where they are not LAYER_NAMES.
+        """
+        self._file, self._shapes, self._heads, self._names = file, shapes, heads, names
         for name, shape in self._shapes.items():
-            key = file_name(name)
+            key = file_name(name, names)
             if key not in file.header.tensors:
                 raise ModelError(f"{file.path}: tensor {key} is missing")
-            check_shape(key, file.header.tensors[key].shape, shape, str(file.path))
+            found = file.header.tensors[key].shape
+            is_row = name.endswith("shared_router") and found == shape[1:]  # one row is a vector in these files
+            check_shape(key, shape if is_row else found, shape, str(file.path))
             if file.kind(key) not in KINDS:
                 known = ", ".join(kind.upper() for kind in KINDS)
                 raise ModelError(f"{file.path}: tensor {key} is {file.kind(key).upper()}; known are {known}")
@@ -141,17 +168,18 @@ class GgufSource:
         return list(self._shapes)
 
     def form(self, name: str) -> str:
-        return form_of(self._file.kind(file_name(name)))
+        return form_of(self._file.kind(file_name(name, self._names)))
 
     def tensor(self, name: str) -> RawTensor:
         """Raises ModelError when the spec has no such tensor."""
         if name not in self._shapes:
             raise ModelError(f"{self._file.path}: tensor {name} is not part of this model")
-        data = self._file.rows(file_name(name))
+        key = file_name(name, self._names)
+        data = self._file.rows(key)
         part = name.rsplit(".", 1)[-1]
         if part in self._heads:
             data = _neox_rows(data, self._heads[part])
-        return RawTensor(name, self._shapes[name], self._file.kind(file_name(name)), data)
+        return RawTensor(name, self._shapes[name], self._file.kind(key), data)
 
 
 def _neox_rows(data: Bytes, heads: int) -> Bytes:

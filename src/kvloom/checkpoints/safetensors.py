@@ -8,8 +8,8 @@ from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_sizes, marks, wanted
 from kvloom.checkpoints.quantized.scheme import Scheme
-from kvloom.checkpoints.source import WIDE, RawTensor, Tensor, as_rows, check_shape
-from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
+from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape
+from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import ModelError
 
 _PREFIX = "model."
@@ -35,7 +35,27 @@ LAYER_NAMES = {
     "gate_up": "mlp.gate_up_proj.weight",
     "attn_post_norm": "post_attention_layernorm.weight",
     "mlp_post_norm": "post_feedforward_layernorm.weight",
+    "o_bias": "self_attn.o_proj.bias",
+    "sinks": "self_attn.sinks",
+    "router": "mlp.gate.weight",
+    "router_bias": "mlp.router.bias",
+    "experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "experts.up": "mlp.experts.{}.up_proj.weight",
+    "experts.down": "mlp.experts.{}.down_proj.weight",
+    "shared_gate": "mlp.shared_expert.gate_proj.weight",
+    "shared_up": "mlp.shared_expert.up_proj.weight",
+    "shared_down": "mlp.shared_expert.down_proj.weight",
+    "shared_router": "mlp.shared_expert_gate.weight",
+    "gate_up_experts": "mlp.experts.gate_up_proj",
+    "down_experts": "mlp.experts.down_proj",
+    "gate_up_experts_bias": "mlp.experts.gate_up_proj_bias",
+    "down_experts_bias": "mlp.experts.down_proj_bias",
+    "gate_up_experts_blocks": "mlp.experts.gate_up_proj_blocks",
+    "down_experts_blocks": "mlp.experts.down_proj_blocks",
+    "gate_up_experts_scales": "mlp.experts.gate_up_proj_scales",
+    "down_experts_scales": "mlp.experts.down_proj_scales",
 }
+_BYTES = ("_blocks", "_scales")  # tensors of MXFP4
 _NO_NAMES: Mapping[str, str] = {}
 
 
@@ -43,8 +63,12 @@ def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
     """The name a Hugging Face checkpoint gives to a canonical tensor; `own`: of a layer's, where they differ."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
-    _, index, part = name.split(".")
-    return f"model.layers.{index}.{own.get(part) or LAYER_NAMES[part]}"
+    _, index, part = name.split(".", 2)
+    expert = ""
+    if part.startswith("experts."):
+        _, expert, part = part.split(".")
+        part = f"experts.{part}"
+    return f"model.layers.{index}.{(own.get(part) or LAYER_NAMES[part]).format(expert)}"
 
 
 class SafetensorsSource:
@@ -79,8 +103,10 @@ class SafetensorsSource:
                 raise ModelError(f"{folder}: tensor {key} is missing")
             path, _, entry = self._tensors[key]
             check_shape(key, entry.shape, shape, str(path))
-            if entry.kind.lower() not in WIDE:
-                raise ModelError(f"{path}: tensor {key} is {entry.kind}; known are F32, F16 and BF16")
+            is_known = entry.kind == "U8" if name.endswith(_BYTES) else entry.kind in FLOATS
+            if not is_known:
+                known = "known is U8" if name.endswith(_BYTES) else "known are F32, F16 and BF16"
+                raise ModelError(f"{path}: tensor {key} is {entry.kind}; {known}")
 
     def names(self) -> list[str]:
         return list(self._shapes)

@@ -40,6 +40,15 @@ OLMO3 = {
     "rope__scaling__factor": 4.0,
     "rope__scaling__original_context_length": 64,
 }
+MOE = {"expert_count": 5, "expert_used_count": 2}
+QWEN_MOE = {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 40}
+GPT_OSS = {
+    **MOE,
+    "attention__sliding_window": 7,
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # tiny model: architecture, metadata, configuration
     "gemma2": ("gemma2", GEMMA2, {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", GEMMA3, {"query_pre_attn_scalar": 32}),
@@ -48,6 +57,12 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # tiny model: 
     "granite": ("granite", GRANITE, {}),
     "olmo2": ("olmo2", {}, {}),
     "olmo3": ("olmo2", OLMO3, {}),
+    "mixtral": ("llama", MOE, {}),
+    "qwen3 moe": ("qwen3moe", QWEN_MOE, {}),
+    "qwen2 moe": ("qwen2moe", {**QWEN_MOE, "expert_shared_feed_forward_length": 72}, {}),
+    "olmoe": ("olmoe", {"expert_count": 6, "expert_used_count": 2}, {}),
+    "granite moe": ("granitemoe", GRANITE | MOE, {}),
+    "gpt-oss": ("gpt-oss", GPT_OSS, {"swiglu_limit": 7.0}),
 }
 
 

@@ -1,6 +1,7 @@
 """GGUF files written with the gguf package: names, shapes, every block type, and damage."""
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,23 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.sinks": "attn_sinks.weight",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
-PERMUTED = ("llama", "smollm3", "granite")
+PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
 GEMMA = ("gemma2", "gemma3")
 
 
 def gguf_name(key: str, arch: str = "llama") -> str:
-    if arch in (*GEMMA, "olmo2"):
+    if arch in (*GEMMA, "olmo2", "gpt-oss"):
         key = key.replace("post_attention_layernorm", "post_attention_norm")
     for theirs, ours in NAMES.items():
         key = key.replace(theirs, ours)
@@ -54,6 +63,25 @@ def gguf_name(key: str, arch: str = "llama") -> str:
 def interleave(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
     """Rows of q and k as Llama's GGUF files hold them: RoPE partners side by side."""
     return weight.reshape(num_heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def tensors_of(model: Any, arch: str) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Of a transformers model as GGUF files have them: a stack of all experts' gates, one of their ups."""
+    for key, value in model.state_dict().items():
+        data = value.numpy()
+        if ".experts." not in key:
+            yield key, data
+            continue
+        layer, end = key.split(".")[2], "bias" if key.endswith("bias") else "weight"
+        if arch == "gpt-oss" and end == "weight":
+            data = data.swapaxes(1, 2)
+        if "gate_up" not in key:
+            yield f"blk.{layer}.ffn_down_exps.{end}", data
+            continue
+        half = data.shape[1] // 2
+        parts = (data[:, ::2], data[:, 1::2]) if arch == "gpt-oss" else (data[:, :half], data[:, half:])
+        for name, part in zip(("gate", "up"), parts, strict=True):
+            yield f"blk.{layer}.ffn_{name}_exps.{end}", part
 
 
 def write(path: Path, model: Any, arch: str, quantised: str | None = None, **metadata: Any) -> Path:
@@ -74,17 +102,19 @@ def write(path: Path, model: Any, arch: str, quantised: str | None = None, **met
     for key, value in metadata.items():
         kind = gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key.replace("__", "."), value, kind, _item_kind(value))
-    for key, value in model.state_dict().items():
+    for key, data in tensors_of(model, arch):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        data = value.numpy()
+        if key.endswith("shared_expert_gate.weight"):
+            data = data[0]
         if arch in GEMMA and key.endswith("norm.weight"):
             data = data + 1
         if arch in PERMUTED and (".q_proj." in key or ".k_proj." in key):
             data = interleave(data, config.num_attention_heads if ".q_" in key else config.num_key_value_heads)
-        if quantised and data.ndim == 2:
+        if quantised and data.ndim > 1 and "router" not in key and "mlp.gate." not in key and "bias" not in key:
             kind = gguf.GGMLQuantizationType[quantised]
-            writer.add_tensor(gguf_name(key, arch), gguf.quants.quantize(data, kind), raw_dtype=kind)
+            packed = gguf.quants.quantize(np.ascontiguousarray(data), kind)
+            writer.add_tensor(gguf_name(key, arch), packed, raw_dtype=kind)
         else:
             writer.add_tensor(gguf_name(key, arch), np.ascontiguousarray(data))
     writer.write_header_to_file()

@@ -5,10 +5,18 @@ from kvloom.checkpoints.families.gemma import GEMMA2, GEMMA3
 from kvloom.checkpoints.families.granite import GRANITE
 from kvloom.checkpoints.families.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.mistral import MISTRAL
+from kvloom.checkpoints.families.mixtures import (
+    GPT_OSS,
+    GRANITE_MOE,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    QWEN3_MOE_GGUF,
+)
 from kvloom.checkpoints.families.olmo import OLMO
 from kvloom.checkpoints.families.phi3 import PHI3
-from kvloom.checkpoints.families.qwen2 import QWEN2
-from kvloom.checkpoints.families.qwen3 import QWEN3
+from kvloom.checkpoints.families.qwen import QWEN2, QWEN3
 from kvloom.contract.errors import ModelError
 
 FAMILIES: dict[str, Family] = {
@@ -24,6 +32,12 @@ FAMILIES: dict[str, Family] = {
     "GraniteForCausalLM": GRANITE,
     "Olmo2ForCausalLM": OLMO,
     "Olmo3ForCausalLM": OLMO,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "OlmoeForCausalLM": OLMOE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "qwen2": QWEN2,
@@ -34,6 +48,11 @@ FAMILIES: dict[str, Family] = {
     "phi3": PHI3,
     "granite": GRANITE,
     "olmo2": OLMO,
+    "qwen2moe": QWEN2_MOE,
+    "qwen3moe": QWEN3_MOE_GGUF,
+    "olmoe": OLMOE,
+    "granitemoe": GRANITE_MOE,
+    "gpt-oss": GPT_OSS,
 }
 
 

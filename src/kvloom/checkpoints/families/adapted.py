@@ -9,9 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvloom.checkpoints.families.expert_layers import Stacking
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.stacked import StackedExperts, stacked_shapes
 from kvloom.checkpoints.quantized.numbers import Floats, Numbers
+from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.checkpoints.source import RawTensor, Tensor, WeightSource, as_rows
 from kvloom.contract.errors import ModelError
 
@@ -19,10 +22,34 @@ Shapes = dict[str, tuple[int, ...]]
 _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this order
 
 
-def file_shapes(family: Family, spec: DecoderSpec) -> Shapes:
-    """The tensors that a file of this family holds, by canonical name or that of a fused one."""
-    shapes = spec.tensor_shapes()
-    if not family.fused:
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """How files hold a family's tensors. `is_packed`: experts in MXFP4, as gpt-oss's folders have them."""
+
+    is_fused: bool
+    norm_offset: float
+    stacking: Stacking
+    is_packed: bool = False
+
+
+def folder_layout(family: Family, scheme: Scheme | None) -> FileLayout:
+    """Raises ModelError when the scheme is not for the family's files."""
+    is_packed = scheme is not None and scheme.layout == "mxfp4_experts"
+    if is_packed and family.stacking != "interleaved":
+        raise ModelError(
+            f"quantization_config: quant_method mxfp4 is for the experts of gpt-oss, not for {family.name}"
+        )
+    return FileLayout(family.fused, family.norm_offset, family.stacking, is_packed)
+
+
+def gguf_layout(family: Family) -> FileLayout:
+    return FileLayout(family.fused, 0.0, "parts")
+
+
+def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
+    """The tensors that a file holds, by canonical name or that of a fused or stacked one."""
+    shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.is_packed)
+    if not layout.is_fused:
         return shapes
     for index in range(spec.num_layers):
         for whole, parts in _FUSED.items():
@@ -31,9 +58,11 @@ def file_shapes(family: Family, spec: DecoderSpec) -> Shapes:
     return shapes
 
 
-def adapted(source: WeightSource, family: Family, spec: DecoderSpec, norm_offset: float) -> WeightSource:
-    """`source` has the tensors of file_shapes; `norm_offset` is added to every norm's weight."""
-    return FamilyWeights(source, spec, norm_offset) if family.fused or norm_offset else source
+def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> WeightSource:
+    """`source` has the tensors of file_shapes."""
+    if spec.experts and layout.stacking:
+        return StackedExperts(source, spec, layout.stacking, layout.is_packed)
+    return FamilyWeights(source, spec, layout.norm_offset) if layout.is_fused or layout.norm_offset else source
 
 
 class FamilyWeights:

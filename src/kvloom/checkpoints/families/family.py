@@ -1,9 +1,10 @@
 """Family: the switches in which one line of decoders differs from another, and the configuration keys they share."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
 from kvloom.checkpoints.families.positions import layers_of
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.values import count, positive
@@ -35,11 +36,17 @@ class Family:
     qk_norm: Literal["", "head", "row"] = ""
     norms: Literal["pre", "post", "both"] = "pre"
     permuted_gguf: bool = False  # GGUF files hold the rows of q and k in interleaved RoPE order
+    o_bias: bool = False
+    has_sinks: bool = False
+    clamps_glu: bool = False  # swiglu_limit and swiglu_alpha
+    mixture: Mixture | None = None  # of models whose configuration tells of experts
+    stacking: Stacking = ""  # of the experts in folders
     fused: bool = False  # files hold q, k and v as one tensor, gate and up as another
     norm_offset: float = 0.0  # folders hold the weights of norms less this; GGUF files as they are
     names: Mapping[str, str] = field(
         default_factory=dict
     )  # of a layer's tensors in folders, where they are not Llama's
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # the same of GGUF files
     defaults: Mapping[str, Any] = field(default_factory=dict)  # where the configuration is silent
     scales: Callable[[Mapping[str, Any]], dict[str, float]] = _no_scales  # fields of DecoderSpec: scales and softcaps
 
@@ -54,8 +61,13 @@ class Family:
             raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
+        if config.get("clip_qkv") is not None:
+            raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
         if config.get("mlp_bias") or (config.get("attention_bias") and not self.qkv_bias):
             raise ModelError(f"{self.name} with attention_bias or mlp_bias is not supported")
+        layers = layers_of(config, head_dim, max_seq_len)
+        experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
+        sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
         return DecoderSpec(
             family=self.name,
             hidden=hidden,
@@ -65,13 +77,18 @@ class Family:
             head_dim=head_dim,
             vocab_size=count(config, "vocab_size"),
             max_seq_len=max_seq_len,
-            layers=layers_of(config, head_dim, max_seq_len),
+            layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             norms=self.norms,
-            activation=self._activation(config),
+            activation="clamped" if self.clamps_glu else self._activation(config),
+            glu_limit=positive(config, "swiglu_limit", 7.0) if self.clamps_glu else 0.0,
+            glu_alpha=positive(config, "swiglu_alpha", 1.702) if self.clamps_glu else 0.0,
+            o_bias=self.o_bias,
+            has_sinks=self.has_sinks,
+            experts=experts,
             **self.scales(config),
         )
 

@@ -1,8 +1,9 @@
 """Llama 1 to 3 and the many models of the same shape (SmolLM2 among them); SmolLM3, where some layers have no RoPE."""
 
+from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
 
-LLAMA = Family("llama", permuted_gguf=True)
+LLAMA = Family("llama", permuted_gguf=True, mixture=Mixture())  # GGUF files call Mixtral llama, too
 SMOLLM3 = Family(
     "smollm3",
     permuted_gguf=True,

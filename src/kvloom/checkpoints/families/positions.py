@@ -13,7 +13,8 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
     """Keys are Hugging Face's, and two that families give as defaults: `window_needs_switch`, sliding_window counts
-    only when use_sliding_window is true; `rope_local_unscaled`, rope_scaling is not for layers with a window.
+    only when use_sliding_window is true; `rope_local_unscaled`, rope_scaling is not for layers with a window. And
+    `rope_truncate`, YaRN's truncate where rope_scaling is silent.
 
     Raises ModelError.
     """
@@ -86,7 +87,8 @@ def _rope(config: Mapping[str, Any], kind: str, head_dim: int, max_seq_len: int)
     elif kind == LOCAL and config.get("rope_local_unscaled"):
         scaling, base = {}, positive(config, "rope_local_base_freq", positive(scaling, "rope_theta", base))
     theta = positive(scaling, "rope_theta", base)
-    context = {"original_max_position_embeddings": config.get("original_max_position_embeddings")}
+    keys = {"original_max_position_embeddings": "original_max_position_embeddings", "truncate": "rope_truncate"}
+    context = {key: config[own] for key, own in keys.items() if own in config}
     try:
         scaling = {**context, **{key: value for key, value in scaling.items() if value is not None}}
         return build_rope(_rotated(config, scaling, head_dim), theta, scaling, max_seq_len)

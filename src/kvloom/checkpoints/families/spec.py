@@ -33,6 +33,23 @@ class Layer:
 
     rope: Rope | None  # None = its queries and keys know no positions
     window: int | None = None  # tokens a query sees, itself included; None = all up to it
+    has_experts: bool = False  # in place of one MLP
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts: `per_token` of `count` small MLPs work on a token, those that a router gives most weight.
+
+    A router's logits become weights by a softmax over all, or, with `weighs_chosen`, over the chosen alone, which then
+    sum to 1. A `shared` MLP of so many channels works on every token, weighed by a sigmoid of its own; 0 = none.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    weighs_chosen: bool = True
+    has_bias: bool = False  # of router, gate, up and down
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +59,10 @@ class DecoderSpec:
     Canonical tensor names (weights are [out, in]):
       embed [vocab, hidden]   norm [hidden]   head [vocab, hidden] (absent when tie_embeddings)
       layers.N. attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
-                mlp_norm, gate, up, down, mlp_post_norm
+                mlp_norm, gate, up, down, mlp_post_norm, o_bias, sinks
+    and in place of gate, up and down of a layer with experts:
+      router [experts, hidden]   router_bias   experts.E. gate, up, down, gate_bias, up_bias, down_bias
+      shared_gate, shared_up, shared_down, shared_router [1, hidden]
     """
 
     family: str
@@ -59,13 +79,18 @@ class DecoderSpec:
     qkv_bias: bool = False  # Qwen2
     qk_norm: Literal["", "head", "row"] = ""  # RMSNorm before RoPE of each head of q and k, or of all heads as one row
     norms: Literal["pre", "post", "both"] = "pre"  # where a branch is normed: x += post(branch(pre(x)))
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"  # clamped: see glu_limit
+    glu_limit: float = 0.0  # l, a: g = min(gate, l); g sigmoid(a g) (clip(up, -l, l) + 1)
+    glu_alpha: float = 0.0
     embed_scale: float = 1.0  # of token embeddings on their way in
     residual_scale: float = 1.0  # of a branch before it is added
     logit_scale: float = 1.0
     attention_scale: float = 0.0  # of q . k; 0 = 1 / sqrt(head_dim)
     attention_softcap: float = 0.0  # c: scores s become c tanh(s / c); 0 = none
     logit_softcap: float = 0.0
+    o_bias: bool = False
+    has_sinks: bool = False  # each head has a score of its own that takes part in the softmax, and no value
+    experts: Experts | None = None  # of the layers that have them
 
     @property
     def num_layers(self) -> int:
@@ -89,9 +114,12 @@ class DecoderSpec:
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
         if not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
-        layer = self._layer_shapes()
-        for index in range(self.num_layers):
-            shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        rest = self._layer_shapes()
+        dense = _mlp_shapes(self.hidden, self.intermediate)
+        sparse = _expert_shapes(self.hidden, self.experts) if self.experts else {}
+        for index, layer in enumerate(self.layers):
+            own = rest | (sparse if layer.has_experts else dense)
+            shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -105,11 +133,6 @@ class DecoderSpec:
         }
         if before:
             layer["mlp_norm"] = (self.hidden,)
-        layer |= {
-            "gate": (self.intermediate, self.hidden),
-            "up": (self.intermediate, self.hidden),
-            "down": (self.hidden, self.intermediate),
-        }
         if self.norms != "pre":
             layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
         if self.qkv_bias:
@@ -117,4 +140,25 @@ class DecoderSpec:
         if self.qk_norm:
             sizes = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_size, kv_size)
             layer |= {"q_norm": sizes[:1], "k_norm": sizes[1:]}
+        if self.o_bias:
+            layer["o_bias"] = (self.hidden,)
+        if self.has_sinks:
+            layer["sinks"] = (self.num_heads,)
         return layer
+
+
+def _mlp_shapes(hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {"gate": (intermediate, hidden), "up": (intermediate, hidden), "down": (hidden, intermediate)}
+
+
+def _expert_shapes(hidden: int, experts: Experts) -> dict[str, tuple[int, ...]]:
+    one = _mlp_shapes(hidden, experts.intermediate)
+    shapes: dict[str, tuple[int, ...]] = {"router": (experts.count, hidden)}
+    if experts.has_bias:
+        shapes["router_bias"] = (experts.count,)
+        one |= {f"{name}_bias": shape[:1] for name, shape in one.items()}
+    shapes |= {f"experts.{index}.{name}": shape for index in range(experts.count) for name, shape in one.items()}
+    if experts.shared:
+        shapes |= {f"shared_{name}": shape for name, shape in _mlp_shapes(hidden, experts.shared).items()}
+        shapes["shared_router"] = (1, hidden)
+    return shapes

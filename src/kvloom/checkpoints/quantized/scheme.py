@@ -6,7 +6,7 @@ from typing import Any
 
 from kvloom.contract.errors import ModelError
 
-_METHODS = ("awq", "gptq", "compressed-tensors", "fp8")
+_METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "mxfp4")
 _GROUP = 32  # numbers that share a scale in memory: a file's groups are multiples of it
 _LARGEST = 1 << 20
 _COMPRESSED = {"pack-quantized": "packed", "int-quantized": "bytes", "naive-quantized": "bytes"}
@@ -17,7 +17,8 @@ _COMPRESSED |= {"float-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
 class Scheme:
     """How numbers lie in a folder's tensors (packed.py): weight = (number - zero) * scale.
 
-    `layout`: "awq", "gptq", "packed" (compressed-tensors, several in a word), "bytes" (its int8), "fp8", "mxfp4".
+    `layout`: "awq", "gptq", "packed" (compressed-tensors, several in a word), "bytes" (its int8), "fp8", "mxfp4",
+    "mxfp4_experts" (gpt-oss's).
     """
 
     layout: str
@@ -46,6 +47,8 @@ def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
         return _compressed(fields)
     if method == "fp8":
         return _fp8(fields)
+    if method == "mxfp4":
+        return Scheme("mxfp4_experts", 4, 32)
     raise ModelError(
         f"{file}: weights quantised by {method or 'an unnamed method'!r:.80} are not supported; {', '.join(_METHODS)} "
         "and GGUF files are, and weights that are not quantised"

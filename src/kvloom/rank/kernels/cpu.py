@@ -225,6 +225,8 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
+    if spec.experts or spec.has_sinks:
+        raise ModelError("mixtures of experts: the CPU backend has none")
     for rope in spec.ropes:
         if rope.dim % 32:
             raise ModelError(f"rotary embedding of {rope.dim} dimensions: the CPU backend has multiples of 32")

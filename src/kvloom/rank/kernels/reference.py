@@ -175,7 +175,8 @@ class ReferenceBackend:
         context = _Context(turns, slots[pos], slots, masks)
         for layer in range(spec.num_layers):
             x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
-            x = self._branch(x, f"layers.{layer}.mlp", functools.partial(self._mlp, layer))
+            mlp = self._experts if spec.layers[layer].has_experts else self._mlp
+            x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
         return self._norm(x, "norm")
 
     def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
@@ -205,8 +206,10 @@ class ReferenceBackend:
         if own.rope is not None:
             q, k = (_rotate(part, *context.turns[own.rope]) for part in (q, k))
         key, value = (self._cached(layer, side, new, context).transpose(0, 1)[None] for side, new in enumerate((k, v)))
-        out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window])
-        return self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o"))
+        sinks = self._w.get(at + "sinks")
+        out = self._softmax(q.transpose(0, 1)[None], key, value, context.masks[own.window], sinks)
+        out = self._mesh.sum(self._linear(out[0].transpose(0, 1).flatten(1), at + "o", has_bias=False))
+        return out + self._w[at + "o_bias"] if self.spec.o_bias else out
 
     def _cached(self, layer: int, side: int, new: Tensor, context: _Context) -> Tensor:
         """Puts `new` [T, kv_heads, head_dim] into its slots; returns what all slots hold, as computed with."""
@@ -220,27 +223,56 @@ class ReferenceBackend:
         scales[own], cache[own] = scale, (new.float() / scale[..., None]).round().to(torch.int8)
         return (cache[slots].float() * scales[slots][..., None]).to(new.dtype)
 
-    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-        """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]."""
+    def _softmax(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
+        """Attention [1, heads, T, head_dim] over keys and values [1, kv_heads, K, head_dim]; sinks [heads]."""
         spec = self.spec
         scale = spec.attention_scale or spec.head_dim**-0.5
-        if not spec.attention_softcap:
+        if not spec.attention_softcap and sinks is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-        scores = _capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap)
-        return scores.masked_fill(~mask, -torch.inf).softmax(-1, torch.float32).to(value.dtype) @ value
+        scores = _capped(query @ key.transpose(2, 3) * scale, spec.attention_softcap).masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), -1)
+        return scores.softmax(-1, torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
 
-    def _linear(self, x: Tensor, name: str) -> Tensor:
+    def _linear(self, x: Tensor, name: str, has_bias: bool = True) -> Tensor:
         """x [T, in] -> [T, out], with what the sequence's adapter adds."""
-        y = F.linear(x, self._w[name], self._w.get(name + "_bias"))
+        y = F.linear(x, self._w[name], self._w.get(name + "_bias") if has_bias else None)
         pair = self._adapter.get(name)
         return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
 
-    def _mlp(self, layer: int, x: Tensor) -> Tensor:
-        at = f"layers.{layer}."
-        gate = self._linear(x, at + "gate")
-        act = F.silu(gate) if self.spec.activation == "silu" else F.gelu(gate, approximate="tanh")
-        return self._mesh.sum(self._linear(act * self._linear(x, at + "up"), at + "down"))
+    def _mlp(self, at: str, x: Tensor) -> Tensor:
+        return self._mesh.sum(self._linear(self._gated(at, x), at + "down"))
+
+    def _gated(self, at: str, x: Tensor) -> Tensor:
+        """What the down projection reads."""
+        spec, gate, up = self.spec, self._linear(x, at + "gate"), self._linear(x, at + "up")
+        if spec.activation == "clamped":
+            gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
+            return gate * torch.sigmoid(spec.glu_alpha * gate) * (up + 1)
+        return (F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def _experts(self, at: str, x: Tensor) -> Tensor:
+        """Each token's experts, summed in the order of their numbers."""
+        experts = self.spec.experts
+        assert experts is not None, "a layer has experts"
+        bias = self._w.get(at + "router_bias")
+        logits = F.linear(x.float(), self._w[at + "router"].float(), None if bias is None else bias.float())
+        chosen = logits.topk(experts.per_token, -1)
+        weights = chosen.values.softmax(-1)
+        if not experts.weighs_chosen:
+            weights = logits.softmax(-1).gather(-1, chosen.indices)
+        out, added = torch.zeros_like(x), torch.zeros_like(x)
+        for expert in sorted(set(chosen.indices.flatten().tolist())):
+            rows, places = torch.where(chosen.indices == expert)
+            weight, one = weights[rows, places, None].to(x.dtype), f"{at}experts.{expert}."
+            out[rows] += weight * self._linear(self._gated(one, x[rows]), one + "down", has_bias=False)
+            if experts.has_bias:
+                added[rows] += weight * self._w[one + "down_bias"]
+        if experts.shared:
+            share = torch.sigmoid(F.linear(x.float(), self._w[at + "shared_router"].float())).to(x.dtype)
+            out += share * self._linear(self._gated(at + "shared_", x), at + "shared_down")
+        return self._mesh.sum(out) + added
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         """RMSNorm over the last dimension, statistics in float32."""

@@ -1,8 +1,8 @@
 """Tensor parallelism: which part of each weight a rank holds (Shoeybi et al. 2019, Megatron-LM, section 3).
 
 Query, key, value, gate and up matrices are cut by output rows, o and down by input columns; so each rank computes whole
-heads and whole MLP channels, and two sums over the ranks a layer make the result whole. Embedding, norms and head are
-on every rank.
+heads and whole MLP channels, of each expert too, and two sums over the ranks a layer make the result whole. Embedding,
+norms, routers and head are on every rank.
 """
 
 from collections.abc import Iterator
@@ -10,14 +10,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import DecoderSpec
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts
 from kvloom.checkpoints.lora_tensors import LoraPair
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
 
-_BY_ROWS = ("q", "k", "v", "q_bias", "k_bias", "v_bias", "gate", "up")  # of LoRA's B likewise
-_BY_COLUMNS = ("o", "down")  # of LoRA's A likewise: ranks then sum B times their parts of A x
+_BY_ROWS = (
+    *("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks"),
+    *("gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up"),
+)  # of LoRA's B likewise
+_BY_COLUMNS = ("o", "down", "shared_down")  # of LoRA's A likewise: ranks then sum B times their parts of A x
 
 
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
@@ -27,6 +30,8 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
         "KV heads": spec.num_kv_heads,
         "MLP channels": spec.intermediate,
     }
+    if spec.experts:
+        sizes |= {"channels of an expert": spec.experts.intermediate, "shared channels": spec.experts.shared}
     for name, size in sizes.items():
         if size % world_size:
             raise ModelError(f"worldSize: {world_size} ranks cannot share {size} {name} evenly")
@@ -39,7 +44,13 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
         num_heads=spec.num_heads // world_size,
         num_kv_heads=spec.num_kv_heads // world_size,
         intermediate=spec.intermediate // world_size,
+        experts=spec.experts and _share(spec.experts, world_size),
     )
+
+
+def _share(experts: Experts, world_size: int) -> Experts:
+    """Every rank has a part of every expert."""
+    return replace(experts, intermediate=experts.intermediate // world_size, shared=experts.shared // world_size)
 
 
 class ShardedWeights:

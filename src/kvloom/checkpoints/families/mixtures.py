@@ -1,0 +1,47 @@
+"""Mixtures of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, Granite-MoE, gpt-oss."""
+
+from dataclasses import replace
+
+from kvloom.checkpoints.families.expert_layers import Mixture
+from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.granite import GRANITE
+from kvloom.checkpoints.families.qwen import QWEN2, QWEN3
+
+MIXTRAL = Family(
+    "mixtral",
+    permuted_gguf=True,
+    mixture=Mixture(),
+    names={
+        "router": "block_sparse_moe.gate.weight",
+        "experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+        "experts.up": "block_sparse_moe.experts.{}.w3.weight",
+        "experts.down": "block_sparse_moe.experts.{}.w2.weight",
+    },
+)
+QWEN2_MOE = replace(QWEN2, name="qwen2_moe", mixture=Mixture(weighs_chosen=None, has_shared=True))
+QWEN3_MOE = replace(QWEN3, name="qwen3_moe", mixture=Mixture(weighs_chosen=None))
+QWEN3_MOE_GGUF = replace(QWEN3_MOE, mixture=Mixture())  # its files do not say norm_topk_prob
+OLMOE = Family("olmoe", qk_norm="row", mixture=Mixture(weighs_chosen=None))
+GRANITE_MOE = replace(
+    GRANITE,
+    name="granitemoe",
+    mixture=Mixture(),
+    stacking="gate_up",
+    names={
+        "router": "block_sparse_moe.router.layer.weight",
+        "gate_up_experts": "block_sparse_moe.input_linear.weight",
+        "down_experts": "block_sparse_moe.output_linear.weight",
+    },
+)
+GPT_OSS = Family(
+    "gpt-oss",
+    qkv_bias=True,
+    o_bias=True,
+    has_sinks=True,
+    clamps_glu=True,
+    mixture=Mixture(has_bias=True),
+    stacking="interleaved",
+    names={"router": "mlp.router.weight"},
+    gguf_names={"mlp_norm": "post_attention_norm.weight"},
+    defaults={"sliding_window": 128, "sliding_window_pattern": 2, "head_dim": 64, "rope_truncate": False},
+)

@@ -1,0 +1,6 @@
+"""Qwen2 and Qwen2.5: biases on q, k and v. Qwen3: no biases, RMSNorm on each head of q and k."""
+
+from kvloom.checkpoints.families.family import Family
+
+QWEN2 = Family("qwen2", qkv_bias=True, defaults={"window_needs_switch": True})
+QWEN3 = Family("qwen3", qk_norm="head", defaults={"window_needs_switch": True})

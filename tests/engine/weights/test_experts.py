@@ -1,0 +1,150 @@
+"""Mixtures of experts on disk: MXFP4 as gpt-oss's folders have it, and configurations and tensors that cannot be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels.reference import ReferenceBackend
+from tests.support.checkpoints import run_step, save, tiny_model
+
+from .test_families import FILES, TOKENS
+from .test_gguf import write
+
+MXFP4 = gguf.GGMLQuantizationType.MXFP4
+
+
+def logits_of(checkpoint: Checkpoint) -> torch.Tensor:
+    return run_step(ReferenceBackend(checkpoint.spec, checkpoint.weights, 4), [TOKENS], [[2]])
+
+
+def rewrite(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], None] = lambda tensors: None, **fields: Any
+) -> Path:
+    """The folder with its tensors changed, and fields of its configuration."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | fields), encoding="utf-8")
+    return folder
+
+
+def blocks_of(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[experts, in, out] as gpt-oss has it: blocks of 32 along `in`, neighbours side by side in a byte; exponents."""
+    rows = weight.swapaxes(1, 2).contiguous().numpy()
+    blocks = torch.from_numpy(gguf.quants.quantize(rows, MXFP4).reshape(*rows.shape[:2], rows.shape[2] // 32, 17))
+    halves = blocks[..., 1:]  # GGUF: the first 16 of a block in low nibbles, the others in high ones
+    numbers = torch.cat((halves & 15, halves >> 4), -1)
+    return numbers[..., ::2] | numbers[..., 1::2] << 4, blocks[..., 0]
+
+
+def pack_experts(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        blocks, scales = blocks_of(tensors.pop(name))
+        tensors |= {f"{name}_blocks": blocks.contiguous(), f"{name}_scales": scales.contiguous()}
+
+
+PACKED = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+
+
+def test_experts_in_mxfp4_are_read_as_the_format_says(tmp_path):
+    model = tiny_model("gpt-oss")
+    folder = rewrite(save(model, tmp_path, "1GB"), pack_experts, **PACKED)
+    for name, value in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            rows = value.detach().swapaxes(1, 2).contiguous().numpy()
+            exact = gguf.quants.dequantize(gguf.quants.quantize(rows, MXFP4), MXFP4).reshape(rows.shape)
+            value.data = torch.from_numpy(exact).swapaxes(1, 2).contiguous()
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.weights.form("layers.1.experts.3.up") == "fp4"
+    assert checkpoint.weights.form("layers.1.experts.3.up_bias") == checkpoint.weights.form("layers.1.q") == ""
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
+
+
+def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name][:-1].contiguous()
+
+    return change
+
+
+BAD: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("mixtral", None, {"num_local_experts": 0}, "num_local_experts must be a positive whole number, got 0"),
+    ("mixtral", None, {"num_local_experts": 1 << 30}, "num_local_experts is 1073741824 in each of 2 layers, more than"),
+    ("mixtral", None, {"num_local_experts": "5"}, "num_local_experts must be a positive whole number, got '5'"),
+    ("mixtral", None, {"num_experts_per_tok": 6}, "num_experts_per_tok is 6, more than the 5 of num_local_experts"),
+    ("mixtral", None, {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive whole number, got 0"),
+    ("mixtral", drop("model.layers.1.block_sparse_moe.experts.4.w2.weight"), {}, "experts.4.w2.weight is missing"),
+    ("mixtral", drop("model.layers.0.block_sparse_moe.gate.weight"), {}, "block_sparse_moe.gate.weight is missing"),
+    ("mixtral", cut("model.layers.0.block_sparse_moe.experts.0.w1.weight"), {}, r"has shape \[95, 64\]"),
+    ("mixtral", None, {"num_local_experts": 6}, r"gate.weight has shape \[5, 64\]|experts.5.w1.weight is missing"),
+    ("qwen3 moe", None, {"mlp_only_layers": "all"}, "mlp_only_layers must be a list of layers, got 'all'"),
+    ("qwen3 moe", None, {"moe_intermediate_size": -1}, "moe_intermediate_size must be a positive whole number, got -1"),
+    ("qwen3 moe", None, PACKED, "quant_method mxfp4 is for the experts of gpt-oss, not for qwen3_moe"),
+    ("olmoe", None, {"clip_qkv": 8.0}, "clip_qkv is not supported, got 8.0"),
+    ("granite moe", cut("model.layers.0.block_sparse_moe.output_linear.weight"), {}, r"has shape \[4, 64, 96\]"),
+    ("gpt-oss", cut("model.layers.0.self_attn.sinks"), {}, r"self_attn.sinks has shape \[3\]"),
+    ("gpt-oss", None, PACKED, "experts.gate_up_proj_blocks is missing"),
+    ("gpt-oss", None, {**PACKED, "intermediate_size": 100}, "experts of 100 columns do not fill MXFP4's groups of 32"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "fields", "problem"), BAD, ids=[f"{bad[0]}-{bad[3][:30]}" for bad in BAD])
+def test_a_folder_that_cannot_be_is_refused_in_a_sentence(name, change, fields, problem, tmp_path):
+    folder = rewrite(save(tiny_model(name), tmp_path, "1GB"), change or (lambda tensors: None), **fields)
+    with pytest.raises(ModelError, match=problem) as error:
+        open_checkpoint(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("expert_count", 0, "num_local_experts must be a positive whole number, got 0"),
+        ("expert_count", 7, r"ffn_gate_inp.weight has shape \[5, 64\], the configuration asks for \[7, 64\]"),
+        ("expert_used_count", 9, "num_experts_per_tok is 9, more than the 5"),
+        ("expert_feed_forward_length", 95, r"ffn_gate_exps.weight has shape \[5, 96, 64\]"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_is_refused_in_a_sentence(key, value, problem, tmp_path):
+    _, metadata, _ = FILES["mixtral"]
+    metadata = {f"llama__{name}": number for name, number in (metadata | {key: value}).items()}
+    with pytest.raises(ModelError, match=problem):
+        open_checkpoint(write(tmp_path / "m.gguf", tiny_model("mixtral"), "llama", **metadata))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "MXFP4"])
+def test_stacked_experts_of_a_quantised_file_keep_their_values(kind, tmp_path):
+    arch, metadata, _ = FILES["gpt-oss"]
+    model = tiny_model("gpt-oss", swiglu_limit=7.0)
+    path = write(tmp_path / "m.gguf", model, arch, kind, **{f"{arch}__{key}": value for key, value in metadata.items()})
+    quantised = gguf.GGMLQuantizationType[kind]
+    for name, value in model.named_parameters():
+        if value.dim() > 1 and "router" not in name and "_bias" not in name:
+            is_stack = value.dim() == 3
+            rows = (value.detach().swapaxes(1, 2) if is_stack else value.detach()).contiguous().numpy()
+            exact = gguf.quants.dequantize(gguf.quants.quantize(rows, quantised), quantised).reshape(rows.shape)
+            value.data = torch.from_numpy(exact.swapaxes(1, 2) if is_stack else exact).contiguous()
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.weights.form("layers.0.experts.4.down") == checkpoint.weights.form("layers.0.q") != ""
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
