@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+import msgspec
+
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.pooling import POOLINGS
 
@@ -174,8 +176,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
 
     `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the

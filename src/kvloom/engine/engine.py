@@ -10,8 +10,9 @@ A step has two halves, so that work for people overlaps work for the model:
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
@@ -373,8 +374,9 @@ class Engine:
     def _end_or_draft(self, live: Live, num_drafted: int, num_accepted: int) -> None:
         """After its samples were taken: end the sequence, or guess what follows."""
         seq = live.seq
-        self._counts.add("total_draft_tokens", num_drafted)
-        self._counts.add("total_accepted_tokens", num_accepted)
+        if num_drafted:
+            self._counts.add("total_draft_tokens", num_drafted)
+            self._counts.add("total_accepted_tokens", num_accepted)
         if live.finish is not None:
             del self._seqs[seq.id]
             release_seq(seq, self._pool, Status.FINISHED)
@@ -387,13 +389,11 @@ class Engine:
         """Deltas of the tokens sampled last, and of requests that ended without a step."""
         deltas, self._outbox = self._outbox, []
         fresh, self._fresh = self._fresh, []
-        deltas += (delta for item in fresh for delta in self._emit(item))
+        for item in fresh:
+            live = item.live
+            if live.request.id in self._by_request:  # else it was aborted meanwhile
+                delta = live.tell(item)
+                deltas.append(delta)
+                if delta.finish_reason is not None:
+                    self._retire(live)
         return deltas
-
-    def _emit(self, fresh: Fresh) -> Iterator[Delta]:
-        live = fresh.live
-        if live.request.id in self._by_request:  # else it was aborted meanwhile
-            delta = live.tell(fresh)
-            if delta.finish_reason is not None:
-                self._retire(live)
-            yield delta

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob
@@ -103,21 +104,20 @@ class Live:
         logprob = token.logprob if token else None
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return Delta(
-            request_id=self.request.id,
-            text=text,
-            token_ids=() if token is None else (token.token_id,),
-            logprobs=() if logprob is None else (_logprob(logprob),),
-            prompt_logprobs=tuple(prompt_logprobs) if prompt_logprobs else None,
-            finish_reason=finish,
-            stop_reason=stop_reason,
-            num_cached_tokens=self.seq.num_cached,
-            seed=None if self.request.params.is_greedy else self.seed,
+            self.request.id,
+            text,
+            () if token is None else (token.token_id,),
+            () if logprob is None else (_logprob(logprob),),
+            tuple(prompt_logprobs) if prompt_logprobs else None,
+            finish,
+            stop_reason,
+            self.seq.num_cached,
+            None if self.request.params.is_greedy else self.seed,
             embedding=self.embedding,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Fresh:
+class Fresh(NamedTuple):
     """A token sampled by the last step, not yet detokenised. None: the request ended without one."""
 
     live: Live

@@ -44,7 +44,7 @@ _FAKE_LOGPROB = -0.5
 
 def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
     """The token that follows `context`: a checksum of all of it, and of the seed unless greedy."""
-    data = array("q", context).tobytes()
+    data = context if isinstance(context, array) else array("q", context)
     value = zlib.crc32(data, 0 if params.is_greedy else zlib.crc32(str(seed).encode()))
     if value % _EOS_EVERY == 0:
         return EOS_ID
@@ -230,8 +230,7 @@ class FakeRunner:
             if state.guide is not None and (problem := state.guide.problem()):
                 output.given_up.append(GivenUp(work.id, problem))
                 return
-            context = [self._slots[self._slot(state, pos)] for pos in range(len(state.token_ids))]
-            token_id = fake_next(context, state.params, state.seed)
+            token_id = fake_next(self._context(state), state.params, state.seed)
             if state.guide is not None:
                 mask = state.guide.mask()
                 if mask is not None:
@@ -242,6 +241,13 @@ class FakeRunner:
             output.samples.append(Sample(work.id, token_id, logprob))
             if token_id != guess:
                 return
+
+    def _context(self, state: _State) -> "array[int]":
+        """All that the sequence's blocks hold of it, up to its last token."""
+        context = array("q")
+        for block in state.blocks[: -(-len(state.token_ids) // self.info.block_size)]:
+            context += self._slots[self._span(block)]
+        return context[: len(state.token_ids)]
 
     def _read_block(self, block: int) -> list[memoryview]:
         return [memoryview(self._slots)[self._span(block)]]

@@ -75,12 +75,15 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
         seq.token_ids += tokens or ()
         num_used = num_blocks_of(seq.next_start, block_size)
-        pool.release(seq.block_table[num_used:])
-        del seq.block_table[num_used:]
+        if num_used < len(seq.block_table):
+            pool.release(seq.block_table[num_used:])
+            del seq.block_table[num_used:]
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
-        full = range(seq.num_published, seq.num_computed // block_size)
-        fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
-        seq.num_published = seq.num_computed // block_size
+        num_full = seq.num_computed // block_size
+        if num_full > seq.num_published:
+            full = range(seq.num_published, num_full)
+            fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
+            seq.num_published = num_full
     return [blocks for blocks in fresh if blocks]
 
 

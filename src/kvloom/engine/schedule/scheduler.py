@@ -5,7 +5,9 @@ same thing: a sequence with tokens whose keys and values are not computed yet.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from kvloom.contract.config import Limits
 from kvloom.engine.schedule.blocks import BlockPool
@@ -85,7 +87,7 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     steps, num_free = running.steps, running.num_free
     loads: list[LoadStep] = []
     loading = [seq for seq in seqs if seq.status is Status.LOADING]
-    if alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s):
+    if waiting and (alone is not None or may_admit(len(waiting), running.seqs, limits, now.oldest_wait_s)):
         budget = _budget(running, len(loading), pool, limits)
         coming = {key for seq in loading for key in seq.loading} if now.asks_tier else None
         admitted, loads = _plan_waiting(waiting, budget, pool, limits, coming)
@@ -238,7 +240,9 @@ def _plan_waiting(
 
 def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
     """The steps, those of decoding sequences longer by as much of their drafts as budget and `free` blocks allow."""
-    num_guessing = sum(_may_guess(step) for step in steps)
+    num_guessing = sum(bool(step.seq.draft) and _may_guess(step) for step in steps)
+    if not num_guessing:
+        return list(steps)
     budget = limits.max_tokens - sum(step.num_tokens for step in steps)
     result = []
     for step in steps:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from kvloom.engine.schedule.repute import Repute
 
 
@@ -65,8 +67,7 @@ class Seq:
         return self.repute.is_suspect(len(self.token_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class SeqStep:
+class SeqStep(msgspec.Struct, frozen=True):
     """`num_tokens` more tokens of `seq`, from position `start`, needing `num_new_blocks` more blocks.
 
     `hits` are cached blocks that a newly admitted sequence starts with; the blocks from there to `start` are copied

@@ -44,6 +44,8 @@ class StopStrings:
 
     def add(self, text: str) -> str:
         """The part of the text that may be given out now. After a match (`matched`) there is nothing more to come."""
+        if not self._stops:
+            return text
         text = self._held + text
         found = [(index + len(stop), index, stop) for stop in self._stops if (index := text.find(stop)) >= 0]
         if found:

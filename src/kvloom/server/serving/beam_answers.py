@@ -48,7 +48,7 @@ class BeamAnswers:
             num_cached = num_cached if num_steps else found[0].num_cached_tokens
             search.take([delta.logprobs[0] for delta in found])
             num_steps += 1
-        return [replace(self._delta(request, one), num_cached_tokens=num_cached) for one in search.best(count, cut)]
+        return [self._delta(request, one, num_cached) for one in search.best(count, cut)]
 
     def _end_of(self, ids: tuple[int, ...], params: SamplingParams) -> End | None:
         if ids[-1] in params.stop_token_ids:
@@ -59,7 +59,7 @@ class BeamAnswers:
         stop = next((stop for stop in params.stop if stop in text), None)
         return None if stop is None else (FinishReason.STOP, stop)
 
-    def _delta(self, request: Request, found: Hypothesis) -> Delta:
+    def _delta(self, request: Request, found: Hypothesis, num_cached: int) -> Delta:
         assert found.end is not None, "an answer of a search has an end"
         reason, stop = found.end
         ids, params = found.token_ids, request.params
@@ -68,7 +68,7 @@ class BeamAnswers:
         if isinstance(stop, str):
             text = text[: text.index(stop) + (len(stop) if params.include_stop else 0)]
         logprobs = () if params.logprobs is None else found.logprobs
-        return Delta(request.id, text, ids, logprobs, finish_reason=reason, stop_reason=stop)
+        return Delta(request.id, text, ids, logprobs, None, reason, stop, num_cached)
 
     def _text(self, ids: tuple[int, ...], params: SamplingParams) -> str:
         return self._tokenizer.decode(list(ids), params.skip_special_tokens)
