@@ -144,11 +144,11 @@ def test_nothing_of_the_dead_rank_is_believed_and_the_outer_tier_helps():
 def test_loads_and_saves_that_were_under_way_are_begun_again(fields):
     requests = [request for request in MIXED if not (request.params.grammar or request.pooling)]
     engine, executor = mortal_engine(stored={}, **fields)
-    want = {name: said(deltas) for name, deltas in run_through(engine, executor, *requests, max_steps=10**6).items()}
+    want = {name: said(deltas) for name, deltas in run_through(engine, executor, *requests).items()}
     for dying in range(1, 9):
         kills = at_steps({dying}, lambda batch: bool(batch.loads or batch.saves))
         engine, executor = mortal_engine(kills, {}, **fields)
-        found = run_through(engine, executor, *requests, max_steps=10**6)
+        found = run_through(engine, executor, *requests)
         assert {name: said(deltas) for name, deltas in found.items()} == want
 
 

@@ -1,4 +1,7 @@
-"""C and C++ of the tests, compiled once: a file of this name, of these words, sources and headers, is there already."""
+"""C and C++ of the tests, compiled once: a file of this name, of these words, sources and headers, is there already.
+
+Paths of the checkout are told to the compiler as they are within it: another checkout of the same files finds it too.
+"""
 
 import shutil
 import subprocess
@@ -8,14 +11,15 @@ from pathlib import Path
 from kvloom.native.build import NativeLibrary
 from tests.support.kept import kept
 
+ROOT = Path(__file__).parents[2]
 OURS = ("-DKVLOOM_", "-DGEWU_")  # macros of the sources; those of the system's headers are everywhere
 
 
-def compiled(command: Sequence[str | Path], name: str) -> Path:
-    """What `command` makes, with `-o` and a path of this name added to it."""
-    words = [str(word) for word in command]
-    causes = [repr(words).encode(), *(path.read_bytes() for path in _read_by(words))]
-    return kept(causes, name, lambda path: subprocess.run([*words, "-o", str(path)], check=True))
+def compiled(command: Sequence[str | Path], name: str, includes: Iterable[Path] = ()) -> Path:
+    """What `command` makes, with `-o` and a path of this name added to it. includes: what is read and is no header."""
+    words = [str(word).replace(f"{ROOT}/", "") for word in command]
+    causes = [repr(words).encode(), *(path.read_bytes() for path in (*_read_by(words), *includes))]
+    return kept(causes, name, lambda path: subprocess.run([*words, "-o", str(path)], cwd=ROOT, check=True))
 
 
 def objects(command: Sequence[str | Path], sources: Iterable[Path]) -> list[Path]:
@@ -49,7 +53,7 @@ def _read_by(words: Sequence[str]) -> Iterator[Path]:
     """Sources and objects among the words, and all headers beside them and in folders that are included."""
     folders = []
     for before, word in zip(["", *words], words, strict=False):
-        path = Path(word.removeprefix("-I"))
+        path = ROOT / word.removeprefix("-I")
         if path.is_file():
             yield path
             folders.append(path.parent)
