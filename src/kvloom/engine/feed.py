@@ -11,19 +11,23 @@ from kvloom.contract.request import Delta, FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-Step = list[tuple[int, Delta]]  # what one engine step brought a feed: (index of the request, its delta)
+Step = list[tuple[int, Delta]]  # what has come since the feed was read before: (index of the request, its delta)
 
 
 class Feed:
-    """What the requests of one reader bring, a list for each engine step. Owned by the loop.
+    """What the requests of one reader bring: what came of one engine step together, or of several when it was slow.
 
-    Used as a context manager: leaving it is the cancel, the blocks of what still runs are free within one step.
+    Owned by the loop. Used as a context manager: leaving it is the cancel, blocks of what still runs are free within
+    one step.
     """
 
     def __init__(self, requests: Sequence[Request], drop: Callable[["Feed"], None]) -> None:
         self.index_of = {request.id: index for index, request in enumerate(requests)}
         self._drop = drop
-        self._steps: asyncio.Queue[Step | ServingError] = asyncio.Queue()
+        self._unread: Step = []
+        self._error: ServingError | None = None  # behind what is unread
+        self._is_silence_due = False
+        self._reader: asyncio.Future[None] | None = None
         self._num_open = len(requests)
         self._heard_s = 0.0
         self._ticking: asyncio.TimerHandle | None = None
@@ -44,44 +48,47 @@ class Feed:
         def look() -> None:
             left_s = self._heard_s + every_s - time.monotonic()
             if left_s <= 0:
-                self._heard_s, left_s = time.monotonic(), every_s
-                if self._steps.empty():
-                    self._steps.put_nowait([])
+                self._heard_s, left_s, self._is_silence_due = time.monotonic(), every_s, True
+                self._wake()
             self._ticking = asyncio.get_running_loop().call_later(left_s, look)
 
         look()
 
-    def put(self, items: Sequence[tuple[str, Delta | ServingError]]) -> None:
-        """The (request id, delta or error) of one step. An error ends the feed for all of its requests."""
-        step: Step = []
-        for request_id, item in items:
-            if isinstance(item, Delta) and item.finish_reason is FinishReason.ERROR:
-                error = item.error or "the model failed"
-                item = BadRequest("", error) if item.is_callers else GenerationFailed(error)
-            if isinstance(item, ServingError):
-                self._put(step)
-                self._steps.put_nowait(item)
-                return
-            step.append((self.index_of[request_id], item))
-        self._put(step)
+    def put(self, request_id: str, item: Delta | ServingError) -> None:
+        """The next of a request. An error ends the feed for all of its requests."""
+        if isinstance(item, Delta) and item.finish_reason is FinishReason.ERROR:
+            error = item.error or "the model failed"
+            item = BadRequest("", error) if item.is_callers else GenerationFailed(error)
+        if isinstance(item, ServingError):
+            self._error = self._error or item
+        elif self._error is None:
+            self._unread.append((self.index_of[request_id], item))
+        self._wake()
 
     async def get(self) -> Step | None:
-        """The next step's deltas; None when every request has ended.
+        """All that has come since the call before, waited for when nothing has; None when every request has ended.
 
         Raises BadRequest when a request can never run, GenerationFailed when the model failed under it.
         """
         if not self._num_open:
             return None
-        step = await self._steps.get()
-        if isinstance(step, ServingError):
-            raise step
-        self._num_open -= sum(delta.finish_reason is not None for _, delta in step)
+        while not (self._unread or self._error or self._is_silence_due):
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        step, self._unread, self._is_silence_due = self._unread, [], False
+        if step:
+            self._heard_s = time.monotonic()
+            for _, delta in step:
+                if delta.finish_reason is not None:
+                    self._num_open -= 1
+        elif self._error is not None:
+            raise self._error
         return step
 
-    def _put(self, step: Step) -> None:
-        self._heard_s = time.monotonic()
-        if step:
-            self._steps.put_nowait(step)
+    def _wake(self) -> None:
+        """The reader goes on when the loop has done what it is at, and so finds all of a step."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Feeds:
@@ -103,21 +110,18 @@ class Feeds:
             self._lines.setdefault(request_id, deque()).append(feed)
 
     def put(self, items: Sequence[tuple[str, Delta | ServingError]]) -> None:
-        """What one engine step brought, a list for each feed."""
-        steps: dict[Feed, list[tuple[str, Delta | ServingError]]] = {}
+        """What one engine step brought."""
         for request_id, item in items:
             line = self._lines.get(request_id)
             if line is None:  # our mistake, which is not to cost the others of this step theirs
                 log.error("request %s has ended, and the engine says more of it", request_id)
                 continue
             if not line[0].is_left:
-                steps.setdefault(line[0], []).append((request_id, item))
+                line[0].put(request_id, item)
             if isinstance(item, ServingError) or item.finish_reason is not None:
                 line.popleft()
                 if not line:
                     del self._lines[request_id]
-        for feed, step in steps.items():
-            feed.put(step)
 
     def leave(self, feed: Feed) -> list[str]:
         """Nothing more reaches the feed. Returns the ids of its requests whose end was not said."""

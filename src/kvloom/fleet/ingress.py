@@ -121,5 +121,3 @@ def share_of(config: ServerConfig, num_ingresses: int) -> ServerConfig:
 
 async def _refuse(grace_s: float | None) -> None:
     raise Forbidden(_ENDED_ELSEWHERE)
-
-

@@ -9,6 +9,7 @@ was expected and what was measured, so that a step that somebody else held up, h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import mul
 
 from kvloom.engine.schedule.seq import Plan, Seq
 
@@ -142,4 +143,4 @@ class StepCost:
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(left, right, strict=True))
+    return sum(map(mul, left, right))

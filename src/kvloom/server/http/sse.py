@@ -1,5 +1,9 @@
 """Server-sent events (WHATWG HTML, 9.2): how a chunk travels."""
 
+import msgspec
+
+_encode = msgspec.json.Encoder().encode
+
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events pass over
@@ -11,6 +15,17 @@ NDJSON = "application/x-ndjson"  # the other way: a line of JSON a chunk
 def event(data: bytes) -> bytes:
     """One event; `data` is JSON and so holds no line break."""
     return b"data: " + data + b"\n\n"
+
+
+class TextFrame:
+    """Frames of a stream that differ in one text: what stands around it is written once."""
+
+    def __init__(self, frame: bytes) -> None:
+        """`frame`: one whose last empty JSON string is where the text belongs."""
+        self._before, _, self._after = frame.rpartition(b'""')
+
+    def of(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
 
 
 def named_event(name: str, data: bytes) -> bytes:

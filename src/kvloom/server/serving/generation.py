@@ -83,7 +83,9 @@ _NUMBER_BYTES = 4  # of an embedding
 
 def num_items(delta: Delta) -> int:
     """Tokens, log-probabilities and numbers that a dialect may have to write of it."""
-    count = len(delta.token_ids) + len(delta.embedding or b"") // _NUMBER_BYTES
+    count = len(delta.token_ids)
+    if delta.embedding:
+        count += len(delta.embedding) // _NUMBER_BYTES
     if delta.logprobs or delta.prompt_logprobs:
         known = [value for value in (*delta.logprobs, *(delta.prompt_logprobs or ())) if value is not None]
         count += len(known) + sum(len(value.top) for value in known)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.errors import BadRequest, ServingError, TimedOut, Unavailable
-from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.feed import Feed, Step
 from kvloom.server.errors import PromptTooLong
@@ -169,7 +169,8 @@ class GenerationService:
         for choice, delta in step:
             if delta.token_ids:
                 self.meter.token(tally.timing, choice)
-            tally.add(delta)
+            if delta.finish_reason is not None:
+                tally.end(delta.finish_reason, delta.num_cached_tokens)
         if tally.is_done:
             num_prompt = generation.num_prompt_tokens
             asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
@@ -216,11 +217,11 @@ class _Tally:
     def is_done(self) -> bool:
         return len(self.reasons) == self.num_choices
 
-    def add(self, delta: Delta) -> None:
-        if delta.finish_reason is not None:
-            self.reasons.append(delta.finish_reason)
-            self.num_cached = max(self.num_cached, delta.num_cached_tokens)
-            self.total_cached += delta.num_cached_tokens
+    def end(self, reason: FinishReason, num_cached: int) -> None:
+        """A choice has ended."""
+        self.reasons.append(reason)
+        self.num_cached = max(self.num_cached, num_cached)
+        self.total_cached += num_cached
 
 
 def _requests(generation: Generation, serial: int, adapter: int) -> list[Request]:

@@ -48,7 +48,8 @@ class TokenCounts:
 
     def add(self, choice: int, delta: Delta) -> None:
         self._num_output[choice] += len(delta.token_ids)
-        self._num_cached[choice] = max(self._num_cached[choice], delta.num_cached_tokens)
+        if delta.num_cached_tokens > self._num_cached[choice]:
+            self._num_cached[choice] = delta.num_cached_tokens
 
     def usage(self, num_reasoning: int = 0, choices: Sequence[int] | None = None) -> Usage:
         """Of these choices, or of all. A prompt counts once, however many choices it has."""

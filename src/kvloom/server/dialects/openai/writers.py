@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from kvloom.contract.errors import ServingError
 from kvloom.contract.request import Delta, TokenLogprob
 from kvloom.contract.tokenizer import Tokenizer
+from kvloom.server.chat.events import TextDelta
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatAnswer, PreparedChat
 from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody, SamplingBody
@@ -31,7 +32,7 @@ from kvloom.server.dialects.openai.shapes import (
 from kvloom.server.errors import openai_error
 from kvloom.server.http.job import Folding
 from kvloom.server.http.reply import Reply
-from kvloom.server.http.sse import DONE, event
+from kvloom.server.http.sse import DONE, TextFrame, event
 from kvloom.server.serving.generation import Answer, Generation, best_choices
 from kvloom.server.serving.service import GenerationService
 
@@ -53,6 +54,8 @@ class _CompletionWriter(Folding, Generic[C]):
         self._counts = TokenCounts(generation)
         head = generation.id, self.chunk_kind, created, service.name, FINGERPRINT
         self._chunk: Chunk[C] = Chunk(*head, [], None if body.wants_usage else UNSET)
+        self._is_plain = not (body.wants_running_usage or body.return_token_ids)  # most events say nothing but text
+        self._texts: dict[int, TextFrame] = {}  # those events, by choice
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,6 +64,17 @@ class _CompletionWriter(Folding, Generic[C]):
     def num_reasoning(self, choices: Sequence[int] | None = None) -> int:
         """Tokens of reasoning, of these choices or of all."""
         return 0
+
+    @abstractmethod
+    def text_choice(self, choice: int) -> C:
+        """What an event says of a choice when there is nothing but text, here none."""
+
+    def text_event(self, choice: int, text: str) -> bytes:
+        """An event that says nothing but text."""
+        frame = self._texts.get(choice)
+        if frame is None:
+            frame = self._texts[choice] = TextFrame(self.event(self.text_choice(choice)))
+        return frame.of(text)
 
     def event(self, choice: C, prompt_ids: tuple[int, ...] | UnsetType = UNSET) -> bytes:
         chunk = self._chunk
@@ -116,6 +130,7 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
     ) -> None:
         super().__init__(service, generation, body, created)
         self._body, self._chat = body, chat
+        self._is_plain = self._is_plain and not body.logprobs
         self._outputs: dict[int, ChatOutput] = {}  # of the choices that have begun
         self._read = [ChatAnswer() for _ in self.answers]
 
@@ -126,8 +141,11 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
     def add(self, choice: int, delta: Delta) -> bytes:
         frames = [] if choice in self._outputs else self._begin(choice)
         output = self._outputs[choice]
-        parts = [chat_delta(event) for event in output.add(delta)]
+        found = output.add(delta)
         self._counts.add(choice, delta)
+        if self._is_plain and not delta.finish_reason and len(found) == 1 and isinstance(found[0], TextDelta):
+            return b"".join((*frames, self.text_event(choice, found[0].text)))
+        parts = [chat_delta(event) for event in found]
         has_ids = bool(self._body.return_token_ids)
         logprobs = None
         if self._body.logprobs and delta.logprobs:
@@ -142,6 +160,9 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
             finish = finish_name(delta.finish_reason, output.num_calls)
             frames.append(self.event(ChatChunkChoice(choice, ChatDelta(), None, finish, stop_reason=delta.stop_reason)))
         return b"".join(frames)
+
+    def text_choice(self, choice: int) -> ChatChunkChoice:
+        return ChatChunkChoice(choice, ChatDelta(content=""))
 
     def _begin(self, choice: int) -> list[bytes]:
         prompt_ids = self._chat.prompt_ids if self._body.return_token_ids and not self._outputs else UNSET
@@ -183,10 +204,13 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
     def __init__(self, service: GenerationService, generation: Generation, body: CompletionBody, created: int) -> None:
         super().__init__(service, generation, body, created)
         self._body = body
+        self._is_plain = self._is_plain and body.logprobs is None
         self._formats: dict[int, TextLogprobs] = {}  # of the choices that have begun
 
     def add(self, choice: int, delta: Delta) -> bytes:
         self._counts.add(choice, delta)
+        if self._is_plain and choice in self._formats and not delta.finish_reason:
+            return self.text_event(choice, delta.text) if delta.text else b""
         body, text = self._body, delta.text
         values: list[tuple[int, TokenLogprob | None]] = [*zip(delta.token_ids, delta.logprobs, strict=False)]
         is_first = choice not in self._formats
@@ -205,6 +229,9 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
             chunk.token_ids = ids
             chunk.prompt_token_ids = prompt if is_first else UNSET
         return self.event(chunk)
+
+    def text_choice(self, choice: int) -> TextChunkChoice:
+        return TextChunkChoice(choice, "")
 
     def choice(self, index: int, choice: int) -> dict[str, Any]:
         answer, body = self.answers[choice], self._body
