@@ -22,6 +22,7 @@ _PLACES = {
     "simulate": "kvloom.tuning.cli:simulate",
     "dataset": "kvloom.tuning.cli:dataset",
     "pool": "kvloom.pool.cli:app",
+    "fleet": "kvloom.fleet.cli:app",
     "gewu": "kvloom.gewu.cli:app",
     "engine": "kvloom.engine_api.cli:app",
     "cache": "kvloom.machine.cli:cache",

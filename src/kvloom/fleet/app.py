@@ -21,7 +21,6 @@ from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.plan import Plan, make_plan
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.wire import About, decode_about, encode
-from kvloom.server.serving.admission import WAITING_PER_SLOT
 
 ENGINES, INGRESS = "engines", "ingress"
 ROUTERS = {"prefix": "kvloom.fleet.router:KvRouter"}
@@ -42,6 +41,7 @@ def application(plan: Plan) -> serve.Application:
         "ray_actor_options": {"num_cpus": 0},
         "max_ongoing_requests": 1 << 16,  # the server's own bound is what answers 429
         "graceful_shutdown_timeout_s": plan.args.grace_s,
+        "max_surge_percent": 100,  # a new ingress answers before an old one stops
     }
     return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines)
 

@@ -52,6 +52,9 @@ class FleetEngine:
         self._is_closing = False
         self.num_moves, self.num_lost = 0, 0  # requests that went on elsewhere; that could not
 
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Nothing is to be done: replicas work already."""
+
     @property
     def max_seq_len(self) -> int:
         return self._about.max_seq_len
@@ -113,6 +116,9 @@ class FleetEngine:
         for request_id, feed in list(self._feeds.items()):
             self._end(request_id)
             feed.put([(request_id, Unavailable(_STOPPING))])
+
+    def preload_adapter(self, path: str) -> Adapter:
+        raise BadRequest("loraModules", "replicas load adapters, and each has its own")
 
     async def load_adapter(self, path: str) -> Adapter:
         raise BadRequest("lora_path", "a fleet loads its adapters at the start; name it under loraModules and deploy")

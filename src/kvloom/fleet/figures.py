@@ -23,13 +23,13 @@ def told(stats: Stats) -> dict[str, Any]:
 
 def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:
     """Counts and gauges are added; what a step takes is the mean of those who have run one."""
-    sums = {name: sum(each[name] for each in figures) for name in _SUMS}
-    means = {name: _mean([each[name] for each in figures if each[name]]) for name in _MEANS}
+    values: dict[str, Any] = {name: sum(each[name] for each in figures) for name in _SUMS}
+    values |= {name: _mean([each[name] for each in figures if each[name]]) for name in _MEANS}
     steps = Histogram(STEP_TOKEN_BOUNDS)
     for each in figures:
         counts, total = each["step_tokens"]
         steps.merge(counts, total)
-    return Stats(**sums, **means, step_tokens=steps)
+    return Stats(**values, step_tokens=steps)
 
 
 def replica_figures(view: View) -> ReplicaFigures:

@@ -13,13 +13,14 @@ from typing import Any
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.contract.request import Delta, Request
 from kvloom.engine.feed import Feed, Step
-from kvloom.engine.thread import EngineThread
 from kvloom.fleet.agent import pool_tier
 from kvloom.fleet.figures import told
 from kvloom.fleet.plan import Plan, layout_of
 from kvloom.fleet.wire import About, Hello, decode_request, encode, fault, pieces
-from kvloom.rank.opening import model_tokenizer, open_engine
+from kvloom.rank.opening import model_tokenizer
+from kvloom.server.config.backends import factory_of
 from kvloom.server.serving.card import ModelCard
+from kvloom.server.serving.engine import EngineLike
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class EngineReplica:
 
     def __init__(self, plan: Plan, name: str, node: str) -> None:
         self._plan, self.name, self._node = plan, name, node
-        self._engine: EngineThread | None = None
+        self._engine: EngineLike | None = None
         self._card: ModelCard | None = None
         self._layout = ""
         self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
@@ -50,8 +51,9 @@ class EngineReplica:
         self._engine, self._card = engine, card
         self._layout = layout_of(card.engine, engine.info)
 
-    def _open(self, card: ModelCard) -> EngineThread:
-        engine = open_engine(card.engine, functools.cache(functools.partial(model_tokenizer, card.engine.model)))
+    def _open(self, card: ModelCard) -> EngineLike:
+        load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
+        engine = factory_of(card.engine.backend)(card.engine, load)
         try:
             for name, path in card.lora_modules:
                 try:
@@ -64,7 +66,7 @@ class EngineReplica:
         return engine
 
     @property
-    def engine(self) -> EngineThread:
+    def engine(self) -> EngineLike:
         """Raises ModelError before `start`."""
         if self._engine is None:
             raise ModelError("the replica has not loaded its model")

@@ -1,4 +1,4 @@
-"""KvRouter: Serve's router for the engines' deployment. What it decides is in choice.py, what it knows in knowledge.py."""
+"""KvRouter: Serve's router before the engines. What it decides is in choice.py, what it knows in knowledge.py."""
 
 from collections.abc import Mapping
 from typing import Any

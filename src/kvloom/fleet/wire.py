@@ -52,6 +52,7 @@ class Piece(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     error: str | None = None
+    is_callers: bool = False
     embedding: bytes | None = None
 
 
@@ -79,7 +80,8 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_item(data: bytes) -> Item:
-    return _item_decoder.decode(data)
+    item: Item = _item_decoder.decode(data)
+    return item
 
 
 def decode_request(data: bytes) -> Request:
@@ -113,5 +115,6 @@ def error_of(item: Fault) -> ServingError:
     if item.kind == "BadRequest":
         return BadRequest(item.field, item.text)
     kind = getattr(errors, item.kind, None)
-    is_known = isinstance(kind, type) and issubclass(kind, ServingError)
-    return kind(item.text) if is_known else GenerationFailed(item.text)
+    if isinstance(kind, type) and issubclass(kind, ServingError):
+        return kind(item.text)
+    return GenerationFailed(item.text)

@@ -6,6 +6,7 @@ import { drawConfig } from "./config.js";
 import { byId, number } from "./dom.js";
 import { Live } from "./live.js";
 import { Pictures } from "./pictures.js";
+import { Replicas } from "./replicas.js";
 import { Requests } from "./requests.js";
 
 const POLL_MS = 1000;
@@ -15,6 +16,7 @@ const VIEWS = ["chat", "pictures", "live", "config"];
 const chat = new Chat();
 const pictures = new Pictures();
 const live = new Live();
+const replicas = new Replicas();
 const requests = new Requests();
 let timer = 0;
 
@@ -50,6 +52,7 @@ async function poll() {
     const feed = await json("console/feed");
     pulse(feed);
     live.add(feed, performance.now() / 1000);
+    replicas.draw(feed);
     requests.draw(feed);
   } catch (error) {
     if (error.status === 401) return; // goes on when there is a key

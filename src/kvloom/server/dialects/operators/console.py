@@ -4,6 +4,7 @@ The figures are one small JSON document a poll, made of counters that exist anyw
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.pictures.service import Painting, PictureService
 from kvloom.server.serving.registry import Models
+from kvloom.server.serving.replicas import Replicated
 from kvloom.server.serving.running import Running
 from kvloom.server.serving.service import GenerationService
 
@@ -138,6 +140,8 @@ def _figures(service: GenerationService) -> dict[str, Any]:
         "between_tokens": _sums(meter.between_tokens),
         "pool": None,
     }
+    if isinstance(engine := service.engine, Replicated):
+        figures |= {"moves": engine.num_moves, "lost": engine.num_lost, "replicas": [*map(asdict, engine.replicas())]}
     if service.card.engine.kv_tier is not None:
         figures["pool"] = {
             "loaded_blocks": stats.total_tier_loaded_blocks,

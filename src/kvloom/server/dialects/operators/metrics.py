@@ -25,6 +25,7 @@ from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.observe.meter import Throughput
 from kvloom.server.serving.pictures.service import PictureService
 from kvloom.server.serving.registry import Models
+from kvloom.server.serving.replicas import ReplicaFigures, Replicated
 from kvloom.server.serving.service import GenerationService
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -76,6 +77,7 @@ class Metrics:
                 yield family
         yield from (self._finished(), self._waiting(), self._sleep_states(), self._adapters(), *self._rates())
         yield from map(_cache_config, services)
+        yield from _of_replicas(services)
         yield from _of_pictures(self._models.pictures)
 
     def _rates(self) -> Iterator[Metric]:
@@ -154,6 +156,40 @@ def _cache_config(service: GenerationService) -> Metric:
     }
     row = (tuple(map(str, values.values())), service, 1)
     return _gauge("vllm:cache_config_info", "What the KV cache is like.", tuple(values), [row])
+
+
+_OF_REPLICAS: Sequence[
+    tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str, Callable[[ReplicaFigures], float]]
+]
+_OF_REPLICAS = (
+    (GaugeMetricFamily, "replica_ready", "1 while the replica takes requests.", lambda r: r.is_ready),
+    (GaugeMetricFamily, "replica_load_tokens", "Tokens before a new prompt there.", lambda r: r.load),
+    (GaugeMetricFamily, "replica_requests_running", "Requests in its batch.", lambda r: r.num_running),
+    (GaugeMetricFamily, "replica_requests_waiting", "Requests that wait there.", lambda r: r.num_waiting),
+    (CounterMetricFamily, "replica_prompt_tokens", "Prompt tokens that it was given.", lambda r: r.prompt_tokens),
+    (CounterMetricFamily, "replica_cached_tokens", "Of these, found in its prefix cache.", lambda r: r.cached_tokens),
+    (CounterMetricFamily, "replica_generation_tokens", "Tokens that it generated.", lambda r: r.output_tokens),
+)
+
+
+def _of_replicas(services: Sequence[GenerationService]) -> Iterator[Metric]:
+    """Each replica by its name, and the moves between them; nothing where an engine is one."""
+    fleets = [(service, service.engine) for service in services if isinstance(service.engine, Replicated)]
+    if not fleets:
+        return
+    labels = ["model_name", "replica", "node"]
+    for kind, name, text, value in _OF_REPLICAS:
+        family = kind(name, text, labels=labels)
+        for service, engine in fleets:
+            for replica in engine.replicas():
+                family.add_metric([service.name, replica.name, replica.node], value(replica))
+        yield family
+    moves = CounterMetricFamily("request_moves", "Requests that went on at another replica.", labels=["model_name"])
+    lost = CounterMetricFamily("requests_lost", "Requests that could not.", labels=["model_name"])
+    for service, engine in fleets:
+        moves.add_metric([service.name], engine.num_moves)
+        lost.add_metric([service.name], engine.num_lost)
+    yield from (moves, lost)
 
 
 def _of_pictures(services: Sequence[PictureService]) -> Iterator[Metric]:

@@ -1,0 +1,138 @@
+"""A fleet on a Ray of its own, on this machine: started for it, ended with it."""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+
+from kvloom.contract.errors import ModelError
+from kvloom.fleet.plan import Plan
+from kvloom.net.listening import bracketed, listen
+
+# Ray reads these when it is imported: loopback alone, a token for what Serve opens beside it, nothing told to anybody
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+}
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+os.environ.update({name: value for name, value in (_QUIET | _LOOPBACK).items() if name not in os.environ})
+
+import ray  # noqa: E402
+from ray import serve  # noqa: E402
+from ray.serve.schema import ApplicationStatus  # noqa: E402
+
+from kvloom.fleet.app import ENGINES, application  # noqa: E402
+
+APP = "fleet"
+_POLL_S = 0.2
+_STORE_BYTES = 100 << 20  # Ray's shared memory; what passes through it are long prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A fleet that serves. `ray_address` is for `serve status` and other programs of Ray."""
+
+    url: str
+    ray_address: str
+
+
+@contextlib.contextmanager
+def started(plan: Plan, port: int, has_dashboard: bool, tell: Callable[[str], None]) -> Iterator[Running]:
+    """A Ray, and the fleet on it, until the block is left. `tell` hears of progress.
+
+    Raises ListenError when the port is taken, ModelError when a replica does not start.
+    """
+    host = "127.0.0.1" if plan.args.host is None else plan.args.host
+    with listen(host, port) as listener:
+        port = listener.getsockname()[1]
+    with contextlib.ExitStack() as stack:
+        tell("starting Ray")
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        stack.callback(_end)
+        context = ray.init(
+            address="local",
+            num_cpus=_num_cpus(plan),
+            include_dashboard=has_dashboard,
+            object_store_memory=_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
+        target = serve.RunTarget(application(plan), name=APP, route_prefix="/")
+        serve.run_many([target], wait_for_applications_running=False)
+        _wait(plan, tell)
+        yield Running(f"http://{bracketed(host)}:{port}", context.address_info["gcs_address"])
+
+
+def _num_cpus(plan: Plan) -> int:
+    """Enough in Ray's books for every replica that there may be: on one machine they share what it has."""
+    args = plan.args
+    most = args.autoscaling.max_replicas if args.autoscaling else args.replicas
+    if args.roles:
+        most = args.roles.prefill + args.roles.decode
+    return max(os.cpu_count() or 1, int(most * args.cpus_per_rank * plan.world_size) + 1)
+
+
+def _wait(plan: Plan, tell: Callable[[str], None]) -> None:
+    """Until the application runs. Raises ModelError, one sentence."""
+    before = ""
+    while True:
+        status = serve.status().applications.get(APP)
+        if status is not None and status.status is ApplicationStatus.RUNNING:
+            return
+        if status is not None and status.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
+            texts = [status.message, *(each.message for each in status.deployments.values())]
+            raise ModelError(why_not("\n".join(texts)))
+        states = status.deployments[ENGINES].replica_states if status and ENGINES in status.deployments else {}
+        now = f"{states.get('RUNNING', 0)} of {plan.args.replicas} replicas are ready"
+        if now != before and states:
+            tell(now)
+        before = now
+        time.sleep(_POLL_S)
+
+
+def why_not(text: str) -> str:
+    """Of Serve's message about a deployment that failed the one line that a person can use."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    for line in reversed(lines):
+        name, is_error, problem = line.partition(": ")
+        if is_error and name.startswith("kvloom."):
+            return f"a replica does not start: {problem}"
+    return f"the fleet does not start: {lines[-1] if lines else 'Ray says no more'}"
+
+
+def _end() -> None:
+    """Whatever has been started. Serve ends first, so that requests under way may."""
+    if not ray.is_initialized():
+        return
+    with contextlib.suppress(Exception):  # its controller may be gone already; Ray's own end takes all of it
+        serve.shutdown()
+    ray.shutdown()
+
+
+def wait_for_end() -> str:
+    """Until a signal, or until Ray's own processes are gone; "" or what is wrong."""
+    is_told = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal is_told
+        is_told = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+    node = ray._private.worker._global_node
+    while not is_told:
+        if node is not None and node.remaining_processes_alive() is False:
+            return "a process of Ray has ended; the fleet ends with it"
+        time.sleep(_POLL_S)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *told: os._exit(1))  # the second is in a hurry
+    print("stopping; once more stops at once", file=sys.stderr, flush=True)
+    return ""

@@ -1,0 +1,107 @@
+"""One fleet on a Ray of its own for the tests that need one."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.waiting import until
+
+START_S = 90.0
+
+
+@dataclass
+class LocalFleet:
+    """`kvloom fleet run`, and what its processes are."""
+
+    url: str
+    ray_address: str
+    process: subprocess.Popen
+
+    def feed(self) -> dict:
+        return httpx.get(f"{self.url}/console/feed", timeout=10).json()["models"][0]
+
+    def replicas(self) -> list[dict]:
+        """Those that are ready."""
+        return [each for each in self.feed()["replicas"] if each["is_ready"]]
+
+    def engine_pids(self) -> set[int]:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {each.pid for each in found if is_engine(each)}
+
+    def wait_replicas(self, number: int) -> None:
+        until(lambda: len(self.replicas()) == number and len(self.engine_pids()) == number, 60)
+
+    def complete(self, prompt: str, **more) -> dict:
+        body = {"model": "mock", "prompt": prompt, "max_tokens": 60, "temperature": 1, "ignore_eos": True, **more}
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+
+    def stream(self, prompt: str, on_token=lambda number: None, **more) -> str:
+        """The text of a streamed answer; `on_token` is called with the number of each event."""
+        body = {"model": "mock", "prompt": prompt, "max_tokens": 60, "temperature": 1, "ignore_eos": True, **more}
+        text, number = "", 0
+        with httpx.stream("POST", f"{self.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                number += 1
+                on_token(number)
+        return text
+
+
+def is_engine(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("ray::ServeRepl") and "engines" in " ".join(process.cmdline())
+    return False
+
+
+@contextlib.contextmanager
+def fleet_run(*options: str) -> Iterator[LocalFleet]:
+    """`kvloom fleet run` with the mock, on a free port; ended by Ctrl-C, whereupon no process is left."""
+    command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", "--port", "0", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watchdog = threading.Timer(START_S, process.kill)
+    watchdog.start()
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    watchdog.cancel()
+    if not line:
+        _, errors = process.communicate()
+        raise AssertionError(f"the fleet did not start: {errors}")
+    started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    fleet = LocalFleet(line.split()[0], line.rsplit(maxsplit=1)[-1], process)
+    try:
+        yield fleet
+    finally:
+        with contextlib.suppress(psutil.Error):
+            started += psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=60)
+        finally:
+            left = psutil.wait_procs(set(started), timeout=20)[1]
+            for each in left:
+                with contextlib.suppress(psutil.Error):
+                    os.kill(each.pid, signal.SIGKILL)
+        assert not left, f"processes are left: {left}"
+        assert process.returncode == 0
+
+
+@pytest.fixture(scope="session")
+def fleet():
+    pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'kvloom[ray]'")
+    with fleet_run("--fleet", "tests/fleet/fleet.yaml") as running:
+        yield running

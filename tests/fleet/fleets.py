@@ -1,0 +1,65 @@
+"""Replicas without Ray: engines of this process behind the calls that a FleetEngine makes, which can be killed."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+from kvloom.contract.errors import Unavailable
+from kvloom.contract.messages import RankInfo
+from kvloom.contract.request import Delta, FinishReason
+from kvloom.fleet.board import Board, View
+from kvloom.fleet.engine import FleetEngine, Manners
+from kvloom.fleet.lost import ReplicaLost
+from kvloom.fleet.wire import About, Hello, decode_hint, decode_request, encode, fault, pieces
+from kvloom.rank.fake import VOCAB_SIZE, fake_answer
+
+INFO = RankInfo(64, 16, VOCAB_SIZE, 256, "fake")
+
+
+@dataclass
+class Replicas:
+    """Answers one token an item. `dies_after[i]`: the i-th call is lost after so many tokens; -1: before it begins."""
+
+    dies_after: list[int] = field(default_factory=list)
+    layouts: list[str] = field(default_factory=list)  # of the replica that takes the i-th call
+    refusals: list[Exception] = field(default_factory=list)  # of the first calls
+    requests: list = field(default_factory=list)
+    hints: list = field(default_factory=list)
+    num_cancelled: int = 0
+    is_silent: bool = False
+
+    async def call(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        number = len(self.requests)
+        self.requests.append(request := decode_request(data))
+        self.hints.append(decode_hint(hint))
+        dies = self.dies_after[number] if number < len(self.dies_after) else None
+        layout = self.layouts[number] if number < len(self.layouts) else "w8a8"
+        try:
+            if self.is_silent:
+                await asyncio.Event().wait()
+            if dies == -1:
+                raise ReplicaLost("killed")
+            yield encode(Hello(f"replica-{number}", layout))
+            if number < len(self.refusals):
+                yield encode(fault(self.refusals[number]))
+                return
+            params, before = request.params, request.answer
+            whole = fake_answer(request.prompt_ids, params, params.seed or 0, params.max_tokens)
+            for index, token in enumerate(whole[len(before) :], len(before)):
+                if dies is not None and index - len(before) >= dies:
+                    raise ReplicaLost("killed")
+                end = FinishReason.LENGTH if index + 1 == len(whole) else None
+                yield encode(pieces([Delta(request.id, chr(token % 128), (token,), finish_reason=end)]))
+                await asyncio.sleep(0)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.num_cancelled += 1
+            raise
+
+
+def fleet_of(replicas: Replicas, **manners: float) -> FleetEngine:
+    board = Board()
+    board.views = [View("replica-0")]
+    return FleetEngine(About("replica-0", "w8a8", "1", "n", 1, 256, INFO), replicas.call, board, Manners(**manners))
+
+
+__all__ = ["INFO", "Replicas", "Unavailable", "fleet_of"]

@@ -1,0 +1,101 @@
+"""A wrong fleet.yaml is told by the path of its mistake; what cannot start says why in one line."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
+from kvloom.fleet.plan import Plan, make_plan
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"replicas": 0}, "args.replicas: expected `int` >= 1"),
+        ({"replicas": "two"}, "args.replicas: expected `int`, got `str`"),
+        ({"replica": 2}, "args: object contains unknown field `replica`"),
+        ({"autoscaling": {"minReplicas": 1}}, "args.autoscaling: object missing required field `maxReplicas`"),
+        ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "args.autoscaling.minReplicas: must be at most"),
+        ({"router": {"policy": "random"}}, "args.router.policy: must be prefix or power-of-two, got 'random'"),
+        ({"router": {"guardFactor": 0.5}}, "args.router.guardFactor: expected `float` >= 1"),
+        ({"roles": {"prefill": 1, "decode": 1}}, "args.kvPool: must be true with roles"),
+    ],
+)
+def test_a_wrong_value_is_told_with_its_path(given, problem):
+    with pytest.raises(BadRequest) as caught:
+        parse_args(given)
+    assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("applications: []", "applications: must be a list of one application"),
+        ("applications: [{import_path: other:app}]", "applications[0].import_path: must be kvloom.fleet.app:build"),
+        ("applications: [{import_path: 'kvloom.fleet.app:build'}]", "applications[0].args: must be an object"),
+        ("applications: [{}, {}]", "applications[1]: is one too many: a fleet is one application"),
+        (
+            "applications: [{import_path: 'kvloom.fleet.app:build', args: {replicas: -1}}]",
+            "applications[0].args.replicas: expected `int` >= 1",
+        ),
+        ("{", "is not valid YAML"),
+    ],
+)
+def test_a_wrong_file_is_told_with_the_path_of_its_mistake(tmp_path, text, problem):
+    file = tmp_path / "fleet.yaml"
+    file.write_text(text)
+    with pytest.raises(BadRequest) as caught:
+        read_fleet_file(file)
+    assert str(caught.value).startswith(f"{file}: {problem}")
+
+
+def test_a_right_file_is_read():
+    args, options = read_fleet_file(Path("tests/fleet/fleet.yaml"))
+    assert (args.backend, args.replicas, args.mock.step_ms, options) == ("fake", 2, 10, {})
+
+
+def test_a_missing_file_is_told():
+    with pytest.raises(BadRequest, match=r"nowhere\.yaml: cannot be read: No such file"):
+        read_fleet_file(Path("nowhere.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (FleetArgs(model="/a", mock={}), "args.mock: is for the model without weights"),
+        (FleetArgs(backend="fake", max_batch=0), "max_batch"),
+    ],
+)
+def test_what_a_fleet_cannot_do_is_refused_before_ray_is_started(args, problem):
+    with pytest.raises(BadRequest, match=problem):
+        make_plan(args)
+
+
+def test_a_node_with_another_version_is_refused_by_name():
+    plan = make_plan(FleetArgs(backend="fake"))
+    with pytest.raises(ModelError, match=r"node n1 has kvloom .*, and the fleet was deployed with 0\.0"):
+        Plan(plan.values, plan.args, "0.0").config("n1")
+
+
+def test_a_model_that_is_missing_on_one_node_is_told_with_the_node():
+    plan = make_plan(FleetArgs(model="/nowhere/model.gguf"))
+    with pytest.raises(ModelError, match=r"node n1: .*nowhere"):
+        plan.config("n1")
+
+
+def test_the_server_does_not_need_ray():
+    program = "import sys; sys.modules['ray'] = None; import kvloom.server.run.compose, kvloom.fleet.cli"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_without_ray_the_command_says_how_to_get_it():
+    program = (
+        "import sys; sys.modules['ray'] = None; sys.argv[1:] = 'fleet run --backend fake'.split(); "
+        "from kvloom.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.strip() == "kvloom: a fleet needs Ray (ray is missing): pip install 'kvloom[ray]'"

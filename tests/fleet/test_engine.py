@@ -1,0 +1,153 @@
+"""What the server sees of a fleet: one engine, whose requests outlive the replicas they were on."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, Unavailable
+from kvloom.contract.request import FinishReason, Request, SamplingParams
+from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
+from kvloom.fleet.knowledge import packed
+from kvloom.rank.fake import fake_answer
+from tests.fleet.fleets import Replicas, fleet_of
+
+PROMPT = tuple(range(65, 65 + 40))
+
+
+def request(max_tokens=20, **params):
+    return Request("r", PROMPT, SamplingParams(max_tokens=max_tokens, **{"seed": 5} | params))
+
+
+async def answer(engine, asked):
+    return [delta async for delta in engine.stream(asked)]
+
+
+def tokens(deltas):
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+@given(st.lists(st.integers(-1, 19), max_size=2))
+def test_an_answer_is_the_same_however_often_it_moves(dies_after):
+    replicas = Replicas(dies_after)
+    deltas = asyncio.run(answer(fleet_of(replicas), request()))
+    assert tokens(deltas) == fake_answer(PROMPT, request().params, 5, 20)
+    assert [delta.finish_reason for delta in deltas if delta.finish_reason] == [FinishReason.LENGTH]
+
+
+def test_a_request_that_is_lost_three_times_ends_with_an_error_that_says_so():
+    replicas = Replicas([3, 3, 3])
+    engine = fleet_of(replicas)
+    with pytest.raises(GenerationFailed, match="lost with 3 replicas"):
+        asyncio.run(answer(engine, request()))
+    assert (len(replicas.requests), engine.num_moves, engine.num_lost) == (3, 2, 1)
+
+
+def test_without_a_seed_one_is_drawn_and_kept_when_it_moves():
+    replicas = Replicas([4])
+    deltas = asyncio.run(answer(fleet_of(replicas), request(seed=None)))
+    seeds = {asked.params.seed for asked in replicas.requests}
+    assert len(replicas.requests) == 2
+    assert len(seeds) == 1
+    assert None not in seeds
+    assert tokens(deltas) == fake_answer(PROMPT, replicas.requests[0].params, seeds.pop(), 20)
+
+
+def test_the_router_is_told_where_not_to_go_and_what_the_weights_must_be_like():
+    replicas = Replicas([3, 2])
+    asyncio.run(answer(fleet_of(replicas), request()))
+    assert [hint.avoid for hint in replicas.hints] == [[], ["replica-0"], ["replica-0", "replica-1"]]
+    assert [hint.layout for hint in replicas.hints] == ["", "w8a8", "w8a8"]
+
+
+def test_hints_hold_the_hashes_of_the_prefix_cache():
+    replicas = Replicas([4])
+    asyncio.run(answer(fleet_of(replicas), Request("r", PROMPT, request().params, cache_salt="s")))
+    for hint, asked in zip(replicas.hints, replicas.requests, strict=True):
+        hashes: list[bytes] = []
+        extend_chain(hashes, (*asked.prompt_ids, *asked.answer), 16, adapter_salt("s", ""))
+        assert hint.prefix == packed(hashes)
+        assert hint.num_tokens == len(asked.prompt_ids) + len(asked.answer)
+
+
+def test_a_prompt_that_must_be_computed_whole_has_no_prefix():
+    replicas = Replicas()
+    asyncio.run(answer(fleet_of(replicas), request(prompt_logprobs=0)))
+    assert replicas.hints[0].prefix == b""
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (BadRequest("prompt", "is bad"), BadRequest),
+        (Overloaded("full"), Overloaded),
+    ],
+)
+def test_what_a_replica_refuses_is_refused(error, raised):
+    replicas = Replicas(refusals=[error])
+    with pytest.raises(raised, match=str(error)):
+        asyncio.run(answer(fleet_of(replicas), request()))
+    assert len(replicas.requests) == 1
+
+
+def test_a_replica_that_stops_passes_its_requests_on():
+    replicas = Replicas(refusals=[Unavailable("the server is stopping")])
+    deltas = asyncio.run(answer(fleet_of(replicas), request()))
+    assert len(tokens(deltas)) == 20
+
+
+def test_when_nobody_takes_it_up_the_answer_is_503():
+    with pytest.raises(Unavailable, match="no replica answers"):
+        asyncio.run(answer(fleet_of(Replicas(is_silent=True), patience_s=0.01), request()))
+
+
+def test_who_goes_away_ends_the_call():
+    async def leave(replicas):
+        engine = fleet_of(replicas)
+        with engine.open([request()]) as feed:
+            await feed.get()
+        await asyncio.sleep(0.01)
+        assert not engine._tasks
+
+    replicas = Replicas()
+    asyncio.run(leave(replicas))
+    assert replicas.num_cancelled == 1
+
+
+def test_a_request_that_is_aborted_ends_once_with_what_it_has():
+    async def abort(engine):
+        with engine.open([request()]) as feed:
+            found = [delta for _, delta in await feed.get()]
+            engine.abort("r")
+            engine.abort("r")
+            while (step := await feed.get()) is not None:
+                found += [delta for _, delta in step]
+        return found
+
+    found = asyncio.run(abort(fleet_of(Replicas())))
+    assert [delta.finish_reason for delta in found if delta.finish_reason] == [FinishReason.ABORT]
+
+
+def test_one_id_is_in_use_once():
+    async def twice(engine):
+        with engine.open([request()]):
+            engine.open([request()])
+
+    with pytest.raises(BadRequest, match="in use"):
+        asyncio.run(twice(fleet_of(Replicas())))
+
+
+def test_a_fleet_that_ends_says_so_to_who_waits():
+    async def close(engine):
+        with engine.open([request()]) as feed:
+            await feed.get()
+            engine.close()
+            while await feed.get() is not None:
+                pass
+
+    engine = fleet_of(Replicas())
+    with pytest.raises(Unavailable, match="stopping"):
+        asyncio.run(close(engine))
+    with pytest.raises(Unavailable, match="stopping"):
+        asyncio.run(close(engine))

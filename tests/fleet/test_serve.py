@@ -1,0 +1,115 @@
+"""A fleet on a real Ray: one cluster for all of these tests, which `kvloom fleet run` starts and ends."""
+
+import os
+import re
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.fake import fake_answer
+from tests.support.waiting import until
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+NUM_KILLS = int(os.environ.get("KVLOOM_FLEET_KILLS", "1"))
+
+
+def truth(prompt: str, seed: int, num_tokens: int = 60) -> str:
+    params = SamplingParams(temperature=1, seed=seed, ignore_eos=True)
+    ids = fake_answer(list(prompt.encode()), params, seed, num_tokens)
+    return bytes(token for token in ids if token < 256).decode()
+
+
+def test_it_answers_as_one_server_does_whole_and_streamed(fleet):
+    expected = truth("hello", 3)
+    assert fleet.complete("hello", seed=3)["choices"][0]["text"] == expected
+    assert fleet.stream("hello", seed=3) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"model": "mock", "prompt": "hi", "max_tokens": -1}, 400),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, 400),
+        ("/generate", {"inputs": "hi", "parameters": {"max_new_tokens": 0}}, 422),
+        ("/stopService", {}, 403),
+    ],
+)
+def test_bad_requests_are_refused_as_by_one_server(fleet, path, body, status):
+    assert httpx.post(fleet.url + path, json=body, timeout=10).status_code == status
+
+
+def test_everything_listens_on_loopback(fleet):
+    """But for the port of each of Serve's replicas, which Ray opens everywhere and guards with its token."""
+    processes = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
+    listened = {
+        c.laddr.ip
+        for process in processes
+        if not process.name().startswith("ray::ServeRepl")
+        for c in process.net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    }
+    assert listened <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    rays = [process for process in processes if process.name() in ("gcs_server", "raylet")]
+    assert {process.environ().get("RAY_AUTH_MODE") for process in rays} == {"token"}
+
+
+def test_a_chat_stays_where_its_prefix_is(fleet):
+    prompt = "a long prefix that fills some blocks " * 8
+    for turn in range(4):
+        prompt += fleet.complete(prompt, seed=turn, max_tokens=16)["choices"][0]["text"]
+
+    def hits() -> list[int]:
+        return [each["cached_tokens"] for each in fleet.replicas()]
+
+    until(lambda: sum(hits()) >= 3 * 280)
+    assert sorted(hits())[0] == 0, "the other replica has computed a part of it"
+
+
+def test_metrics_sum_and_name_the_replicas(fleet):
+    fleet.complete("count me", seed=1, max_tokens=8)
+
+    def families() -> dict:
+        text = httpx.get(f"{fleet.url}/metrics", timeout=10).text
+        return {family.name: family.samples for family in text_string_to_metric_families(text)}
+
+    def is_told() -> bool:
+        found = families()
+        each = [sample.value for sample in found["replica_generation_tokens"] if sample.name.endswith("_total")]
+        return len(each) == 2 and sum(each) == found["generation_tokens"][0].value > 0
+
+    until(is_told)
+    names = {sample.labels["replica"] for sample in families()["replica_ready"]}
+    assert names == {each["name"] for each in fleet.replicas()}
+
+
+@pytest.mark.parametrize("number", range(NUM_KILLS))
+def test_a_replica_killed_in_mid_stream_costs_no_token(fleet, number):
+    fleet.wait_replicas(2)
+    moves = fleet.feed()["moves"]
+    victims = fleet.engine_pids()
+    is_killed = threading.Event()
+
+    def kill(event: int) -> None:
+        if event == 5 and not is_killed.is_set():
+            is_killed.set()
+            os.kill(sorted(victims)[number % 2], signal.SIGKILL)
+
+    prompts = [f"{number} prompt {i} " * (1 + i) for i in range(8)]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        texts = list(threads.map(lambda i: fleet.stream(prompts[i], kill, seed=i), range(len(prompts))))
+    assert texts == [truth(prompt, i) for i, prompt in enumerate(prompts)]
+    assert fleet.feed()["moves"] > moves
+    assert fleet.feed()["lost"] == 0
+
+
+def test_a_replica_that_was_killed_is_replaced(fleet):
+    fleet.wait_replicas(2)
+    assert re.match(r"http://127\.0\.0\.1:\d+$", fleet.url)
+    assert Path("/proc", str(fleet.process.pid)).exists()
