@@ -1,4 +1,4 @@
-"""What a connector is told (vLLM's kv_connector_extra_config), checked once; and the sessions it opens with that."""
+"""What a plug-in is told by its engine's configuration, checked once; and the sessions it opens with that."""
 
 import hashlib
 import logging
@@ -16,6 +16,7 @@ from ems.cc_v1.cc_config import CcConfig_v1, KVCacheType
 from ems.common.exception import EmsException
 from ems.config import EmsConfig
 from ems.session import Session, locate_socket
+from ems.values.pool import KvPool
 
 log = logging.getLogger(__name__)
 KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms")
@@ -38,28 +39,28 @@ class Settings:
     timeout_ms: int = 500
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any]) -> "Settings":
-        """Raises ValueError naming the key that is unknown or out of range."""
+    def parse(cls, values: Mapping[str, Any], where: str = "kv_connector_extra_config") -> "Settings":
+        """where: of the engine's configuration they are. Raises ValueError naming the key that is unknown or wrong."""
         unknown = sorted(values.keys() - set(KEYS))
         if unknown:
-            raise ValueError(f"kv_connector_extra_config.{unknown[0]}: is not known; known are {', '.join(KEYS)}")
+            raise ValueError(f"{where}.{unknown[0]}: is not known; known are {', '.join(KEYS)}")
         for name in KEYS[:-1]:
             if not isinstance(values.get(name, ""), str):
-                raise ValueError(f"kv_connector_extra_config.{name}: must be a string")
+                raise ValueError(f"{where}.{name}: must be a string")
         timeout_ms = values.get("timeout_ms", 500)
         if isinstance(timeout_ms, bool) or not isinstance(timeout_ms, int) or not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
-            raise ValueError(f"kv_connector_extra_config.timeout_ms: must be 1 to {_MAX_TIMEOUT_MS}")
+            raise ValueError(f"{where}.timeout_ms: must be 1 to {_MAX_TIMEOUT_MS}")
         settings = cls(
             values.get("socket", ""),
             values.get("access_id", ""),
-            _first_line(values.get("access_key_file", "")),
+            _first_line(values.get("access_key_file", ""), where),
             values.get("model_id", ""),
             timeout_ms,
         )
         try:
             settings._config(CcConfig_v1(0, 0, settings.model_id or "m")).validate()
         except EmsException as error:
-            raise ValueError(f"kv_connector_extra_config.{error.message()}") from None
+            raise ValueError(f"{where}.{error.message()}") from None
         return settings
 
     def _config(self, identity: CcConfig_v1) -> EmsConfig:
@@ -69,7 +70,14 @@ class Settings:
         """A session of one rank. It connects when it is first used."""
         config = self._config(identity)
         config.validate()
-        return Session(config, (lambda _deadline_s: Path(self.socket)) if self.socket else locate_socket)
+        return Session(config, self._locate)
+
+    def open_pool(self, identity: CcConfig_v1, layout: str) -> KvPool:
+        """Values of one layout of one rank. It connects when it is first used."""
+        return KvPool(self._config(identity), layout, self._locate)
+
+    def _locate(self, deadline_s: float) -> Path:
+        return Path(self.socket) if self.socket else locate_socket(deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +138,10 @@ def _hash_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
-def _first_line(path: str) -> str:
+def _first_line(path: str, where: str) -> str:
     if not path:
         return ""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").partition("\n")[0].strip()
     except OSError as error:
-        raise ValueError(f"kv_connector_extra_config.access_key_file: {path}: {error.strerror}") from None
+        raise ValueError(f"{where}.access_key_file: {path}: {error.strerror}") from None
