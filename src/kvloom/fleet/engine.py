@@ -108,14 +108,14 @@ class FleetEngine:
         feed = self._feeds.get(request_id)
         if feed is not None:
             self._end(request_id)
-            feed.put([(request_id, Delta(request_id, finish_reason=FinishReason.ABORT))])
+            feed.put(request_id, Delta(request_id, finish_reason=FinishReason.ABORT))
 
     def close(self) -> None:
         """What runs ends with an error. On the loop."""
         self._is_closing = True
         for request_id, feed in list(self._feeds.items()):
             self._end(request_id)
-            feed.put([(request_id, Unavailable(_STOPPING))])
+            feed.put(request_id, Unavailable(_STOPPING))
 
     def preload_adapter(self, path: str) -> Adapter:
         raise BadRequest("loraModules", "replicas load adapters, and each has its own")
@@ -154,10 +154,10 @@ class FleetEngine:
         try:
             await self._travel(journey, feed)
         except ServingError as error:
-            feed.put([(id, error)])
+            feed.put(id, error)
         except Exception as error:  # our mistake, which is not to leave the caller waiting
             log.exception("request %s failed", id)
-            feed.put([(id, GenerationFailed(str(error)))])
+            feed.put(id, GenerationFailed(str(error)))
         finally:
             if self._feeds.get(id) is feed:
                 self._feeds.pop(id)
@@ -207,7 +207,8 @@ class FleetEngine:
         if not journey.told:
             self._board.begun.put(journey.request.id)
         brought = [journey.add(delta) for delta in deltas(journey.request.id, item)]
-        feed.put([(delta.request_id, delta) for delta in brought])
+        for delta in brought:
+            feed.put(delta.request_id, delta)
         return any(delta.finish_reason is not None for delta in brought)
 
     def _hint(self, request: Request, journey: Journey) -> Hint:

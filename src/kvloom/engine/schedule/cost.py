@@ -143,4 +143,5 @@ class StepCost:
 
 
 def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(map(mul, left, right))
+    product: float = sum(map(mul, left, right))
+    return product
