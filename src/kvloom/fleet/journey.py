@@ -8,6 +8,8 @@ have said. That holds for weights in one form, computed by one kind of kernels: 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from kvloom.contract.request import Delta, Request
 
 MAX_MOVES = 2  # a request that ends whoever computes it must not walk the fleet
@@ -49,7 +51,7 @@ class Journey:
         self.told += delta.token_ids
         if self.num_cached is None:
             self.num_cached = delta.num_cached_tokens
-        return replace(delta, num_cached_tokens=self.num_cached)
+        return structs.replace(delta, num_cached_tokens=self.num_cached)
 
     def lose(self) -> bool:
         """Its replica is gone; whether it may go on elsewhere."""
