@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from kvloom.contract.errors import Unavailable
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Delta, FinishReason
-from kvloom.fleet.board import Board, View
 from kvloom.fleet.engine import FleetEngine, Manners
 from kvloom.fleet.lost import ReplicaLost
+from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.wire import About, Hello, decode_hint, decode_request, encode, fault, pieces
 from kvloom.rank.fake import VOCAB_SIZE, fake_answer
 

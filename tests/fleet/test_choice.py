@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.fleet.choice import Candidate, Guard, Rules, choose, cost
+from kvloom.fleet.routing.choice import Candidate, Guard, Rules, choose, cost
 
 candidates = st.lists(
     st.builds(

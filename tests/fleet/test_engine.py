@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, Unavailable
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
-from kvloom.fleet.knowledge import packed
+from kvloom.fleet.routing.knowledge import packed
 from kvloom.rank.fake import fake_answer
 from tests.fleet.fleets import Replicas, fleet_of
 

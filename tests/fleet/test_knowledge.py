@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
-from kvloom.fleet.knowledge import KEY_BYTES, UNREPORTED_BLOCKS, Knowledge, Report, keys_of, packed
+from kvloom.fleet.routing.knowledge import KEY_BYTES, UNREPORTED_BLOCKS, Knowledge, Report, keys_of, packed
 
 
 def chain(*token_ids, block_size=1, salt=""):

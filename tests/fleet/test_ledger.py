@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloom.fleet.ledger import STREAM_TOKENS, Ledger
+from kvloom.fleet.routing.ledger import STREAM_TOKENS, Ledger
 
 
 def test_a_prompt_counts_until_its_first_token_then_as_a_stream_then_not():

@@ -1,8 +1,11 @@
 """A fleet on a real Ray: one cluster for all of these tests, which `kvloom fleet run` starts and ends."""
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,3 +116,69 @@ def test_a_replica_that_was_killed_is_replaced(fleet):
     fleet.wait_replicas(2)
     assert re.match(r"http://127\.0\.0\.1:\d+$", fleet.url)
     assert Path("/proc", str(fleet.process.pid)).exists()
+
+
+def serve_run(fleet, tmp_path, **args) -> None:
+    """`serve run fleet.yaml`, as Ray's users deploy, against the Ray that runs."""
+    document = {
+        "applications": [
+            {
+                "name": "fleet",
+                "import_path": "kvloom.fleet.app:build",
+                "args": {"backend": "fake", "cpusPerRank": 0.1, "patienceS": 20, **args},
+            }
+        ]
+    }
+    file = tmp_path / "fleet.yaml"
+    file.write_text(json.dumps(document))
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "-a", fleet.ray_address, str(file)]
+    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+class Load:
+    """Threads that stream until the block is left; every answer must be the one of an undisturbed run."""
+
+    def __init__(self, fleet, num_threads: int, repeat: int = 1) -> None:
+        self._fleet, self._repeat = fleet, repeat
+        self.is_over = threading.Event()
+        self.num_done = 0
+        self._pool = ThreadPoolExecutor(num_threads)
+        self._futures = [self._pool.submit(self._run, number) for number in range(num_threads)]
+
+    def _run(self, number: int) -> None:
+        while not self.is_over.is_set():
+            prompt = f"thread {number} request {self.num_done} " * self._repeat
+            assert self._fleet.stream(prompt, seed=number) == truth(prompt, number)
+            self.num_done += 1
+
+    def __enter__(self) -> "Load":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.is_over.set()
+        for future in self._futures:
+            future.result(timeout=60)
+        self._pool.shutdown()
+
+
+def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
+    before = fleet.engine_pids()
+    with Load(fleet, 4) as load:
+        serve_run(fleet, tmp_path, replicas=2, mock={"stepMs": 9})
+        until(lambda: len(fleet.engine_pids()) == 2 and not fleet.engine_pids() & before, 60)
+        done = load.num_done
+        until(lambda: load.num_done > done + 4, 30)
+
+
+@pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
+def test_one_grows_to_three_under_load_and_shrinks_again_and_loses_no_request(fleet, tmp_path):
+    scaling = {"minReplicas": 1, "maxReplicas": 3, "queuedTokensPerReplica": 200, "upDelayS": 0.5, "downDelayS": 3}
+    mock = {"stepMs": 5, "tokenMs": 1}
+    serve_run(fleet, tmp_path, autoscaling=scaling, mock=mock)
+    until(lambda: len(fleet.engine_pids()) == 1, 60)
+    with Load(fleet, 8, repeat=30):
+        until(lambda: len(fleet.engine_pids()) == 3, 90)
+    with Load(fleet, 1):
+        until(lambda: len(fleet.engine_pids()) == 1, 90)

@@ -25,6 +25,7 @@ class Stats:
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_evicted_blocks: int = 0  # found by a hash and handed out all the same, since the rank started
+    num_saving_blocks: int = 0  # on their way to the outer tier
     num_swapped: int = 0  # sequences that wait with their blocks on the host
     num_host_blocks: int = 0
     num_free_host_blocks: int = 0

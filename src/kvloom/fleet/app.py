@@ -15,15 +15,15 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from kvloom.fleet.args import FleetArgs, parse_args
-from kvloom.fleet.board import board_of
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.plan import Plan, make_plan
 from kvloom.fleet.replica import EngineReplica
+from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, INGRESS = "engines", "ingress"
-ROUTERS = {"prefix": "kvloom.fleet.router:KvRouter"}
+ROUTERS = {"prefix": "kvloom.fleet.routing.router:KvRouter"}
 _STATS_S = 1.0  # how often replicas tell routers how they are
 
 
@@ -95,7 +95,7 @@ def _router_config(args: FleetArgs) -> RequestRouterConfig:
 class ServedReplica:
     """EngineReplica as Serve calls it."""
 
-    async def __init__(self, plan: Plan) -> None:
+    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         name = context.replica_id.unique_id
         self._replica = EngineReplica(plan, name, ray.get_runtime_context().get_node_id()[:8])

@@ -14,13 +14,13 @@ from kvloom.engine.adapters import Adapter
 from kvloom.engine.feed import Feed
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.engine.stats import Stats
-from kvloom.fleet.board import Board
 from kvloom.fleet.figures import replica_figures, sum_of
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
-from kvloom.fleet.knowledge import packed
 from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.routing.board import Board
+from kvloom.fleet.routing.knowledge import packed
 from kvloom.fleet.wire import About, Fault, Hello, Hint, Pieces, decode_item, deltas, encode, error_of
-from kvloom.server.serving.replicas import ReplicaFigures
+from kvloom.server.serving.engine import ReplicaFigures
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import Any
 from kvloom.engine.counts import STEP_TOKEN_BOUNDS
 from kvloom.engine.histogram import Histogram
 from kvloom.engine.stats import Stats
-from kvloom.fleet.board import View
-from kvloom.server.serving.replicas import ReplicaFigures
+from kvloom.fleet.routing.board import View
+from kvloom.server.serving.engine import ReplicaFigures
 
 _MEANS = ("decode_step_s", "prompt_token_s")
 _APART = ("step_tokens", "batches")

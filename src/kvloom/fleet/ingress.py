@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from starlette.types import ASGIApp
 
 from kvloom.contract.errors import ServingError
-from kvloom.fleet.board import Board
 from kvloom.fleet.engine import FleetEngine, Manners
 from kvloom.fleet.lost import Call, ReplicaLost
 from kvloom.fleet.plan import Plan
+from kvloom.fleet.routing.board import Board
 from kvloom.fleet.wire import About
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.settings import ServerConfig

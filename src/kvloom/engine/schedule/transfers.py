@@ -77,8 +77,12 @@ class Transfers:
                 self._new_saves.append(transfer)
 
     def counts(self) -> dict[str, int]:
-        """What moved since the rank started, by the names of Stats."""
-        return {"total_tier_loaded_blocks": self._num_loaded, "total_tier_saved_blocks": self._num_saved}
+        """What moved since the rank started, and what is on its way, by the names of Stats."""
+        return {
+            "total_tier_loaded_blocks": self._num_loaded,
+            "total_tier_saved_blocks": self._num_saved,
+            "num_saving_blocks": self._num_saving,
+        }
 
     def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
         """Loads and saves that the rank has not been told of."""

@@ -1,8 +1,12 @@
-"""EngineLike: what the server needs of an engine; EngineThread is one. EngineFactory: what a plug-in gives."""
+"""EngineLike: what the server needs of an engine; EngineThread is one. EngineFactory: what a plug-in gives.
+
+Replicated: what is told of an engine that is several.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Progress, RankInfo
@@ -55,3 +59,31 @@ class EngineFactory(Protocol):
         `vocabulary` reads the model's tokenizer, `progress(done_bytes, total_bytes)` may be called meanwhile.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFigures:
+    """One replica. Totals are since it started."""
+
+    name: str
+    node: str
+    role: str  # "" where all do everything
+    is_ready: bool
+    load: int  # tokens before a new prompt there, as the router sees it
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+@runtime_checkable
+class Replicated(Protocol):
+    """An engine that is several. Moves: requests that went on elsewhere when a replica was lost under them."""
+
+    num_moves: int
+    num_lost: int  # requests that could not
+
+    def replicas(self) -> Sequence[ReplicaFigures]: ...

@@ -14,10 +14,10 @@ from kvloom.contract.errors import NotFound, ServingError
 from kvloom.engine.histogram import Histogram
 from kvloom.server.errors import ErrorReply, NoRoute, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
+from kvloom.server.serving.engine import Replicated
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.pictures.service import Painting, PictureService
 from kvloom.server.serving.registry import Models
-from kvloom.server.serving.replicas import Replicated
 from kvloom.server.serving.running import Running
 from kvloom.server.serving.service import GenerationService
 

@@ -23,9 +23,9 @@ from kvloom.server.dialects.operators.metrics_names import (
 from kvloom.server.errors import ErrorReply, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.observe.meter import Throughput
+from kvloom.server.serving.engine import ReplicaFigures, Replicated
 from kvloom.server.serving.pictures.service import PictureService
 from kvloom.server.serving.registry import Models
-from kvloom.server.serving.replicas import ReplicaFigures, Replicated
 from kvloom.server.serving.service import GenerationService
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"

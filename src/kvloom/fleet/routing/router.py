@@ -5,10 +5,10 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from kvloom.fleet.board import View, board_of
-from kvloom.fleet.choice import Candidate, Guard, Rules, choose
-from kvloom.fleet.knowledge import Knowledge, Report, keys_of
-from kvloom.fleet.ledger import Ledger
+from kvloom.fleet.routing.board import View, board_of
+from kvloom.fleet.routing.choice import Candidate, Guard, Rules, choose
+from kvloom.fleet.routing.knowledge import Knowledge, Report, keys_of
+from kvloom.fleet.routing.ledger import Ledger
 from kvloom.fleet.wire import Hint, decode_hint
 
 
