@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NEED_OPTIONS = {"peers"}
+NEED_OPTIONS = {"fleet", "peers"}
 
 
 def main() -> int:
