@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvloom.contract.errors import Unavailable
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Delta, FinishReason
-from kvloom.fleet.engine import FleetEngine, Manners
+from kvloom.fleet.engine import FleetEngine, Manners, Ways
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.wire import About, Hello, decode_hint, decode_request, encode, fault, pieces
@@ -27,6 +27,7 @@ class Replicas:
     hints: list = field(default_factory=list)
     num_cancelled: int = 0
     is_silent: bool = False
+    only_first: bool = False  # leaves a request with its first token
 
     async def call(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         number = len(self.requests)
@@ -50,16 +51,19 @@ class Replicas:
                     raise ReplicaLost("killed")
                 end = FinishReason.LENGTH if index + 1 == len(whole) else None
                 yield encode(pieces([Delta(request.id, chr(token % 128), (token,), finish_reason=end)]))
+                if self.only_first:
+                    return
                 await asyncio.sleep(0)
         except (GeneratorExit, asyncio.CancelledError):
             self.num_cancelled += 1
             raise
 
 
-def fleet_of(replicas: Replicas, **manners: float) -> FleetEngine:
+def fleet_of(replicas: Replicas, prefill: Replicas | None = None, threshold: int = 0, **manners: float) -> FleetEngine:
     board = Board()
     board.views = [View("replica-0")]
-    return FleetEngine(About("replica-0", "w8a8", "1", "n", 1, 256, INFO), replicas.call, board, Manners(**manners))
+    ways = Ways(replicas.call, board, prefill and prefill.call, prefill and Board(), threshold)
+    return FleetEngine(About("replica-0", "w8a8", "1", "n", 1, 256, INFO), ways, Manners(**manners))
 
 
 __all__ = ["INFO", "Replicas", "Unavailable", "fleet_of"]

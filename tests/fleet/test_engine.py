@@ -151,3 +151,37 @@ def test_a_fleet_that_ends_says_so_to_who_waits():
         asyncio.run(close(engine))
     with pytest.raises(Unavailable, match="stopping"):
         asyncio.run(close(engine))
+
+
+@pytest.mark.parametrize(("threshold", "is_apart"), [(len(PROMPT), True), (len(PROMPT) + 1, False)])
+def test_a_long_prompt_is_computed_apart_and_its_answer_is_the_same(threshold, is_apart):
+    decode, prefill = Replicas(), Replicas(only_first=True)
+    deltas = asyncio.run(answer(fleet_of(decode, prefill, threshold), request()))
+    assert tokens(deltas) == fake_answer(PROMPT, request().params, 5, 20)
+    assert (len(prefill.requests), len(decode.requests)) == (is_apart, 1)
+    assert len(decode.requests[0].answer) == is_apart
+
+
+def test_an_answer_that_ends_with_its_first_token_ends_where_its_prompt_was():
+    decode, prefill = Replicas(), Replicas(only_first=True)
+    deltas = asyncio.run(answer(fleet_of(decode, prefill), request(max_tokens=1)))
+    assert (len(deltas), len(decode.requests)) == (1, 0)
+
+
+def test_a_prefill_replica_that_dies_leaves_the_prompt_to_the_others():
+    decode, prefill = Replicas(), Replicas([-1], only_first=True)
+    deltas = asyncio.run(answer(fleet_of(decode, prefill), request()))
+    assert len(tokens(deltas)) == 20
+    assert (len(prefill.requests), len(decode.requests)) == (1, 1)
+
+
+@pytest.mark.parametrize("asked", [request(max_tokens=0), request(prompt_logprobs=0)])
+def test_who_wants_something_of_every_prompt_token_gets_it_in_one_place(asked):
+    engine = fleet_of(Replicas(), Replicas(only_first=True))
+    assert not engine._is_long(asked)
+
+
+def test_a_stream_that_ends_before_its_answer_is_a_lost_one():
+    replicas = Replicas(only_first=True)
+    with pytest.raises(GenerationFailed, match="lost with 3 replicas"):
+        asyncio.run(answer(fleet_of(replicas), request()))

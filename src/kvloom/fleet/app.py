@@ -9,21 +9,26 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvloom.fleet.args import FleetArgs, parse_args
+from kvloom.contract.errors import ModelError
+from kvloom.fleet.agent import NodeAgent
+from kvloom.fleet.args import Autoscaling, FleetArgs, parse_args
+from kvloom.fleet.engine import Ways
 from kvloom.fleet.ingress import Fleet, Ingress
-from kvloom.fleet.lost import ReplicaLost
+from kvloom.fleet.lost import Call, ReplicaLost
 from kvloom.fleet.plan import Plan, make_plan
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.wire import About, decode_about, encode
 
-ENGINES, INGRESS = "engines", "ingress"
+ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
 ROUTERS = {"prefix": "kvloom.fleet.routing.router:KvRouter"}
+_ID_CHARS = 8  # of a node's id, which are told
 _STATS_S = 1.0  # how often replicas tell routers how they are
 
 
@@ -34,7 +39,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 def application(plan: Plan) -> serve.Application:
     """Of a plan that is made."""
-    engines = serve.deployment(ServedReplica).options(**_engine_options(plan.args, plan.world_size)).bind(plan)
+    args, roles = plan.args, plan.args.roles
+    number = args.replicas if roles is None else roles.decode
+    engines = _engines(plan, ENGINES, "" if roles is None else "decode", number)
+    prefill = None if roles is None else _engines(plan, PREFILL, "prefill", roles.prefill)
     options = {
         "name": INGRESS,
         "num_replicas": plan.args.ingresses,
@@ -43,38 +51,42 @@ def application(plan: Plan) -> serve.Application:
         "graceful_shutdown_timeout_s": plan.args.grace_s,
         "max_surge_percent": 100,  # a new ingress answers before an old one stops
     }
-    return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines)
+    return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines, prefill)
 
 
-def _engine_options(args: FleetArgs, world_size: int) -> dict[str, Any]:
+def _engines(plan: Plan, name: str, role: str, number: int) -> serve.Application:
+    """`number` replicas, or as many as they are scaled to. The ranks of one are on one node."""
+    args = plan.args
     options: dict[str, Any] = {
-        "name": ENGINES,
+        "name": name,
         "max_ongoing_requests": 1 << 16,  # engines queue for themselves
         "graceful_shutdown_timeout_s": args.grace_s,
         "health_check_period_s": 5,
         "max_constructor_retry_count": 1,
         "request_router_config": _router_config(args),
+        "ray_actor_options": {"num_cpus": args.cpus_per_rank, "num_gpus": args.gpus_per_rank},
     }
-    if world_size > 1:
+    if plan.world_size > 1:
         bundle = {"CPU": args.cpus_per_rank} | ({"GPU": args.gpus_per_rank} if args.gpus_per_rank else {})
-        options |= {"placement_group_bundles": [bundle] * world_size, "placement_group_strategy": "STRICT_PACK"}
-    options["ray_actor_options"] = {"num_cpus": args.cpus_per_rank, "num_gpus": args.gpus_per_rank}
-    if args.autoscaling is None:
-        return options | {"num_replicas": args.replicas}
-    scaling = args.autoscaling
-    policy = AutoscalingPolicy(policy_function="kvloom.fleet.scaling:on_queued_tokens")
-    return options | {
-        "autoscaling_config": AutoscalingConfig(
-            min_replicas=scaling.min_replicas,
-            max_replicas=scaling.max_replicas,
-            target_ongoing_requests=scaling.queued_tokens_per_replica,
-            upscale_delay_s=scaling.up_delay_s,
-            downscale_delay_s=scaling.down_delay_s,
-            metrics_interval_s=1,
-            look_back_period_s=5,
-            policy=policy,
-        )
-    }
+        options |= {"placement_group_bundles": [bundle] * plan.world_size, "placement_group_strategy": "STRICT_PACK"}
+    options |= (
+        {"num_replicas": number} if args.autoscaling is None else {"autoscaling_config": _scaling(args.autoscaling)}
+    )
+    return serve.deployment(ServedReplica).options(**options).bind(plan, role)
+
+
+def _scaling(scaling: Autoscaling) -> dict[str, Any]:
+    config = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.queued_tokens_per_replica,
+        upscale_delay_s=scaling.up_delay_s,
+        downscale_delay_s=scaling.down_delay_s,
+        metrics_interval_s=1,
+        look_back_period_s=5,
+        policy=AutoscalingPolicy(policy_function="kvloom.fleet.scaling:on_queued_tokens"),
+    )
+    return {"autoscaling_config": config}
 
 
 def _router_config(args: FleetArgs) -> RequestRouterConfig:
@@ -95,14 +107,21 @@ def _router_config(args: FleetArgs) -> RequestRouterConfig:
 class ServedReplica:
     """EngineReplica as Serve calls it."""
 
-    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, plan: Plan, role: str) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         name = context.replica_id.unique_id
-        self._replica = EngineReplica(plan, name, ray.get_runtime_context().get_node_id()[:8])
+        node = ray.get_runtime_context().get_node_id()
+        self._replica = EngineReplica(plan, name, node[:_ID_CHARS], role)
+        if plan.args.kv_pool:
+            await _ensure_agent(node, int(plan.args.kv_pool_gb * (1 << 30)))
         await self._replica.start()
 
     async def stream(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         async for item in self._replica.stream(data):
+            yield item
+
+    async def prefill(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        async for item in self._replica.prefill(data):
             yield item
 
     async def about(self) -> bytes:
@@ -125,12 +144,16 @@ class ServedReplica:
 class ServedIngress:
     """Ingress as Serve calls it."""
 
-    def __init__(self, plan: Plan, engines: DeploymentHandle) -> None:
+    def __init__(self, plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None) -> None:
         self._engines = engines
-        self._streams = engines.options(stream=True, method_name="stream")
-        node = ray.get_runtime_context().get_node_id()[:8]
+        decode = calls(engines, "stream"), board_of(ENGINES)
+        ways = Ways(*decode)
+        if prefill is not None:
+            threshold = plan.args.roles.threshold if plan.args.roles else 0
+            ways = Ways(*decode, calls(prefill, "prefill"), board_of(PREFILL), threshold)
+        node = ray.get_runtime_context().get_node_id()[:_ID_CHARS]
         self._grace_s = plan.args.grace_s
-        self._ingress = Ingress(plan, Fleet(self._describe, self._call, board_of(ENGINES)), node)
+        self._ingress = Ingress(plan, Fleet(self._describe, ways), node)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app()
@@ -141,27 +164,40 @@ class ServedIngress:
         except (RayError, RayServeException) as error:
             raise ReplicaLost(_why(error)) from None
 
-    async def _call(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
-        """Raises ReplicaLost."""
-        stream = self._streams.remote(data, hint)
-        is_done = False
+    async def __del__(self) -> None:
+        with suppress(AttributeError):
+            await self._ingress.close(self._grace_s)
+
+
+def calls(engines: DeploymentHandle, method: str) -> Call:
+    """The streaming method of a deployment's replicas, as FleetEngine calls it."""
+    streams = engines.options(stream=True, method_name=method)
+
+    async def call(data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        stream, is_done = streams.remote(data, hint), False
         try:
             async for item in stream:
                 yield item
             is_done = True
-        except RayTaskError as error:
-            is_done = True
-            raise ReplicaLost(_why(error)) from None
-        except (RayActorError, RayError, RayServeException) as error:
+        except (RayError, RayServeException) as error:
             is_done = True
             raise ReplicaLost(_why(error)) from None
         finally:
             if not is_done:
                 stream.cancel()
 
-    async def __del__(self) -> None:
-        with suppress(AttributeError):
-            await self._ingress.close(self._grace_s)
+    return call
+
+
+async def _ensure_agent(node: str, pool_bytes: int) -> None:
+    """An agent of EMS on this node: an actor holds it, which outlives replicas. Raises ModelError."""
+    place = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {"name": f"ems-agent-{node}", "namespace": "kvloom", "lifetime": "detached", "get_if_exists": True}
+    agent = ray.remote(NodeAgent).options(**options, num_cpus=0, scheduling_strategy=place).remote(pool_bytes)
+    try:
+        await agent.check.remote()
+    except RayError as error:
+        raise ModelError(f"node {node[:_ID_CHARS]}: {_why(error)}") from None
 
 
 def _why(error: Exception) -> str:

@@ -17,7 +17,7 @@ from kvloom.engine.stats import Stats
 from kvloom.fleet.figures import replica_figures, sum_of
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
 from kvloom.fleet.lost import Call, ReplicaLost
-from kvloom.fleet.routing.board import Board
+from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.routing.knowledge import packed
 from kvloom.fleet.wire import About, Fault, Hello, Hint, Pieces, decode_item, deltas, encode, error_of
 from kvloom.server.serving.engine import ReplicaFigures
@@ -41,11 +41,29 @@ class Manners:
     may_be_empty: bool = False  # no replica runs while nobody asks
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """To the replicas that do everything, or all but long prompts; and to those that do these up to the first token.
+
+    A prompt is long from `threshold` tokens on.
+    """
+
+    call: Call
+    board: Board
+    prefill: Call | None = None
+    prefill_board: Board | None = None
+    threshold: int = 0
+
+    @property
+    def views(self) -> list[View]:
+        return [*(self.prefill_board.views if self.prefill_board else ()), *self.board.views]
+
+
 class FleetEngine:
     """An EngineLike. Owned by the ingress's loop; `about` is what its replicas are like."""
 
-    def __init__(self, about: About, call: Call, board: Board, manners: Manners | None = None) -> None:
-        self._about, self._call, self._board = about, call, board
+    def __init__(self, about: About, ways: Ways, manners: Manners | None = None) -> None:
+        self._about, self._ways = about, ways
         self._manners = manners or Manners()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._feeds: dict[str, Feed] = {}
@@ -66,7 +84,7 @@ class FleetEngine:
 
     @property
     def is_ready(self) -> bool:
-        has_replica = any(view.stats.get("is_ready", True) for view in self._board.views)
+        has_replica = any(view.stats.get("is_ready", True) for view in self._ways.board.views)
         return not self._is_closing and (has_replica or self._manners.may_be_empty)
 
     def check_ready(self) -> None:
@@ -76,11 +94,11 @@ class FleetEngine:
 
     def stats(self) -> Stats:
         """The sum of what replicas said last, up to two seconds ago."""
-        return sum_of([view.stats["figures"] for view in self._board.views if view.stats])
+        return sum_of([view.stats["figures"] for view in self._ways.views if view.stats])
 
     def replicas(self) -> Sequence[ReplicaFigures]:
         """Each by its name."""
-        return [replica_figures(view) for view in self._board.views]
+        return [replica_figures(view) for view in self._ways.views]
 
     def open(self, requests: Sequence[Request]) -> Feed:
         """Raises Unavailable, BadRequest."""
@@ -165,9 +183,12 @@ class FleetEngine:
 
     async def _travel(self, journey: Journey, feed: Feed) -> None:
         """From one replica to the next, until one has ended it. Raises ServingError."""
+        call = self._ways.prefill if self._is_long(journey.request) else None
         while True:
             try:
-                return await self._visit(journey, feed)
+                if await self._visit(journey, feed, call or self._ways.call):
+                    return
+                call = None
             except _Nobody:
                 raise
             except (ReplicaLost, Unavailable) as problem:
@@ -178,22 +199,39 @@ class FleetEngine:
                         raise
                     raise GenerationFailed(_WALKED) from None
                 self.num_moves += 1
+                call = None
 
-    async def _visit(self, journey: Journey, feed: Feed) -> None:
-        """One replica, to the request's end. Raises ReplicaLost, ServingError."""
+    def _is_long(self, request: Request) -> bool:
+        """Whether its prompt is computed apart; what is told of each prompt token is told where the answer is."""
+        is_plain = request.may_reuse and not request.pooling and request.params.max_tokens != 0
+        return self._ways.prefill is not None and is_plain and len(request.prompt_ids) >= self._ways.threshold
+
+    async def _visit(self, journey: Journey, feed: Feed, call: Call) -> bool:
+        """One replica; whether the request ended there. One that only prefills leaves it with its first token.
+
+        Raises ReplicaLost, ServingError.
+        """
         request = journey.next_request()
-        hint = self._hint(request, journey)
-        async with aclosing(self._call(encode(request), encode(hint))) as items:
-            data = await self._first(items)
-            while True:
+        hint, is_begun = self._hint(request, journey), False
+        async with aclosing(call(encode(request), encode(hint))) as items:
+            data: bytes | None = await self._first(items)
+            while data is not None:
                 item = decode_item(data)
                 if isinstance(item, Hello):
                     journey.arrived(item.replica, item.layout)
                 elif isinstance(item, Fault):
                     raise error_of(item)
-                elif self._tell(item, journey, feed):
-                    return
-                data = await _next(items)
+                else:
+                    board = self._ways.board if call is self._ways.call else self._ways.prefill_board
+                    if board is not None and not is_begun:
+                        is_begun = True
+                        board.begun.put(journey.request.id)
+                    if self._tell(item, journey, feed):
+                        return True
+                data = await anext(items, None)
+        if call is self._ways.call or not journey.told:
+            raise ReplicaLost("its stream ended before the answer did")
+        return False
 
     async def _first(self, items: AsyncGenerator[bytes]) -> bytes:
         """What a replica says as soon as it has the request. Raises ReplicaLost, Unavailable."""
@@ -204,8 +242,6 @@ class FleetEngine:
 
     def _tell(self, item: Pieces, journey: Journey, feed: Feed) -> bool:
         """Whether that was its end."""
-        if not journey.told:
-            self._board.begun.put(journey.request.id)
         brought = [journey.add(delta) for delta in deltas(journey.request.id, item)]
         for delta in brought:
             feed.put(delta.request_id, delta)

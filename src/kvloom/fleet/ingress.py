@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from starlette.types import ASGIApp
 
 from kvloom.contract.errors import ServingError
-from kvloom.fleet.engine import FleetEngine, Manners
-from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.engine import FleetEngine, Manners, Ways
+from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.plan import Plan
-from kvloom.fleet.routing.board import Board
 from kvloom.fleet.wire import About
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.settings import ServerConfig
@@ -42,8 +41,7 @@ class Fleet:
     """The ways of an ingress to the replicas. `describe` raises ReplicaLost, ServingError."""
 
     describe: Callable[[], Awaitable[About]]
-    call: Call
-    board: Board
+    ways: Ways
 
 
 class Ingress:
@@ -81,7 +79,7 @@ class Ingress:
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
         scaling = self._plan.args.autoscaling
         manners = Manners(self._plan.args.patience_s, scaling is not None and scaling.min_replicas == 0)
-        self._engine = FleetEngine(about, self._fleet.call, self._fleet.board, manners)
+        self._engine = FleetEngine(about, self._fleet.ways, manners)
         service = GenerationService(card, self._engine, tokenizer, self._models.admission)
         self._models.add(service)
         for number, (name, path) in enumerate(card.lora_modules, 1):

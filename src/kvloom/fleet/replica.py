@@ -7,16 +7,17 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
-from kvloom.contract.request import Delta, Request
+from kvloom.contract.request import Delta
 from kvloom.engine.feed import Feed, Step
 from kvloom.fleet.agent import pool_tier
 from kvloom.fleet.figures import told
 from kvloom.fleet.plan import Plan, layout_of
-from kvloom.fleet.wire import About, Hello, decode_request, encode, fault, pieces
+from kvloom.fleet.wire import About, Hello, decode_item, decode_request, encode, fault, pieces
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.backends import factory_of
 from kvloom.server.serving.card import ModelCard
@@ -25,14 +26,15 @@ from kvloom.server.serving.engine import EngineLike
 log = logging.getLogger(__name__)
 
 _ITEM_S = 0.01  # between two items of a stream; what comes faster goes together
+_SAVE_POLL_S = 0.002
 _LOST_S = 30.0  # an engine that is not ready for so much longer than requests wait is not coming back
 
 
 class EngineReplica:
     """`name` and `node` are Ray's. Owned by the actor's loop."""
 
-    def __init__(self, plan: Plan, name: str, node: str) -> None:
-        self._plan, self.name, self._node = plan, name, node
+    def __init__(self, plan: Plan, name: str, node: str, role: str = "") -> None:
+        self._plan, self.name, self._node, self._role = plan, name, node, role
         self._engine: EngineLike | None = None
         self._card: ModelCard | None = None
         self._layout = ""
@@ -44,8 +46,7 @@ class EngineReplica:
         """Load the model. Raises ServingError, one sentence."""
         card = self._plan.config(self._node).models[0]
         if self._plan.args.kv_pool:
-            tier = await asyncio.to_thread(pool_tier, card.engine.kv_tier)
-            card = replace(card, engine=replace(card.engine, kv_tier=tier))
+            card = replace(card, engine=replace(card.engine, kv_tier=pool_tier(card.engine.kv_tier)))
         engine = await asyncio.to_thread(self._open, card)
         engine.start(asyncio.get_running_loop())
         self._engine, self._card = engine, card
@@ -93,10 +94,23 @@ class EngineReplica:
             self._queued.pop(request.id, None)
 
     async def prefill(self, data: bytes) -> AsyncGenerator[bytes]:
-        """As `stream` for the first token alone, once the prompt's blocks are in the pool: the rest is another's."""
-        request = first_token_of(decode_request(data))
-        async for item in self.stream(encode(request)):
-            yield item
+        """As `stream`, up to the first token: told once the prompt's blocks are in the pool, the rest is another's."""
+        is_told = False
+        async with aclosing(self.stream(data)) as items:
+            async for item in items:
+                if is_told := not isinstance(decode_item(item), Hello):
+                    await self._saved()
+                yield item
+                if is_told:
+                    return
+
+    async def _saved(self) -> None:
+        """Blocks that are on their way to the pool have come, or this has taken as long as a load may take."""
+        assert self._card is not None
+        tier = self._card.engine.kv_tier
+        until_s = time.monotonic() + (tier.timeout_s if tier else 0.0)
+        while self.engine.stats().num_saving_blocks and time.monotonic() < until_s:
+            await asyncio.sleep(_SAVE_POLL_S)
 
     def check(self) -> None:
         """Raises ModelError when the ranks are gone for good."""
@@ -122,6 +136,7 @@ class EngineReplica:
             "layout": self._layout,
             "version": self._plan.version,
             "node": self._node,
+            "role": self._role,
             "pid": os.getpid(),
             "is_ready": self.engine.is_ready,
             "block_size": info.block_size,
@@ -163,8 +178,3 @@ async def batches(feed: Feed) -> AsyncGenerator[list[Delta]]:
             pending.cancel()
             with contextlib.suppress(asyncio.CancelledError, ServingError):
                 await pending
-
-
-def first_token_of(request: Request) -> Request:
-    """The request as one that ends with its first token."""
-    return replace(request, params=replace(request.params, max_tokens=1, min_tokens=0))
