@@ -80,6 +80,11 @@ class ContextCaching:
         self._snapshot_bytes = 0
         self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-io")
 
+    @property
+    def pool_id(self) -> str:
+        """Names the pool and the tenant in it; equal where the same blocks are found. "" before the first call."""
+        return self._links.pool_id.hex()
+
     def register_kvcache(self, kvcache: object, store_layer_group_desc: object = None) -> None:
         """Says where the KV cache lies: per layer a list of tensors [blocks, block_size, heads, head_size].
 

@@ -225,6 +225,7 @@ class LinkPool:
         self._locate = locate
         self._access_id = access_id
         self._access_key = access_key
+        self.pool_id = b""  # messages.Welcome.pool, of the last connection; nothing before the first
         self._start()
 
     def _start(self) -> None:
@@ -260,7 +261,9 @@ class LinkPool:
                 link = self._idle.pop() if self._idle else None
             if link is None:
                 connect_s = min(deadline_s, time.monotonic() + _CONNECT_S)
-                return Link(self._locate(connect_s), self._access_id, self._access_key, self._maps, connect_s)
+                made = Link(self._locate(connect_s), self._access_id, self._access_key, self._maps, connect_s)
+                self.pool_id = made.welcome.pool
+                return made
             if link.is_usable():
                 return link
             link.close()

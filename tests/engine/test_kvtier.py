@@ -10,6 +10,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, Transfer
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.engine.schedule.blocks import extend_chain
 from kvloom.engine.schedule.transfers import Moves
 from kvloom.rank.fake import fake_answer
 from tests.support.engines import drain, run_all, tokens_of
@@ -254,6 +255,13 @@ def test_too_few_blocks_and_a_slow_tier_change_no_answer(num_blocks, lengths, de
         assert engine.stats().num_free_blocks == num_blocks
 
 
+def keys_of(request: Request) -> list[bytes]:
+    """Of the full blocks of its prompt, of 4 tokens each."""
+    keys: list[bytes] = []
+    extend_chain(keys, request.prompt_ids, 4, request.cache_salt)
+    return keys
+
+
 class TierMachine(RuleBasedStateMachine):
     """Random arrivals, steps, aborts, time and moods of the tier: every answer is a beginning of the true one."""
 
@@ -265,11 +273,11 @@ class TierMachine(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.ended: set[str] = set()
 
-    @rule(length=st.integers(1, 30), first=st.sampled_from([0, 50]), max_tokens=st.integers(0, 20))
-    def arrive(self, length: int, first: int, max_tokens: int) -> None:
+    @rule(length=st.integers(1, 30), first=st.sampled_from([0, 50]), max_tokens=st.integers(0, 20), gives=st.booleans())
+    def arrive(self, length: int, first: int, max_tokens: int, gives: bool) -> None:
         name = f"r{len(self.requests)}"
         params = SamplingParams(seed=len(self.requests), max_tokens=max_tokens)
-        self.requests[name] = Request(name, prompt(length, first), params)
+        self.requests[name] = Request(name, prompt(length, first), params, gives_kv=gives)
         self.engine.add(self.requests[name])
 
     @rule(delay=st.integers(0, 5), is_up=st.booleans(), found=st.integers(0, 9))
@@ -285,6 +293,10 @@ class TierMachine(RuleBasedStateMachine):
         for delta in self.engine.step():
             assert delta.request_id not in self.ended, "a delta after the last"
             self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            if delta.kv_given:
+                given = keys_of(self.requests[delta.request_id])[: delta.kv_given.num_blocks]
+                assert len(given) == delta.kv_given.num_blocks
+                assert set(given) <= self.tier.stored.keys()
             if delta.finish_reason:
                 self.ended.add(delta.request_id)
 

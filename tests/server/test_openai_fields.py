@@ -21,7 +21,6 @@ from tests.support.servers import FakeServer, fake_server
         ("truncate_prompt_tokens", 5, None),
         ("return_tokens_as_token_ids", True, False),
         ("prompt_embeds", "AAAA", None),
-        ("kv_transfer_params", {"a": 1}, None),
         ("chat_template", "{{ x }}", None),
         ("documents", [{"text": "a"}], []),
         ("modalities", ["audio"], ["text"]),

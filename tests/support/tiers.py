@@ -30,6 +30,7 @@ class FakeTier:
     delay: int = 0
     save_delay: int = 0
     is_up: bool = True
+    pool: str = "here"
     finds: Callable[[int], int] = lambda count: count
     reports: Callable[[list[Moved]], Iterable[Moved]] = lambda moved: moved
     waiting: list[tuple[int, bool, Transfer]] = field(default_factory=list)

@@ -94,6 +94,7 @@ CASES = [
     _post("openai-completion", "/v1/completions", _TEXT),
     _post("openai-completion-echo", "/v1/completions", {**_TEXT, "prompt": [104, 105], "echo": True, "logprobs": 1}),
     _post("openai-completion-stream", "/v1/completions", {**_TEXT, **_USAGE}),
+    _post("openai-kv-transfer-error", "/v1/completions", {**_TEXT, "kv_transfer_params": {"do_remote_decode": True}}),
     _post("openai-completion-error", "/v1/completions", {"model": MODEL}),
     _post("openai-images-error", "/v1/images/generations", {"prompt": PROMPT, "response_format": "url"}),
     _post("openai-images-error-model", "/v1/images/generations", {"model": MODEL, "prompt": PROMPT}),

@@ -97,7 +97,10 @@ class Proof(Message):
 
 @dataclass
 class Welcome(Message):
-    """The session stands. incarnation: this life of the agent; key_salt: the tenant's; proof: the agent's own."""
+    """The session stands. incarnation: this life of the agent; key_salt: the tenant's; proof: the agent's own.
+
+    pool: names the tenant's pool, on all nodes that share it alike; an agent that does not know of it says nothing.
+    """
 
     OP = 4
     incarnation: bytes
@@ -106,6 +109,7 @@ class Welcome(Message):
     segment_bytes: int
     max_block_bytes: int
     is_direct: bool
+    pool: bytes = b""
 
 
 @dataclass

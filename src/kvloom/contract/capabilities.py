@@ -33,7 +33,7 @@ _ASKED: Mapping[str, Callable[[SamplingParams], object]] = {
     "max_reasoning_tokens": lambda p: p.max_reasoning_tokens is not None,
 }
 # what is asked beside SamplingParams
-BESIDE = ("generation", "pooling", "adapter", "priority", "cache_salt")
+BESIDE = ("generation", "pooling", "adapter", "priority", "cache_salt", "kv_transfer")
 FEATURES = (*_ASKED, *BESIDE)
 _NAMES = {
     "grammar": "response_format",
@@ -42,6 +42,7 @@ _NAMES = {
     "pooling": "input",
     "generation": "prompt",
     "adapter": "model",
+    "kv_transfer": "kv_transfer_params",
 }  # what is closer to the caller's word for it
 
 

@@ -132,6 +132,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     is_tier_up: bool = False  # whether the outer KV tier answers
     pooled: list[Pooled] = []
     given_up: list[GivenUp] = []
+    pool: str = ""  # which one that tier is, once it is known
 
     def by_sequence(self) -> dict[int, list[Sample]]:
         """The samples of each sequence whose known tokens are all computed; of one that is pooled there are none."""
@@ -157,6 +158,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
     held_as: str = ""  # how the weights are kept, for people
     lacks: dict[str, str] = {}  # of capabilities.FEATURES those that it has not, and why
+    kv_model: str = ""  # what the outer KV tier's blocks are named after: weights and shape,
+    kv_layout: str = ""  # and how they are computed and arranged; "" without such a tier
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

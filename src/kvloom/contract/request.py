@@ -100,6 +100,24 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class KvPlace:
+    """Where KV blocks lie outside of an engine, and whose; what must agree before another one takes them up."""
+
+    pool: str
+    model: str  # as RankInfo.kv_model
+    layout: str
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KvGiven:
+    """So many blocks of a prompt, from the first on, lie there."""
+
+    place: KvPlace
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
 
@@ -119,6 +137,8 @@ class Request:
     slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
     pooling: str = ""
     answer: tuple[int, ...] = ()
+    gives_kv: bool = False  # it ends when its prompt's blocks are in the outer KV tier; the last delta says how many
+    kv_place: KvPlace | None = None  # where another engine has put them; None = nobody has
 
     @property
     def may_reuse(self) -> bool:
@@ -195,3 +215,4 @@ class Delta(msgspec.Struct, frozen=True):
     error: str | None = None
     is_callers: bool = False  # whether the error lies in the request: asked again it would fail again
     embedding: bytes | None = None  # pooled states, float32, not normalised
+    kv_given: KvGiven | None = None  # with the finish_reason of a request that gives its KV

@@ -22,8 +22,9 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts, gauges
+from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
-from kvloom.engine.live import Fresh, Live
+from kvloom.engine.live import Fresh, Live, oldest_wait_s
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
@@ -71,6 +72,7 @@ class Engine:
         self._by_request: dict[str, Live] = {}
         self._next_id = 0
         self._fresh: list[Fresh] = []
+        self._giving = GivenEnds()
         self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
         self._under_way: deque[Plan] = deque()  # submitted and not collected, oldest first
         self._counts = Counts()
@@ -91,13 +93,14 @@ class Engine:
         self.last_step = StepSize()
         self._dropped: list[int] = []
         self._under_way.clear()
+        self._giving.lose_rank()
         for live in self._seqs.values():
             live.lose_rank()
 
     @property
     def has_work(self) -> bool:
         """Whether there is something to compute, to tell, or to move; without, `start_step` does nothing."""
-        return bool(self._seqs or self._fresh or self._outbox or self._under_way or self._transfers.is_pending)
+        return bool(self._by_request or self._fresh or self._outbox or self._under_way or self._transfers.is_pending)
 
     @property
     def is_stalled(self) -> bool:
@@ -108,6 +111,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
         check_request(request, self.max_seq_len, self._executor.info.vocab_size)
+        check_giving(request, self._executor.info, self._transfers.pool if self.config.kv_tier else None)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
         request = capped(request, self.config.max_iter_times)
@@ -120,6 +124,7 @@ class Engine:
         now_s = self._clock()
         seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
         seq.may_reuse, seq.is_scored = request.may_reuse, params.prompt_logprobs is not None
+        seq.giving = giving_of(request, self._limits.block_size)
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         stops = StopStrings(params.stop, params.include_stop)
         detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
@@ -154,6 +159,7 @@ class Engine:
         self._counts.add("total_finished", len(self._by_request))
         self._seqs.clear()
         self._by_request.clear()
+        self._giving = GivenEnds()
         return deltas
 
     def suspend(self) -> list[Delta]:
@@ -246,7 +252,7 @@ class Engine:
         for given_up in output.given_up:
             if live := self._seqs.get(given_up.id):  # a grammar without a first token can never be followed
                 self._fail(live, given_up.error, len(live.seq.token_ids) == live.seq.num_prompt)
-        self._transfers.finish(output.moved, output.is_tier_up)
+        self._transfers.finish(output.moved, output.is_tier_up, output.pool)
         for pooled in output.pooled:
             if pooled.id in self._seqs:
                 self._seqs[pooled.id].embedding = pooled.data
@@ -254,6 +260,7 @@ class Engine:
         steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
         self._transfers.save(commit_step(plan, taken, self._pool, self._limits.block_size))
+        self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
             self._end_or_draft(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
@@ -319,11 +326,8 @@ class Engine:
         return plan_step(seqs, pool, limits, now)
 
     def _oldest_wait_s(self) -> float:
-        """How long the oldest waiting request has waited; no matter when batches are not held back."""
-        if self._limits.max_queue_delay_s == 0:
-            return 0.0
-        arrivals = (live.arrival_s for live in self._seqs.values() if live.seq.status is Status.WAITING)
-        return self._clock() - min(arrivals, default=self._clock())
+        """No matter when batches are not held back."""
+        return 0.0 if self._limits.max_queue_delay_s == 0 else oldest_wait_s(self._seqs.values(), self._clock())
 
     def _draw_seed(self) -> int:
         return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
@@ -334,18 +338,9 @@ class Engine:
         for step in plan.steps:
             live = self._seqs[step.seq.id]
             if not live.is_known:
-                self._count_start(live, step.start)
+                live.count_start(self._counts, step.start)
                 new.append(live.introduce())
         return new
-
-    def _count_start(self, live: Live, num_cached: int) -> None:
-        """It begins, or goes on after a crash; so many of its tokens need not be computed."""
-        if live.seq.num_preemptions == 0:
-            self._counts.add("total_cached_tokens", live.seq.num_cached)
-        if live.num_lost is not None:
-            self._counts.add("total_resumed")
-            self._counts.add("total_recomputed_tokens", max(0, live.num_lost - num_cached))
-            live.num_lost = None
 
     def _fail(self, live: Live, error: str, is_callers: bool = False) -> None:
         """End a request with an error."""
@@ -355,6 +350,7 @@ class Engine:
     def _retire(self, live: Live) -> None:
         """Take a request out: blocks freed, the rank told at the next step."""
         del self._by_request[live.request.id]
+        self._giving.drop(live.request.id)
         if self._seqs.pop(live.seq.id, None) is not None:
             release_seq(live.seq, self._pool, Status.FINISHED)
             if live.is_known:
@@ -393,7 +389,12 @@ class Engine:
             live = item.live
             if live.request.id in self._by_request:  # else it was aborted meanwhile
                 delta = live.tell(item)
-                deltas.append(delta)
                 if delta.finish_reason is not None:
+                    if self._giving.hold(live, delta):
+                        continue
                     self._retire(live)
+                deltas.append(delta)
+        for live, delta in self._giving.take(self._executor.info, self._transfers.pool):
+            self._retire(live)
+            deltas.append(delta)
         return deltas

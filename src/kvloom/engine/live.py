@@ -1,11 +1,12 @@
 """Live: a request in the engine, its sequence and the text side of its answer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
 from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob
+from kvloom.engine.counts import Counts
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.seq import Seq, Status
@@ -42,6 +43,15 @@ class Live:
         request, seq = self.request, self.seq
         known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
         return NewSeq(seq.id, known[0], request.params, self.seed, request.pooling, request.adapter, known[1])
+
+    def count_start(self, counts: Counts, num_cached: int) -> None:
+        """It begins, or goes on after a crash; so many of its tokens need not be computed."""
+        if self.seq.num_preemptions == 0:
+            counts.add("total_cached_tokens", self.seq.num_cached)
+        if self.num_lost is not None:
+            counts.add("total_resumed")
+            counts.add("total_recomputed_tokens", max(0, self.num_lost - num_cached))
+            self.num_lost = None
 
     def lose_rank(self) -> None:
         """Whatever the rank knew of it is gone."""
@@ -123,6 +133,11 @@ class Fresh(NamedTuple):
     live: Live
     token: Sample | None
     finish: FinishReason | None
+
+
+def oldest_wait_s(lives: Iterable[Live], now_s: float) -> float:
+    """How long the oldest waiting request has waited."""
+    return now_s - min((live.arrival_s for live in lives if live.seq.status is Status.WAITING), default=now_s)
 
 
 def _logprob(value: Logprob) -> TokenLogprob:

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from enum import Enum, auto
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ems.keys import DEFAULT_TENANT, derive
@@ -16,6 +17,9 @@ from kvloom.pool.storage.budget import Budget, RateLimit
 from kvloom.pool.storage.entries import Entry
 from kvloom.pool.storage.evict import ORDERS
 from kvloom.pool.storage.store import TenantPool
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine, until it is started again
+_POOL_ID_BYTES = 8
 
 
 class Route(Enum):
@@ -136,6 +140,16 @@ class Node:
     def key_salt(self, tenant: str) -> bytes:
         """The tenant's secret part of every key: the same on all nodes of a cluster."""
         return derive(self.config.secret, "tenant salt", tenant)
+
+    def pool_id(self, tenant: str) -> bytes:
+        """Which blocks the tenant's engines find here: the same on all nodes that share them, and after a restart.
+
+        A node of its own is told from others by machine and socket.
+        """
+        config = self.config
+        shared = config.engine or ("peers" if config.peers or config.control_url else "")
+        where = shared or f"{_BOOT_ID.read_text().strip()} {config.socket.absolute()}"
+        return derive(config.secret, f"pool {where}", tenant)[:_POOL_ID_BYTES]
 
     def prepare(self) -> None:
         """Makes the default tenant's first segment and its pages, so that the first save is as fast as the next."""

@@ -112,6 +112,7 @@ class ClientSession:
             segment_bytes=config.segment_bytes,
             max_block_bytes=config.slab_bytes,
             is_direct=config.is_direct,
+            pool=self._node.pool_id(tenant),
         )
         self._channel.send(welcome, deadline_s, request_id=frame.request_id)
         return tenant

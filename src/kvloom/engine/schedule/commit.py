@@ -62,7 +62,7 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
     All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
     finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. One that got no token
     in a step is computed again, and what was planned behind that token is void. Returns the blocks that the pool now
-    knows and did not know before, in chain order, a list a sequence.
+    knows and did not know before, in chain order, a list a sequence; without those of a prompt that is given away.
     """
     fresh = []
     for step in plan.steps:
@@ -82,7 +82,9 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         num_full = seq.num_computed // block_size
         if num_full > seq.num_published:
             full = range(seq.num_published, num_full)
-            fresh.append([seq.block_table[i] for i in full if pool.publish(seq.block_table[i], seq.hashes[i])])
+            new = [i for i in full if pool.publish(seq.block_table[i], seq.hashes[i])]
+            num_given = seq.giving.num_blocks if seq.giving else 0
+            fresh.append([seq.block_table[i] for i in new if i >= num_given])
             seq.num_published = num_full
     return [blocks for blocks in fresh if blocks]
 
@@ -104,6 +106,8 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
 
 def forget_rank(seq: Seq) -> None:
     """The rank is gone, and with it all blocks on device and host: `seq` waits, to be computed again by the next."""
+    if seq.giving is not None:
+        seq.giving.lose(is_computed=False)
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
     seq.block_table, seq.host_blocks = [], []

@@ -5,6 +5,7 @@ from enum import Enum
 
 import msgspec
 
+from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.repute import Repute
 
 
@@ -45,6 +46,7 @@ class Seq:
     may_run_ahead: bool = True  # False: what it computes next depends on the token before; see ahead.py
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
     repute: Repute = field(default_factory=Repute)
+    giving: Giving | None = None  # its prompt's blocks are for another engine
 
     @property
     def num_pending(self) -> int:

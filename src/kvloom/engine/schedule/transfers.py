@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvloom.contract.messages import Moved, Transfer
 from kvloom.engine.schedule.blocks import BlockPool
+from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.seq import LoadStep, Seq, Status
 
 PATIENCE = 1.2  # the tier reports within its deadline; the engine itself waits this much longer, then computes
@@ -34,10 +35,12 @@ class Transfers:
         self._next_id = 0
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, Transfer] = {}
+        self._givings: dict[int, Giving] = {}  # whose prompt a save is of, that is given to another engine
         self._new_loads: list[Transfer] = []
         self._new_saves: list[Transfer] = []
         self._num_saving = 0
         self._is_up = timeout_s is not None
+        self.pool = ""  # which one the tier is, once it is known
         self._num_loaded = 0
         self._num_saved = 0
 
@@ -70,11 +73,29 @@ class Transfers:
             keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
             assert len(keys) == len(blocks), "a block without a hash is to be saved"
             if blocks:
-                self._pool.retain(blocks)
                 self._num_saving += len(blocks)
-                transfer = Transfer(self._draw_id(), blocks, keys)
-                self._saves[transfer.id] = transfer
-                self._new_saves.append(transfer)
+                self._begin_save(blocks, keys)
+
+    def give(self, seqs: Iterable[Seq]) -> None:
+        """Save what is computed of prompts that another engine takes up: all of it, whatever the share for saves.
+
+        Blocks that the tier has already are saved again, which it notices: nobody here knows what it has dropped.
+        """
+        for seq in seqs:
+            if (giving := seq.giving) is None:
+                continue
+            new = slice(giving.num_sent, min(giving.num_blocks, seq.num_published))
+            if blocks := seq.block_table[new]:
+                transfer = self._begin_save(blocks, seq.hashes[new])
+                giving.sent(transfer.id, len(blocks))
+                self._givings[transfer.id] = giving
+
+    def _begin_save(self, blocks: list[int], keys: list[bytes]) -> Transfer:
+        self._pool.retain(blocks)
+        transfer = Transfer(self._draw_id(), blocks, keys)
+        self._saves[transfer.id] = transfer
+        self._new_saves.append(transfer)
+        return transfer
 
     def counts(self) -> dict[str, int]:
         """What moved since the rank started, and what is on its way, by the names of Stats."""
@@ -90,9 +111,9 @@ class Transfers:
         self._new_loads, self._new_saves = [], []
         return new
 
-    def finish(self, reports: Iterable[Moved], is_tier_up: bool) -> None:
+    def finish(self, reports: Iterable[Moved], is_tier_up: bool, pool: str = "") -> None:
         """Take what the rank reports. Ids that are not under way, and numbers that cannot be, move nothing."""
-        self._is_up = is_tier_up
+        self._is_up, self.pool = is_tier_up, pool or self.pool
         for report in reports:
             load, save = self._loads.pop(report.id, None), self._saves.pop(report.id, None)
             transfer = load.transfer if load else save
@@ -102,9 +123,16 @@ class Transfers:
             if load:
                 self._finish_load(load, count)
             else:
-                self._num_saved += count
-                self._num_saving -= len(transfer.blocks)
-                self._pool.release(transfer.blocks)
+                self._finish_save(transfer, count)
+
+    def _finish_save(self, transfer: Transfer, count: int) -> None:
+        self._num_saved += count
+        giving = self._givings.pop(transfer.id, None)
+        if giving is None:
+            self._num_saving -= len(transfer.blocks)
+        else:
+            giving.finish(transfer.id, count)
+        self._pool.release(transfer.blocks)
 
     def _finish_load(self, load: _Load, count: int) -> None:
         blocks, keys = load.transfer.blocks, load.transfer.keys

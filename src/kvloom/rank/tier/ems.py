@@ -52,6 +52,10 @@ class EmsTier:
     def is_up(self) -> bool:
         return self._circuit.is_up
 
+    @property
+    def pool(self) -> str:
+        return self._caching.pool_id if self._caching is not None else ""
+
     def load(self, transfer: Transfer) -> None:
         self._begin(transfer, is_load=True)
 

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, cast
 
+from msgspec.structs import replace
+
 from kvloom.contract.config import TierConfig
 from kvloom.contract.messages import AdapterInfo, Batch, Moved, Runner, StepOutput, Transfer
 from kvloom.rank.tier.kvmemory import KvMemory
@@ -23,6 +25,10 @@ class KvTier(Protocol):
     @property
     def is_up(self) -> bool:
         """Whether a transfer has a chance now."""
+
+    @property
+    def pool(self) -> str:
+        """Names the store; equal where the same blocks are found. "" while that is not known."""
 
     def load(self, transfer: Transfer) -> None:
         """Begin to fill the transfer's blocks with what its keys name. May raise: then it moved nothing."""
@@ -62,7 +68,11 @@ def with_tier(runner: Runner, config: TierConfig, memory: KvMemory) -> "TieredRu
     """The runner with the tier of `config` over its `memory`. Raises ServingError, also when the two do not agree."""
     memory.check(runner.info)
     watch = Watch(memory) if config.is_watched else None
-    return TieredRunner(runner, open_tier(config, watch.memory if watch else memory), watch)
+    tiered = TieredRunner(runner, open_tier(config, watch.memory if watch else memory), watch)
+    watched = "-watched" if watch else ""  # its blocks travel with their sums
+    layout = f"{memory.layout}-x{memory.world_size}{watched}"
+    tiered.info = replace(tiered.info, kv_model=memory.model, kv_layout=layout)
+    return tiered
 
 
 class TieredRunner:
@@ -89,7 +99,7 @@ class TieredRunner:
         output.moved, self._refused = self._refused, []
         try:
             output.moved += self._tier.poll()
-            output.is_tier_up = self._tier.is_up
+            output.is_tier_up, output.pool = self._tier.is_up, self._tier.pool
         except Exception:  # a tier is other people's code: its bugs cost what it would have saved, and no request
             log.exception("the KV tier failed")
         if self._watch is not None:

@@ -6,7 +6,7 @@ A dialect parses its body into a Generation; the service (service.py) runs it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvloom.contract.request import Delta, FinishReason, SamplingParams, TokenLogprob
+from kvloom.contract.request import Delta, FinishReason, KvGiven, KvPlace, SamplingParams, TokenLogprob
 from kvloom.server.serving.beams import Beams
 
 MAX_CHOICES = 1024  # answers to one HTTP request
@@ -32,6 +32,8 @@ class Generation:
     pooling: str = ""
     cache_salt: str = ""
     beams: Beams | None = None  # then the n best that a search finds, best first, each whole in one delta
+    gives_kv: bool = False  # these two as engine.request.Request's
+    kv_place: KvPlace | None = None
 
     @property
     def num_choices(self) -> int:
@@ -60,7 +62,8 @@ class Answer:
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
-    embedding: bytes | None = None  # as engine.request.Delta's
+    embedding: bytes | None = None  # these two as engine.request.Delta's
+    kv_given: KvGiven | None = None
 
     def add(self, delta: Delta) -> None:
         if delta.token_ids:
@@ -71,7 +74,7 @@ class Answer:
         self.prompt_logprobs = delta.prompt_logprobs or self.prompt_logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         self.num_cached_tokens, self.seed = delta.num_cached_tokens, delta.seed
-        self.embedding = delta.embedding
+        self.embedding, self.kv_given = delta.embedding, delta.kv_given
 
     @property
     def mean_logprob(self) -> float:

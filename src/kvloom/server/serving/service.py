@@ -98,6 +98,7 @@ class GenerationService:
                 "adapter": self.adapter,
                 "priority": generation.priority,
                 "cache_salt": generation.cache_salt,
+                "kv_transfer": generation.gives_kv or generation.kv_place,
             }
             check_capable(lacks, generation.params, beside)
 
@@ -241,5 +242,6 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
             id = f"{generation.id}-{serial}-{len(requests)}"
             salt, pooling = generation.cache_salt, generation.pooling
             who = (salt, generation.tenant, generation.priority)
-            requests.append(Request(id, prompt, params, *who, pooling=pooling, adapter=adapter))
+            request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter)
+            requests.append(replace(request, gives_kv=generation.gives_kv, kv_place=generation.kv_place))
     return requests

@@ -14,6 +14,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
+from kvloom.server.dialects.openai.kv_transfer import KvTransferParams
 from kvloom.server.dialects.openai.tools import CallBody, NamedChoice, ToolBody, read_tools
 from kvloom.server.errors import AnswerTooLong
 
@@ -30,6 +31,8 @@ class StreamOptions(msgspec.Struct):
 
 class SamplingBody(Constraints, kw_only=True):
     """What chat and text completions share."""
+
+    honoured = frozenset({"kv_transfer_params"})
 
     model: str | None = None
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
@@ -56,6 +59,7 @@ class SamplingBody(Constraints, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None  # requests of different salts share no cached prompts
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = False
+    kv_transfer_params: KvTransferParams | None = None
 
     def sampling(self, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """Raises BadRequest naming the field."""

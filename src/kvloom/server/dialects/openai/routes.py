@@ -1,5 +1,7 @@
 """The OpenAI dialect: chat completions, text completions, models."""
 
+from dataclasses import replace
+
 import msgspec
 
 from kvloom.contract.errors import ServingError
@@ -16,6 +18,7 @@ from kvloom.server.http.reply import Endpoint, HttpRequest, Reply, job_route
 from kvloom.server.serving.generation import Generation
 from kvloom.server.serving.prompts import check_count, encode_prompts
 from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
 
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
@@ -47,6 +50,7 @@ class OpenAI:
         service = self._models.choose(body.model)
         chat = prepare(service, body.chat(), body.params(self._models.options.default_max_tokens))
         generation = _generation("chatcmpl", (chat.prompt_ids,), chat.params, body, request)
+        generation = _with_transfer(generation, body, service)
         service.check(generation, "messages")
         body.check_context(generation.prompts, service.engine.max_seq_len)
         body.messages, body.tools = [], None  # the prompt holds them
@@ -61,12 +65,20 @@ class OpenAI:
         items, limit = body.texts_or_ids(), service.input_limit(params)
         check_count(len(items) * (body.best_of or body.n or 1), "prompt")
         prompts = encode_prompts(service, items, "prompt", limit, body.add_special_tokens is not False)
-        generation = _generation("cmpl", prompts, params, body, request)
+        generation = _with_transfer(_generation("cmpl", prompts, params, body, request), body, service)
         service.check(generation, "prompt")
         body.check_context(generation.prompts, service.engine.max_seq_len)
         body.prompt = ""  # it is in tokens now
         writer = TextWriter(service, generation, body, int(request.time_s))
         return Job(service, generation, writer, bool(body.stream), tells_prompt=bool(body.echo))
+
+
+def _with_transfer(generation: Generation, body: ChatBody | CompletionBody, service: GenerationService) -> Generation:
+    """With what the body says of KV blocks that go from one server to another. Raises BadRequest."""
+    asked = body.kv_transfer_params
+    if asked is None:
+        return generation
+    return replace(generation, gives_kv=bool(asked.do_remote_decode), kv_place=asked.place(service))
 
 
 def _generation(

@@ -216,3 +216,4 @@ class Chunk(msgspec.Struct, Generic[C]):
     choices: list[C]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: tuple[int, ...] | UnsetType = UNSET  # of a chat, in its first event
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET  # in the last event of a choice that was computed for it

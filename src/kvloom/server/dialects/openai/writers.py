@@ -8,12 +8,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kvloom.contract.errors import ServingError
-from kvloom.contract.request import Delta, TokenLogprob
+from kvloom.contract.request import Delta, KvGiven, TokenLogprob
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.server.chat.events import TextDelta
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatAnswer, PreparedChat
 from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody, SamplingBody
+from kvloom.server.dialects.openai.kv_transfer import given_together, kv_params
 from kvloom.server.dialects.openai.shapes import (
     C,
     ChatChunkChoice,
@@ -76,9 +77,10 @@ class _CompletionWriter(Folding, Generic[C]):
             frame = self._texts[choice] = TextFrame(self.event(self.text_choice(choice)))
         return frame.of(text)
 
-    def event(self, choice: C, prompt_ids: tuple[int, ...] | UnsetType = UNSET) -> bytes:
+    def event(self, choice: C, prompt_ids: tuple[int, ...] | UnsetType = UNSET, given: KvGiven | None = None) -> bytes:
         chunk = self._chunk
         chunk.choices, chunk.prompt_token_ids = [choice], prompt_ids
+        chunk.kv_transfer_params = kv_params(given) if given else UNSET
         if self._wants_running_usage:
             chunk.usage = self._counts.usage(self.num_reasoning())
         return event(_encode(chunk))
@@ -87,6 +89,7 @@ class _CompletionWriter(Folding, Generic[C]):
         if not self._wants_usage:
             return DONE
         self._chunk.choices, self._chunk.usage = [], self._counts.usage(self.num_reasoning())
+        self._chunk.kv_transfer_params = UNSET
         return event(_encode(self._chunk)) + DONE
 
     def error(self, error: ServingError) -> bytes:
@@ -98,6 +101,7 @@ class _CompletionWriter(Folding, Generic[C]):
 
     def whole(self) -> Reply:
         best = best_choices(self.generation, self.answers)
+        given = given_together(self.generation, self.answers)
         return Reply(
             _encode(
                 {
@@ -109,6 +113,7 @@ class _CompletionWriter(Folding, Generic[C]):
                     "choices": raw_list(self.choice(index, choice) for index, choice in enumerate(best)),
                     "usage": self._counts.usage(self.num_reasoning(best), best),
                     **self.rest(best[0]),
+                    **({"kv_transfer_params": kv_params(given)} if given else {}),
                 }
             )
         )
@@ -158,7 +163,8 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
             logprobs, token_ids = None, () if has_ids else UNSET
         if delta.finish_reason:
             finish = finish_name(delta.finish_reason, output.num_calls)
-            frames.append(self.event(ChatChunkChoice(choice, ChatDelta(), None, finish, stop_reason=delta.stop_reason)))
+            last = ChatChunkChoice(choice, ChatDelta(), None, finish, stop_reason=delta.stop_reason)
+            frames.append(self.event(last, given=delta.kv_given))
         return b"".join(frames)
 
     def text_choice(self, choice: int) -> ChatChunkChoice:
@@ -228,7 +234,7 @@ class TextWriter(_CompletionWriter[TextChunkChoice]):
         if body.return_token_ids:
             chunk.token_ids = ids
             chunk.prompt_token_ids = prompt if is_first else UNSET
-        return self.event(chunk)
+        return self.event(chunk, given=delta.kv_given)
 
     def text_choice(self, choice: int) -> TextChunkChoice:
         return TextChunkChoice(choice, "")

@@ -1,0 +1,74 @@
+"""Prompts whose KV blocks go from one engine to another through the outer tier: who may, and who waits for it."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+
+from msgspec.structs import replace
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import RankInfo
+from kvloom.contract.request import Delta, KvGiven, KvPlace, Request
+from kvloom.engine.live import Live
+from kvloom.engine.schedule.giving import Giving
+
+FIELD = "kv_transfer_params"
+
+
+def check_giving(request: Request, info: RankInfo, pool: str | None) -> None:
+    """Raises BadRequest when the request's blocks cannot go to, or come from, this engine.
+
+    `pool`: which one the engine's outer tier is; "" while it is not known, None without such a tier.
+    """
+    if not request.gives_kv and request.kv_place is None:
+        return
+    own = None if pool is None else _own_place(info, pool)
+    if own is None:
+        raise BadRequest(FIELD, "needs a KV pool: give kvPoolConfig in the configuration of this server")
+    for name in (each.name for each in fields(KvPlace) if request.kv_place is not None):
+        theirs, ours = getattr(request.kv_place, name), getattr(own, name)
+        if ours and theirs != ours:
+            what = f"the blocks are of {name} {theirs!r}, this server has {ours!r}"
+            raise BadRequest(f"{FIELD}.kv_pool.{name}", f"{what}: both servers need the same one")
+
+
+def giving_of(request: Request, block_size: int) -> Giving | None:
+    return Giving(len(request.prompt_ids) // block_size) if request.gives_kv else None
+
+
+def _own_place(info: RankInfo, pool: str) -> KvPlace:
+    return KvPlace(pool, info.kv_model, info.kv_layout, info.block_size)
+
+
+class GivenEnds:
+    """Last deltas of requests whose blocks are still on their way into the outer tier. Owned by the engine."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[Live, Delta]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, live: Live, delta: Delta) -> bool:
+        """Keep a last delta; False when its request gives nothing."""
+        if live.seq.giving is not None:
+            self._held[live.request.id] = live, delta
+        return live.seq.giving is not None
+
+    def take(self, info: RankInfo, pool: str) -> Iterable[tuple[Live, Delta]]:
+        """Those that wait for nothing any more, each with what its prompt has in the tier."""
+        place = _own_place(info, pool)
+        for live, delta in list(self._held.values()):
+            giving = live.seq.giving
+            assert giving is not None
+            if not giving.pending:
+                self.drop(live.request.id)
+                yield live, replace(delta, kv_given=KvGiven(place, giving.num_given))
+
+    def drop(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+    def lose_rank(self) -> None:
+        """What is on its way will not arrive."""
+        for live, _ in self._held.values():
+            if live.seq.giving is not None:
+                live.seq.giving.lose(is_computed=True)

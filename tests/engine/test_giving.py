@@ -1,0 +1,148 @@
+"""A prompt computed for another engine: it is answered when its blocks are in the outer tier, and told how many."""
+
+import pytest
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Moved, RankInfo
+from kvloom.contract.request import Delta, FinishReason, KvPlace, Request, SamplingParams
+from kvloom.engine.engine import Engine
+from kvloom.engine.giving import check_giving
+from kvloom.rank.fake import ByteTokenizer, fake_answer
+from tests.engine.test_kvtier import answer, keys_of, prompt
+from tests.support.engines import fake_runner, in_process, run_all
+from tests.support.tiers import tiered_engine
+
+ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+GIVEN = Request("given", prompt(30), ONE, gives_kv=True)  # 7 blocks of 4 and 2 tokens
+
+
+def last_delta(engine: Engine, request: Request) -> Delta:
+    return run_all(engine, request)[request.id][-1]
+
+
+def num_given(delta: Delta) -> int:
+    assert delta.kv_given is not None
+    return delta.kv_given.num_blocks
+
+
+def test_the_answer_comes_when_the_blocks_are_there_and_another_engine_takes_them_up():
+    engine, tier, _ = tiered_engine()
+    tier.save_delay = 5
+    engine.add(GIVEN)
+    while not (deltas := engine.step()):
+        pass
+    assert set(keys_of(GIVEN)) <= tier.stored.keys()
+    assert (num_given(deltas[0]), deltas[0].finish_reason) == (7, FinishReason.LENGTH)
+    assert deltas[0].token_ids == tuple(fake_answer(GIVEN.prompt_ids, ONE, 0, 1))
+    assert not engine.has_work
+    engine.check()
+    other, _, _ = tiered_engine(tier.stored)
+    longer = Request("b", GIVEN.prompt_ids, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    assert answer(other, longer) == (fake_answer(GIVEN.prompt_ids, longer.params, 0, 8), 28)
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_tokens_per_step": 5, "max_batch": 2}, {"num_speculative_tokens": 2}])
+def test_all_of_it_is_given_though_saves_may_hold_a_quarter_of_the_blocks(fields):
+    engine, tier, _ = tiered_engine(None, 9, **fields)
+    assert num_given(last_delta(engine, GIVEN)) == 7
+    assert set(keys_of(GIVEN)) <= tier.stored.keys()
+
+
+def test_what_is_cached_here_and_gone_from_the_tier_is_given_again():
+    engine, tier, _ = tiered_engine()
+    assert num_given(last_delta(engine, GIVEN)) == 7
+    tier.stored.clear()
+    again = last_delta(engine, Request("again", GIVEN.prompt_ids, ONE, gives_kv=True))
+    assert (num_given(again), again.num_cached_tokens) == (7, 28)
+    assert set(keys_of(GIVEN)) <= tier.stored.keys()
+
+
+def test_a_prompt_of_less_than_a_block_gives_nothing_and_is_answered():
+    engine, _, _ = tiered_engine()
+    assert num_given(last_delta(engine, Request("short", prompt(3), ONE, gives_kv=True))) == 0
+
+
+@pytest.mark.parametrize(("moved", "given"), [(0, 0), (3, 3), (7, 7)])
+def test_a_tier_that_takes_less_is_believed(moved: int, given: int):
+    engine, tier, _ = tiered_engine()
+    tier.reports = lambda reports: [Moved(each.id, min(each.num_blocks, moved)) for each in reports]
+    assert num_given(last_delta(engine, GIVEN)) == given
+
+
+def test_a_gap_ends_what_is_given():
+    engine, tier, _ = tiered_engine(max_tokens_per_step=8, max_batch=2)  # two blocks a step
+    seen: list[int] = []  # the first is the load that finds nothing
+
+    def fail_the_second(reports: list[Moved]) -> list[Moved]:
+        seen.extend(each.id for each in reports)
+        return [Moved(each.id, 0 if seen.index(each.id) == 2 else each.num_blocks) for each in reports]
+
+    tier.reports = fail_the_second
+    assert num_given(last_delta(engine, GIVEN)) == 2
+
+
+def test_an_abort_while_its_blocks_are_on_their_way_ends_it_once():
+    engine, tier, _ = tiered_engine()
+    tier.save_delay = 50
+    engine.add(GIVEN)
+    for _ in range(5):
+        assert engine.step() == []
+    engine.abort(GIVEN.id)
+    deltas = [delta for _ in range(80) for delta in engine.step()]
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.ABORT]
+    assert not engine.has_work
+    engine.check()
+
+
+def test_a_rank_that_dies_meanwhile_ends_the_wait_and_not_the_answer():
+    engine, tier, _ = tiered_engine()
+    tier.save_delay = 50
+    engine.add(GIVEN)
+    for _ in range(5):
+        assert engine.step() == []
+    deltas = engine.suspend() + engine.resume({})
+    assert [(delta.finish_reason, num_given(delta)) for delta in deltas] == [(FinishReason.LENGTH, 0)]
+    assert not engine.has_work
+
+
+def test_an_engine_that_fails_ends_it_once():
+    engine, tier, _ = tiered_engine()
+    tier.save_delay = 50
+    engine.add(GIVEN)
+    for _ in range(5):
+        engine.step()
+    assert [delta.finish_reason for delta in engine.fail_all("broken")] == [FinishReason.ERROR]
+    engine.reset()
+    assert engine.step() == []
+
+
+def test_without_a_tier_it_is_refused():
+    runner = fake_runner(64, 4, 64)
+    config = EngineConfig(backend="fake")
+    engine = Engine(config, in_process(runner, config), ByteTokenizer())
+    place = KvPlace("p", "m", "l", 4)
+    for request in (GIVEN, Request("taken", prompt(9), ONE, kv_place=place)):
+        with pytest.raises(BadRequest, match="kv_transfer_params: needs a KV pool"):
+            engine.add(request)
+
+
+OWN = RankInfo(64, 16, 100, 100, "cpu", kv_model="m1", kv_layout="cpu-x1")
+
+
+@pytest.mark.parametrize(
+    ("place", "problem"),
+    [
+        (KvPlace("p2", "m1", "cpu-x1", 16), "kv_pool.pool: the blocks are of pool 'p2', this server has 'p1'"),
+        (KvPlace("p1", "m2", "cpu-x1", 16), "kv_pool.model: the blocks are of model 'm2', this server has 'm1'"),
+        (KvPlace("p1", "m1", "gpu-x1", 16), "kv_pool.layout: the blocks are of layout 'gpu-x1', this server has"),
+        (KvPlace("p1", "m1", "cpu-x1", 32), "kv_pool.block_size: the blocks are of block_size 32, this server has 16"),
+    ],
+)
+def test_blocks_that_are_not_this_engines_are_refused_by_name(place: KvPlace, problem: str):
+    with pytest.raises(BadRequest, match=problem):
+        check_giving(Request("a", prompt(20), ONE, kv_place=place), OWN, "p1")
+
+
+def test_a_pool_that_is_not_known_yet_refuses_nobody():
+    check_giving(Request("a", prompt(20), ONE, kv_place=KvPlace("p2", "m1", "cpu-x1", 16)), OWN, "")
