@@ -1,6 +1,7 @@
 """Tensors on an accelerator. They are torch's, which the caller has imported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from ems.checked import Checked
@@ -8,11 +9,14 @@ from ems.common.exception import internal_error
 from ems.runs import SKIPPED, Block, Bytes
 from ems.tensors import imported_torch
 
+_WORDS = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}  # a thread of the device copies one
+
 
 class DeviceTensors(Checked):
     """A batch is packed on the device, then crosses the bus in one copy.
 
-    Works on any device of torch; the host side of the copy is pinned where the device is CUDA.
+    Blocks that lie alike are packed by one call a tensor, however many they are. Works on any device of torch; the host
+    side of the copy is pinned where the device is CUDA.
     """
 
     batch_bytes = 32 << 20
@@ -20,24 +24,27 @@ class DeviceTensors(Checked):
     def __init__(self, tensors: Sequence[Any], widths: list[int], group_of: list[int]) -> None:
         """tensors: of torch, [blocks, tokens a block, ...]; widths: bytes of a token; group_of: their layer groups."""
         self._torch: Any = imported_torch()
-        self._rows = list(zip(map(self._rows_of, tensors), widths, group_of, strict=True))
+        described = list(zip(tensors, widths, strict=True))
+        self._word = next(size for size in _WORDS if all(_is_aligned(*each, size) for each in described))
+        self._dtype = getattr(self._torch, _WORDS[self._word])
+        rows, words = map(self._rows_of, tensors), [width // self._word for width in widths]
+        self._rows = list(zip(rows, words, group_of, strict=True))
         self._device = tensors[0].device
 
     def _rows_of(self, tensor: Any) -> Any:
-        """A view of the same memory as uint8 [blocks, bytes of a block]; the blocks may be apart."""
+        """A view of the same memory as words [blocks, words of a block]; the blocks may be apart."""
         row = tensor[0].numel()
         flat = tensor.detach().as_strided((tensor.shape[0], row), (tensor.stride(0), 1))
-        return flat.view(self._torch.uint8)
+        return flat.view(self._torch.uint8).view(self._dtype)
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         try:
             self._synchronize()  # what the caller computes on its streams must be there before it is read
-            packed = self._torch.empty(
-                sum(len(target) for target in targets), dtype=self._torch.uint8, device=self._device
-            )
-            for device_part, rows_part in self._parts(blocks, packed):
-                device_part.copy_(rows_part)
-            host = self._host(packed.numel())
+            size = sum(len(target) for target in targets)
+            packed = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
+            for area, rows, numbers in self._parts(blocks, packed.view(self._dtype)):
+                self._torch.index_select(rows, 0, numbers, out=area)
+            host = self._host(size)
             host.copy_(packed)
         except RuntimeError as error:
             raise internal_error(f"device memory: {error}") from error
@@ -54,8 +61,8 @@ class DeviceTensors(Checked):
                 data[position : position + len(source)] = source
                 position += len(source)
             packed = host.to(self._device)
-            for device_part, rows_part in self._parts(blocks, packed):
-                rows_part.copy_(device_part)
+            for area, rows, numbers in self._parts(blocks, packed.view(self._dtype)):
+                rows.index_copy_(0, numbers, area)
             self._synchronize()  # the caller may use the cache on any stream afterwards
         except RuntimeError as error:
             raise internal_error(f"device memory: {error}") from error
@@ -64,17 +71,55 @@ class DeviceTensors(Checked):
         if self._device.type != "cpu":
             self._torch.accelerator.synchronize(self._device)
 
-    def _parts(self, blocks: Sequence[Block], packed: Any) -> list[tuple[Any, Any]]:
-        """Pairs of equal size: a range of `packed`, and the tokens of the cache it stands for."""
-        parts, position = [], 0
-        for block in blocks:
+    def _parts(self, blocks: Sequence[Block], packed: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """What stands for what: words of `packed` [n, words], and as many of some rows; and the numbers of n rows."""
+        position = 0
+        for places, some in groupby(blocks, key=_places):
+            alike = list(some)
+            if places is None:
+                for block in alike:
+                    yield from self._runs(block, packed, position)
+                    position += self._size(block)
+                continue
+            size = self._size(alike[0])
+            area, column = packed[position : position + size * len(alike)].view(len(alike), size), 0
+            numbers = [self._numbers([block[group][0][0] for block in alike]) for group in range(len(places))]
             for rows, width, group in self._rows:
-                for number, start, count in block[group]:
-                    size, first = count * width, start * width
-                    if number != SKIPPED:
-                        parts.append((packed[position : position + size], rows[number, first : first + size]))
-                    position += size
-        return parts
+                start, count = places[group]
+                end = column + count * width
+                yield area[:, column:end], rows[:, start * width : (start + count) * width], numbers[group]
+                column = end
+            position += size * len(alike)
+
+    def _runs(self, block: Block, packed: Any, position: int) -> Iterator[tuple[Any, Any, Any]]:
+        """Of a block whose tokens lie apart."""
+        for rows, width, group in self._rows:
+            for number, start, count in block[group]:
+                size, first = count * width, start * width
+                if number != SKIPPED:
+                    area = packed[position : position + size].view(1, size)
+                    yield area, rows[:, first : first + size], self._numbers([number])
+                position += size
+
+    def _size(self, block: Block) -> int:
+        """Of a block, in words."""
+        return sum(width * sum(count for _number, _start, count in block[group]) for _rows, width, group in self._rows)
+
+    def _numbers(self, numbers: list[int]) -> Any:
+        return self._torch.tensor(numbers, dtype=self._torch.int64).to(self._device)
 
     def _host(self, size: int) -> Any:
         return self._torch.empty(size, dtype=self._torch.uint8, pin_memory=self._device.type == "cuda")
+
+
+def _is_aligned(tensor: Any, width: int, size: int) -> bool:
+    """Whether tokens and blocks of the tensor begin and end at words of that size."""
+    stride_bytes = tensor.stride(0) * tensor.element_size()
+    return width % size == 0 and stride_bytes % size == 0 and tensor.data_ptr() % size == 0
+
+
+def _places(block: Block) -> tuple[tuple[int, int], ...] | None:
+    """Of a block whose tokens lie together in each layer group: the place of the first, and how many. None for others."""
+    if any(len(runs) != 1 or runs[0][0] == SKIPPED for runs in block):
+        return None
+    return tuple((start, count) for ((_number, start, count),) in block)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ems import CcKvOption, CcResult, EmsErrorCode, EmsException
-from ems.device import DeviceTensors
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
@@ -253,20 +252,6 @@ def test_a_direct_node_is_written_without_staging():
         assert cc.load(slots_of(*range(30, 50)), list(range(20)), [4] * 20) == CcResult(20, 20)
         assert torch.equal(tokens_of(kv, slots_of(*range(30, 50))), tokens_of(before, slots_of(*range(20))))
         agent.node.pool("default").check()
-
-
-def test_the_path_of_accelerators_moves_the_same_bytes(cc, kv):
-    """The packed copies of device tensors, here on tensors of the CPU device."""
-    before, registered = copy_of(kv), cc._cache
-    flat = [tensor for layer in kv for tensor in layer]
-    widths = [tensor[0, 0].numel() * tensor.element_size() for tensor in flat]
-    registered.tensors = DeviceTensors(flat, widths, [0] * len(flat))
-    assert cc.save([*slots_of(*range(20)), 100, 101], list(range(21)), [4] * 20 + [2]).success == 21
-    zero(kv)
-    assert cc.load([*slots_of(*range(30, 50)), 8, 6], list(range(21)), [4] * 20 + [2]).success == 21
-    assert torch.equal(
-        tokens_of(kv, [*slots_of(*range(30, 50)), 8, 6]), tokens_of(before, [*slots_of(*range(20)), 100, 101])
-    )
 
 
 def test_a_timeout_of_zero_is_one_local_attempt(cc):
