@@ -119,7 +119,7 @@ def _is_aligned(tensor: Any, width: int, size: int) -> bool:
 
 
 def _places(block: Block) -> tuple[tuple[int, int], ...] | None:
-    """Of a block whose tokens lie together in each layer group: the place of the first, and how many. None for others."""
+    """Where the tokens of a block begin in each layer group, and how many they are; None where they lie apart."""
     if any(len(runs) != 1 or runs[0][0] == SKIPPED for runs in block):
         return None
     return tuple((start, count) for ((_number, start, count),) in block)
