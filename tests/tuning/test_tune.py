@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -150,6 +151,22 @@ def test_an_interrupted_run_goes_on_with_what_it_has(tmp_path, monkeypatch):
     assert "measuring step times" not in shown
     assert "maxBatchSize 1" not in shown
     assert "maxBatchSize 4" in shown
+
+
+def test_no_larger_batches_are_timed_than_are_to_be_tried(tmp_path):
+    """And when larger ones are, steps are timed once more; the runs are kept."""
+    timed: list[int] = []
+
+    def show(what: str, done: int, total: int) -> None:
+        if what == "measuring step times" and done == total > 1:
+            timed.append(total)
+
+    first = tune(FAKE, replace(AIM, most=1), tmp_path, show)
+    again = tune(FAKE, replace(AIM, most=1), tmp_path, show)
+    assert (timed, again.points) == ([2], first.points), "one batch size, two lengths of prompts"
+    larger = tune(FAKE, AIM, tmp_path, show)
+    assert timed == [2, 6]
+    assert larger.points[0] == first.points[0]
 
 
 def test_a_folder_of_another_aim_or_a_broken_one_is_refused(tmp_path):

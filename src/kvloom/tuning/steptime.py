@@ -109,13 +109,14 @@ def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]
             yield load, time.perf_counter() - started_s
 
 
-def measure(config: EngineConfig, progress: Progress = lambda done, total: None) -> StepTimes:
-    """Load the model and time steps of many batch sizes and prompt lengths: some seconds to a minute."""
+def measure(config: EngineConfig, progress: Progress = lambda done, total: None, most: int | None = None) -> StepTimes:
+    """Load the model and time steps of many batch sizes, to `most`, and prompt lengths: some seconds to a minute."""
     executor, recorder = open_ranks(replace(config, run_ahead=False), list), _Recorder()  # step by step
     try:
         engine = Engine(config, executor, ByteTokenizer(), recorder)
         loads, seconds = [], []
-        work = list(_workloads(engine.max_seq_len, executor.info.vocab_size, config.max_batch))
+        largest = min(config.max_batch, most or config.max_batch)
+        work = list(_workloads(engine.max_seq_len, executor.info.vocab_size, largest))
         for done, requests in enumerate(work):
             progress(done, len(work))
             for load, step_s in timed_steps(engine, recorder, requests):

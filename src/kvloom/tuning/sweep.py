@@ -33,6 +33,11 @@ class State(msgspec.Struct):
     key: str
     times: StepTimes
     points: list[Point]
+    most: int | None = None  # largest batch of the timed steps; None = as the configuration has
+
+    def is_enough(self, most: int | None) -> bool:
+        """Whether steps of as large batches as are to be tried have been timed."""
+        return self.most is None or (most is not None and most <= self.most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +70,10 @@ def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lamb
     folder.mkdir(parents=True, exist_ok=True)
     key = _key(config, aim)
     state = _load(folder / STATE, key)
-    if state is None:
+    if state is None or not state.is_enough(aim.most):
         progress("measuring step times", 0, 1)
-        times = measure(config, lambda done, total: progress("measuring step times", done, total))
-        state = State(key, times, [])
+        times = measure(config, lambda done, total: progress("measuring step times", done, total), aim.most)
+        state = State(key, times, state.points if state else [], aim.most)
         _save(state, folder / STATE)
     _check(aim.workload, state.times)
     most, _ = largest_batch(state.times, aim.workload)
