@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "check.hpp"
+#include "gates.hpp"
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
@@ -22,6 +23,8 @@ static void test_numbers() {
         store(lane, gelu_tanh(splat(x)));
         const double u = 0.7978845608 * (double(x) + 0.044715 * std::pow(double(x), 3));
         near(lane[7], 0.5 * double(x) * (1 + std::tanh(u)), 1e-5, "gelu", int64_t(x), 0);
+        store(lane, clamped_gate(splat(x), splat(x / 2 - 1), 7, 1.702f));
+        near(lane[1], scalar::clamped_gate(x, x / 2 - 1, 7, 1.702f), 1e-4, "clamped gate", int64_t(x), 0);
     }
     for (int count = -2; count < kLanes + 2; count++) {
         alignas(64) float lane[kLanes];
@@ -236,6 +239,52 @@ static void test_draw() {
     }
 }
 
+// The router of `count` experts: logits, choice, and the rows of each expert.
+static void test_experts(int count, int64_t cols) {
+    const std::vector<float> router = noise(count * cols), x = noise(cols);
+    std::vector<float> logits(size_t(round_up(count, kLanes)), NAN);
+    score(router.data(), x.data(), cols, count, logits.data());
+    for (int e = 0; e < count; e++) {
+        const double want = std::inner_product(x.begin(), x.end(), router.begin() + e * cols, 0.0);
+        near(logits[size_t(e)], want, 1e-4 * double(cols), "score", count, e);
+        float alone;  // the bits do not depend on who else is scored
+        score(router.data() + e * cols, x.data(), cols, 1, &alone);
+        near(alone, logits[size_t(e)], 0, "score alone", count, e);
+        logits[size_t(e)] = float(int(generator() % 7)) - 3;  // many are equal
+    }
+    for (int taken = 1; taken <= count; taken++)
+        for (bool weighs_chosen : {false, true}) {
+            std::vector<float> own = logits;
+            std::vector<Choice> got(static_cast<size_t>(taken));
+            choose(own.data(), count, taken, weighs_chosen, got.data());
+            const auto want = scalar::choose({logits.begin(), logits.begin() + count}, taken, weighs_chosen);
+            for (int i = 0; i < taken; i++) {
+                near(got[size_t(i)].expert, want[size_t(i)].expert, 0, "choice", count, i);
+                near(got[size_t(i)].weight, want[size_t(i)].weight, 1e-6, "weight", count, i);
+            }
+        }
+}
+
+static void test_groups() {
+    const Choice chosen[] = {{4, 0.1f}, {1, 0.2f}, {1, 0.3f}, {0, 0.4f}, {4, 0.5f}, {1, 0.6f}};  // of three rows
+    Groups groups;
+    for (int again = 0; again < 2; again++) groups.build(chosen, 3, 2, 6);
+    near(groups.expert == std::vector<int32_t>{0, 1, 4}, 1, 0, "touched experts", groups.size(), 0);
+    near(groups.begin == std::vector<int32_t>{0, 1, 4, 6}, 1, 0, "slots", groups.slots(), 0);
+    near(groups.row == std::vector<int32_t>{1, 0, 1, 2, 0, 2}, 1, 0, "rows", groups.slots(), 0);
+    near(groups.weight == std::vector<float>{0.4f, 0.2f, 0.3f, 0.6f, 0.1f, 0.5f}, 1, 0, "weights", groups.slots(), 0);
+}
+
+static void test_sinks() {
+    for (float score : {-40.0f, 0.0f, 2.5f, 60.0f})
+        for (float peak : {-30.0f, 3.0f}) {
+            const Partial of{peak, 1.7f, nullptr};
+            const double sink = std::exp2(double(score * kLog2E) - double(peak));
+            near(double(share_beside(&score, of)) * (1.7 + sink), 1, 1e-5, "sink", int64_t(score), int64_t(peak));
+        }
+    near(share_beside(nullptr, {2.0f, 1.7f, nullptr}), 1.0f / 1.7f, 0, "no sink", 0, 0);
+}
+
 static void test_pool() {
     for (int threads : {1, 2, 3, 8}) {
         Pool pool(threads);
@@ -339,6 +388,9 @@ static void test_every_kernel() {
         test_attention<Int8Cache>(64, 300, window);
     }
     test_extreme_heads();
+    for (int count : {1, 3, 4, 5, 16, 17, 33}) test_experts(count, count % 2 ? 64 : 192);
+    test_groups();
+    test_sinks();
     test_draw();
     test_pool();
 }

@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import torch
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Layer, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer, Rope
 from kvloom.checkpoints.source import RawTensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
@@ -72,6 +72,28 @@ SPECS = {
 }
 
 
+SPECS |= {
+    "mixture of experts": tiny_spec(
+        "mixtral",
+        layers=(Layer(rope_of(32), has_experts=True), Layer(rope_of(32))),
+        experts=Experts(5, 2, 40, shared=100),
+    ),
+    "gpt-oss": tiny_spec(
+        "gpt-oss",
+        hidden=72,
+        layers=(Layer(rope_of(32), 21, has_experts=True), Layer(rope_of(32, 1e6, 1.1), has_experts=True)),
+        activation="clamped",
+        glu_limit=1.5,
+        glu_alpha=1.7,
+        qkv_bias=True,
+        o_bias=True,
+        has_sinks=True,
+        residual_scale=0.8,
+        experts=Experts(7, 3, 40, weighs_chosen=False, has_bias=True),
+    ),
+}
+
+
 @dataclass
 class MemoryWeights:
     """A WeightSource over float32 tensors; `kinds` replaces some by raw blocks."""
@@ -100,6 +122,8 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         noise = torch.randn(shape, generator=generator)
         if name.endswith("norm"):
             values[name] = 1 + 0.2 * noise
+        elif name.endswith(".router"):  # whose choice others must find, too, where they round otherwise
+            values[name] = noise * 2 * shape[-1] ** -0.5
         else:
             values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return MemoryWeights(values)

@@ -21,7 +21,8 @@ from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.backend import Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.rank.kernels.packed import Packed
-from kvloom.rank.kernels.packer import WEIGHT_FORMATS, Native, Packer
+from kvloom.rank.kernels.packer import Packer, widest_mlp
+from kvloom.rank.kernels.program import WEIGHT_FORMATS, Native
 from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
@@ -199,9 +200,9 @@ class CpuBackend:
     def _shape(self) -> Shape:
         s = self.spec
         return Shape(
-            s.hidden, s.intermediate, s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
+            s.hidden, widest_mlp(s), s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
             self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
-            s.attention_scale, s.attention_softcap, s.logit_softcap,
+            s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
         )  # fmt: skip
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:
@@ -225,8 +226,6 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:
         raise ModelError(f"head size {spec.head_dim}: the CPU backend has multiples of 32 up to 256")
-    if spec.experts or spec.has_sinks:
-        raise ModelError("mixtures of experts: the CPU backend has none")
     for rope in spec.ropes:
         if rope.dim % 32:
             raise ModelError(f"rotary embedding of {rope.dim} dimensions: the CPU backend has multiples of 32")

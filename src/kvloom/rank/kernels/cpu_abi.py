@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4 = range(9)
-NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED = range(7)
-TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH = range(6)
+NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
+TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL = range(8)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
 NORM_HEADS, NORM_ROWS = range(2)
 KV_BF16, KV_INT8 = range(2)
@@ -24,6 +24,7 @@ class Shape(ctypes.Structure):
         ("kv_format", _I32),
         *((name, ctypes.c_float) for name in ("norm_eps", "embed_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
+        *((name, ctypes.c_float) for name in ("glu_limit", "glu_alpha")),
     )
 
 
@@ -33,6 +34,18 @@ class Instruction(ctypes.Structure):
     _fields_ = tuple(
         (name, _I32)
         for name in ("kind", "layer", "linear", "epilogue", "vector", "vector2", "source", "rope", "window")
+    )
+
+
+class Mixture(ctypes.Structure):
+    """kvl_mixture."""
+
+    _fields_ = tuple(
+        (name, _I32)
+        for name in (
+            *("num_experts", "per_token", "first", "weighs_chosen"),
+            *("router", "router_bias", "up_bias", "down_bias", "shared"),
+        )
     )
 
 
@@ -79,6 +92,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),
         "kvl_set_format": (None, [_POINTER, _I32, _I64, _I32]),
         "kvl_add_vector": (_I32, [_POINTER, _POINTER, _I64]),
+        "kvl_add_mixture": (_I32, [_POINTER, ctypes.POINTER(Mixture)]),
         "kvl_allocate": (_I64, [_POINTER]),
         "kvl_arena_bytes": (_I64, [_POINTER, _I32]),
         "kvl_arena": (_POINTER, [_POINTER, _I32]),

@@ -75,7 +75,8 @@ def _recipe() -> str:
 def recipe_files() -> list[Path]:
     """Sources beside the kernels' own: who reads the files, decodes the blocks and says where each tensor goes."""
     here = Path(__file__).parent
-    files = [here / "cpu.py", here / "packer.py", *sorted((here.parent.parent / "checkpoints").rglob("*.py"))]
+    own = ("cpu.py", "expert_program.py", "packer.py", "program.py")
+    files = [*(here / name for name in own), *sorted((here.parent.parent / "checkpoints").rglob("*.py"))]
     library = importlib.util.find_spec("gguf")
     if library is not None and library.origin is not None:
         files.append(Path(library.origin).parent / "quants.py")

@@ -4,7 +4,6 @@ import ctypes
 import mmap
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,29 +17,14 @@ from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
-
-WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
-_FORMS = {
-    "int4": cpu_abi.INT4,
-    "int5": cpu_abi.INT5,
-    "int6": cpu_abi.INT6,
-    "int8": cpu_abi.INT8_32,
-    "int8_min": cpu_abi.INT8_MIN,
-    "iq4": cpu_abi.IQ4,
-    "fp4": cpu_abi.FP4,
-}  # of numbers.FORM_BITS
-_NO_OPERANDS = dict.fromkeys(("linear", "vector", "vector2", "rope"), cpu_abi.NONE)
-PANEL = 32  # output channels that lie together (cpu/layout.hpp)
-PANEL_HALF = 16  # gate and up rows that share a panel
+from kvloom.rank.kernels.expert_program import declare_experts
+from kvloom.rank.kernels.program import FORMS, GATES, Fill, Native, Program
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The library, a model of its, and the number of that model's threads."""
-
-    library: ctypes.CDLL
-    model: int
-    num_threads: int
+def widest_mlp(spec: DecoderSpec) -> int:
+    """Channels of the widest MLP of a token, a shared expert's and any expert's among them."""
+    experts = (spec.experts.intermediate, spec.experts.shared) if spec.experts else ()
+    return max(spec.intermediate, *experts) if experts else spec.intermediate
 
 
 class Packer:
@@ -52,10 +36,9 @@ class Packer:
         """`ropes`: of the layers, by what the library calls them."""
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
         self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
-        self._fills: list[tuple[int, str, int, int]] = []  # linear, tensor, first channel, interleave
-        self.program: list[Instruction] = []
+        self._program = Program(native, weights, weight_format)
         self._arenas: list[int] = []  # bytes of each
-        self.streamed_bytes = 0  # of the linears that every step reads
+        self.streamed_bytes = 0  # of the linears that a step of one token reads
         self.num_bytes = 0  # and with the embedding
         self.embed_linear = cpu_abi.NONE  # whose rows are the embedding, when it is held as the file has it
         self.held: np.ndarray[Any, Any] | None = None  # memory of others that the weights lie in
@@ -64,33 +47,40 @@ class Packer:
     @property
     def position_of(self) -> dict[str, tuple[int, int, int]]:
         """Where each matrix went: linear, first channel, interleave."""
-        return {name: (linear, first, interleave) for linear, name, first, interleave in self._fills}
+        return {fill.name: (fill.linear, fill.first, fill.interleave) for fill in self._program.fills}
+
+    @property
+    def program(self) -> list[Instruction]:
+        return self._program.instructions
 
     def describe(self) -> str:
         """How the weights are kept, for people."""
         if self._weight_format != STORED:
             return "in bfloat16" if self._weight_format == "bf16" else f"in {self._weight_format[1]} bits"
-        forms = (self._weights.form(name) or UNQUANTISED_FORM for _, name, _, _ in self._fills)
+        forms = (self._weights.form(name) or UNQUANTISED_FORM for name in self.position_of)
         bits = Counter(number_bits(form) for form in forms)
         told = ", ".join(f"{bits[b]} in {b} bits" for b in sorted(bits))
         return f"as the file has them ({told})"
 
     def declare(self) -> None:
         """Every linear in the order of execution, every small vector, and the program."""
-        spec = self._spec
+        spec, idle_bytes = self._spec, 0
         for layer in range(spec.num_layers):
             self._declare_attention(layer, f"layers.{layer}.")
-            self._declare_mlp(f"layers.{layer}.")
-        head = self._linear(spec.vocab_size, spec.hidden, ("embed" if spec.tie_embeddings else "head", 0))
-        self._emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._vector("norm"))
-        self._emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
-        self.streamed_bytes = sum(self._measure())
+            if spec.layers[layer].has_experts:
+                idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
+            else:
+                self._declare_mlp(f"layers.{layer}.")
+        head = self._program.linear(spec.vocab_size, spec.hidden, ("embed" if spec.tie_embeddings else "head", 0))
+        self._program.emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._program.vector("norm"))
+        self._program.emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
+        self.streamed_bytes = sum(self._program.measure()) - idle_bytes
         if self._weight_format == STORED and self._weights.form("embed"):
             is_tied = spec.tie_embeddings
-            self.embed_linear = head if is_tied else self._linear(spec.vocab_size, spec.hidden, ("embed", 0))
+            self.embed_linear = head if is_tied else self._program.linear(spec.vocab_size, spec.hidden, ("embed", 0))
         else:
             self.embed = np.empty(spec.tensor_shapes()["embed"], np.uint16)
-        self._arenas = self._measure()
+        self._arenas = self._program.measure()
         self.num_bytes = sum(self._arenas) + self.embed.nbytes
 
     def adopt(self, pages: mmap.mmap, progress: Progress | None) -> None:
@@ -120,9 +110,9 @@ class Packer:
         if self.embed.size and not self._spec.tie_embeddings:
             for at, values in self._weights.tensor("embed").float32_pieces():
                 self._embed_rows(at, values)
-        total, done = sum(int(np.prod(shapes[name])) for _, name, _, _ in self._fills), 0
+        total, done = sum(int(np.prod(shapes[name])) for name in self.position_of), 0
         with ThreadPoolExecutor(self._num_threads) as threads:
-            for name in threads.map(self._fill, self._fills):
+            for name in threads.map(self._fill, self._program.fills):
                 done += int(np.prod(shapes[name]))
                 if progress:
                     progress(self.num_bytes * done // total, self.num_bytes)
@@ -131,95 +121,64 @@ class Packer:
         spec = self._spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         parts = ((at + "q", 0), (at + "k", q_rows), (at + "v", q_rows + kv_rows))
-        qkv = self._linear(q_rows + 2 * kv_rows, spec.hidden, *parts)
-        out = self._linear(spec.hidden, q_rows, (at + "o", 0))
-        bias = self._vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
+        qkv = self._program.linear(q_rows + 2 * kv_rows, spec.hidden, *parts)
+        out = self._program.linear(spec.hidden, q_rows, (at + "o", 0))
+        bias = self._program.vector(*(f"{at}{part}_bias" for part in "qkv")) if spec.qkv_bias else cpu_abi.NONE
         norms = {}
         if spec.qk_norm:
             source = cpu_abi.NORM_ROWS if spec.qk_norm == "row" else cpu_abi.NORM_HEADS
-            norms = {"vector": self._vector(at + "q_norm"), "vector2": self._vector(at + "k_norm"), "source": source}
+            norms = {
+                "vector": self._program.vector(at + "q_norm"),
+                "vector2": self._program.vector(at + "k_norm"),
+                "source": source,
+            }
         own = spec.layers[layer]
         self._emit_input(qkv, at + "attn_norm")
-        self._emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
+        self._program.emit(cpu_abi.LINEAR, linear=qkv, epilogue=cpu_abi.TO_QKV, vector=bias)
         rope = cpu_abi.NONE if own.rope is None else self._ropes[own.rope]
-        self._emit(cpu_abi.ROPE_KV, layer=layer, rope=rope, **norms)
-        self._emit(cpu_abi.ATTENTION, layer=layer, window=own.window or 0)
-        self._emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
-        self._emit_output(out, at + "attn_post_norm")
+        self._program.emit(cpu_abi.ROPE_KV, layer=layer, rope=rope, **norms)
+        sinks = self._program.vector(at + "sinks") if spec.has_sinks else cpu_abi.NONE
+        self._program.emit(cpu_abi.ATTENTION, layer=layer, window=own.window or 0, vector=sinks)
+        self._program.emit(cpu_abi.QUANT, linear=out, source=cpu_abi.FROM_ATTENTION)
+        self._emit_output(
+            out, at + "attn_post_norm", self._program.vector(at + "o_bias") if spec.o_bias else cpu_abi.NONE
+        )
 
     def _declare_mlp(self, at: str) -> None:
-        """Gate and up share panels, as the fast epilogue needs, unless they are held in different forms."""
-        spec = self._spec
-        gate, up = at + "gate", at + "up"
-        activation = cpu_abi.SWIGLU if spec.activation == "silu" else cpu_abi.GEGLU
-        is_joint = self._format_of(gate) == self._format_of(up)
-        if is_joint:
-            rows = 2 * -(-spec.intermediate // PANEL_HALF) * PANEL_HALF
-            gate_up = int(self._lib.kvl_add_linear(self._model, rows, spec.hidden, self._format_of(gate)))
-            self._fills += [(gate_up, gate, 0, 0), (gate_up, up, 0, 1)]
-        else:
-            rows = -(-spec.intermediate // PANEL) * PANEL
-            gate_up = self._linear(2 * rows, spec.hidden, (gate, 0), (up, rows))
-        down = self._linear(spec.hidden, spec.intermediate, (at + "down", 0))
+        """Gate and up share panels, unless they are held in different forms."""
+        spec, program = self._spec, self._program
+        gate, is_joint = GATES[spec.activation], program.is_joint(at)
+        gate_up = program.gate_up(at, spec.intermediate, spec.hidden, is_joint)
+        down = program.linear(spec.hidden, spec.intermediate, (at + "down", 0))
         self._emit_input(gate_up, at + "mlp_norm")
         if is_joint:
-            self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=activation)
-            self._emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
+            program.emit(cpu_abi.LINEAR, linear=gate_up, epilogue=gate)
+            program.emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
         else:
-            self._emit(cpu_abi.LINEAR, linear=gate_up, epilogue=cpu_abi.TO_QKV)
-            self._emit(cpu_abi.QUANT, linear=down, epilogue=activation, source=cpu_abi.FROM_GATE_UP)
+            program.emit(cpu_abi.LINEAR, linear=gate_up, epilogue=cpu_abi.TO_QKV)
+            program.emit(cpu_abi.QUANT, linear=down, epilogue=gate, source=cpu_abi.FROM_GATE_UP)
         self._emit_output(down, at + "mlp_post_norm")
 
     def _emit_input(self, linear: int, norm: str) -> None:
         """The residual stream as `linear` reads it, normed where the model norms before a branch."""
         if self._spec.norms == "post":
-            self._emit(cpu_abi.QUANT, linear=linear, source=cpu_abi.FROM_RESIDUAL)
+            self._program.emit(cpu_abi.QUANT, linear=linear, source=cpu_abi.FROM_RESIDUAL)
         else:
-            self._emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._vector(norm))
+            self._program.emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._program.vector(norm))
 
-    def _emit_output(self, linear: int, norm: str) -> None:
+    def _emit_output(self, linear: int, norm: str, bias: int = cpu_abi.NONE) -> None:
         """The last linear of a branch, added to the residual stream, normed first where the model norms behind it."""
         if self._spec.norms == "pre":
-            self._emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL)
+            self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL, vector=bias)
         else:
-            self._emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.TO_BRANCH)
-            self._emit(cpu_abi.ADD_NORMED, vector=self._vector(norm))
+            self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.TO_BRANCH, vector=bias)
+            self._program.emit(cpu_abi.ADD_NORMED, vector=self._program.vector(norm))
 
-    def _linear(self, rows: int, cols: int, *parts: tuple[str, int]) -> int:
-        """Of tensors (name, first channel), each held in its own format."""
-        formats = [self._format_of(name) for name, _ in parts]
-        linear = int(self._lib.kvl_add_linear(self._model, rows, cols, formats[0]))
-        for (_, first), before, own in zip(parts[1:], formats, formats[1:], strict=False):
-            if own != before:
-                self._lib.kvl_set_format(self._model, linear, first, own)
-        self._fills += [(linear, name, first, -1) for name, first in parts]
-        return linear
-
-    def _format_of(self, name: str) -> int:
-        """In which the kernels hold a matrix."""
-        if self._weight_format == STORED:
-            return _FORMS[self._weights.form(name) or UNQUANTISED_FORM]
-        if self._weight_format == "w4a8" and name in ("embed", "head"):
-            return cpu_abi.INT8
-        return WEIGHT_FORMATS[self._weight_format]
-
-    def _measure(self) -> list[int]:
-        """Bytes of each arena, of what is declared by now."""
-        return [self._lib.kvl_arena_bytes(self._model, thread) for thread in range(self._num_threads)]
-
-    def _vector(self, *names: str) -> int:
-        values = np.concatenate([self._weights.tensor(name).float32() for name in names])
-        return int(self._lib.kvl_add_vector(self._model, values.ctypes.data, len(values)))
-
-    def _emit(self, kind: int, **fields: int) -> None:
-        """One more instruction; of `fields`, linear and vectors that are not given are none, others 0."""
-        self.program.append(Instruction(kind, **(_NO_OPERANDS | fields)))
-
-    def _fill(self, fill: tuple[int, str, int, int]) -> str:
+    def _fill(self, fill: Fill) -> str:
         """One tensor, in a thread of its own: decoding and packing let other threads run. Returns its name."""
-        linear, name, first, interleave = fill
+        linear, name, first, interleave = fill.linear, fill.name, fill.first, fill.interleave
         raw = self._weights.tensor(name)
-        if _FORMS.get(raw.form) == self._format_of(name):
+        if FORMS.get(raw.form) == self._program.format_of(name):
             for at, part in raw.number_pieces():
                 own = [np.ascontiguousarray(array) for array in (part.values, part.scales)]
                 lowest = None if part.minimums is None else np.ascontiguousarray(part.minimums)

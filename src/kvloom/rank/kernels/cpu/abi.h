@@ -19,10 +19,12 @@ typedef struct kvl_model kvl_model;
 
 /* Shapes of the decoder. Token embeddings are multiplied by embed_scale, what attention and MLP add to the residual stream
  * by residual_scale, logits by logit_scale. attention_scale multiplies q . k; 0 = 1 / sqrt(head_dim). A softcap c makes
- * x into c tanh(x / c), before the mask; 0 = none. */
+ * x into c tanh(x / c), before the mask; 0 = none. KVL_CLAMPED makes gate and up into
+ * g sigmoid(glu_alpha g) (clip(up, -glu_limit, glu_limit) + 1) with g = min(gate, glu_limit). */
 typedef struct {
     int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, num_threads, kv_format;
     float norm_eps, embed_scale, residual_scale, logit_scale, attention_scale, attention_softcap, logit_softcap;
+    float glu_limit, glu_alpha;
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
@@ -50,11 +52,26 @@ enum {
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`; of what: `source`), `rope`, keys and values of `layer` into
                                 the cache */
-    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer`: the last `window`, 0 = all */
+    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer`: the last `window`, 0 = all;
+                                `vector` = the sinks of its heads, which take part in the softmax and have no value */
     KVL_ROWS_NORM_QUANT = 5, /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
-    KVL_ADD_NORMED = 6       /* RMSNorm by `vector` of what KVL_TO_BRANCH left, added to the residual stream */
+    KVL_ADD_NORMED = 6,      /* RMSNorm by `vector` of what KVL_TO_BRANCH left, added to the residual stream */
+    KVL_ROUTE = 7,           /* as NORM_QUANT, for gate and up of the experts of mixture `layer`, which it chooses too */
+    KVL_EXPERTS_UP = 8,      /* gate and up of the chosen experts of mixture `layer`, then `epilogue` */
+    KVL_EXPERTS_DOWN = 9     /* what UP left, quantised for `linear`, times the down of each token's experts: their sum, as
+                                the router weighs them, is added to the residual stream; `epilogue`, `source`: as QUANT's */
 };
-enum { KVL_TO_QKV = 0, KVL_RESIDUAL = 1, KVL_SWIGLU = 2, KVL_GEGLU = 3, KVL_LOGITS = 4, KVL_TO_BRANCH = 5 };
+/* KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
+enum {
+    KVL_TO_QKV = 0,
+    KVL_RESIDUAL = 1,
+    KVL_SWIGLU = 2,
+    KVL_GEGLU = 3,
+    KVL_LOGITS = 4,
+    KVL_TO_BRANCH = 5,
+    KVL_CLAMPED = 6,
+    KVL_GATED_RESIDUAL = 7
+};
 enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3 }; /* of QUANT */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1 }; /* of ROPE_KV: each head, or all in one */
 
@@ -89,6 +106,17 @@ int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t for
  * take the same activations: KVL_INT8 its own, KVL_BF16 its own, the others each other's. */
 void kvl_set_format(kvl_model *model, int32_t linear, int64_t first, int32_t format);
 int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
+/* A mixture of experts. Gate and up of expert e are linear `first` + 2 e, its down is the one behind it; all experts have
+ * the same shape. router: vector [num_experts][hidden, padded to a multiple of 64]; router_bias [num_experts]; up_bias
+ * [num_experts][rows of gate and up, padded to 32], in the order of their panels; down_bias [num_experts][hidden, padded to
+ * 32]; shared: vector [hidden], whose product with a row, through a sigmoid, is the weight of the shared expert; -1 = none.
+ * The per_token largest logits of a row are its experts'; a softmax over all logits, or, where weighs_chosen is not 0, over
+ * those of the chosen, makes the weights. */
+typedef struct {
+    int32_t num_experts, per_token, first, weighs_chosen;
+    int32_t router, router_bias, up_bias, down_bias, shared;
+} kvl_mixture;
+int32_t kvl_add_mixture(kvl_model *model, const kvl_mixture *mixture); /* its index; before kvl_allocate */
 int64_t kvl_allocate(kvl_model *model); /* bytes of packed weights, -1 = no memory */
 
 /* Packed weights lie in an arena a thread, each a multiple of 64 bytes, which another model of the same linears and number

@@ -152,6 +152,14 @@ void attend_chunk(const PagedHead& head, const Query* queries, int64_t chunk, in
         weigh_values<Cache, ROWS, 1>(tiles, blocks, head.head_dim, dim, probabilities, keep, gain, out);
 }
 
+// What the sums are to be multiplied by, in the company of a sink, which takes its share of the softmax; null = none.
+inline float share_beside(const float* sink, const Partial& of) {
+    if (sink == nullptr) return 1.0f / of.weight;
+    const float score = *sink * kLog2E, peak = max_of(of.peak, score);
+    const float keep = exp2_scalar(max_of(of.peak - peak, -126.0f));
+    return keep / (of.weight * keep + exp2_scalar(max_of(score - peak, -126.0f)));
+}
+
 using ChunkKernel = void (*)(const PagedHead&, const Query*, int64_t, int64_t, Partial*);
 
 // The kernel for 1 <= rows <= kAttentionRows.

@@ -87,8 +87,10 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const ChunkKernel kernel =
         shape_.kv_format == KVL_KV_INT8 ? chunk_kernel<Int8Cache>(rows) : chunk_kernel<Bf16Cache>(rows);
     for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++) kernel(head, queries, chunk, until, partials);
+    const float* sinks = vector(instruction.vector);
     for (int m = 0; m < rows; m++) {
-        const F32 inverse = splat(1.0f / partials[m].weight);
+        const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
+        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, partials[m]));
         for (int i = 0; i < dim; i += kLanes) store(outputs[m] + i, mul(load(outputs[m] + i), inverse));
     }
 }

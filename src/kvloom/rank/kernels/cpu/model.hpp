@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "experts.hpp"
 #include "layout.hpp"
 #include "lora.hpp"
 #include "pool.hpp"
@@ -90,6 +91,32 @@ struct Rows {
     float* row(int64_t index) const { return at + index * stride; }
 };
 
+// Of a step over a model with experts; nothing else has any. A slot is a row of an expert.
+struct ExpertScratch {
+    Rows logits;                    // [tokens], then [threads], of the router
+    Rows gates, apart;              // [slots] what down reads; gate and up where they are in panels of their own
+    Choice* chosen;                 // [tokens * per_token]
+    float* shared;                  // [tokens] weight of the shared expert
+    Activations slots;              // what the experts read: first for gate and up, then for down
+    std::vector<Activations> own;   // the latter of small steps, a copy for each thread
+    std::vector<std::vector<Choice>> own_chosen;  // [threads][kOwnTokens * per_token] of small steps
+    std::vector<Groups> groups;     // of each thread
+};
+
+// Cuts `count` off the front of a buffer, kept to whole cache lines.
+template <class T>
+T* take(uint8_t*& at, int64_t count) {
+    T* result = reinterpret_cast<T*>(at);
+    at += round_up(count * int64_t(sizeof(T)), 64);
+    return result;
+}
+
+inline Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
+    int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
+    float* scale = take<float>(at, tokens * (cols / kFileGroup));
+    return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
+}
+
 // What a step works on, kept between steps.
 struct Scratch {
     HugeBuffer memory;
@@ -103,6 +130,7 @@ struct Scratch {
     std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
     int64_t widest;
     std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
+    ExpertScratch experts;
     std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
 };
 
@@ -132,6 +160,7 @@ struct kvl_model {
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear
     int32_t embed_linear = -1;
     std::vector<kvl::RopeTable> ropes;
+    std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;
     std::vector<std::atomic<int64_t>> next;  // an instruction's work handed out one by one: panels, attention tasks
 };

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "experts.hpp"
 #include "lora.hpp"
 #include "quant.hpp"
 
@@ -123,6 +124,24 @@ inline void attend(const PagedHead& head, int kv_format, const Query& query, dou
             out[d] += p * double(value_at(head, kv_format, query.from + int64_t(i), d));
     }
     for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+}
+
+// What limits and shares make of gate and up, see gates.hpp.
+inline double clamped_gate(double gate, double up, double limit, double alpha) {
+    gate = std::min(gate, limit);
+    return gate / (1 + std::exp(-alpha * gate)) * (std::clamp(up, -limit, limit) + 1);
+}
+
+// The experts of a row and their weights, by their definition: everything sorted, everything summed.
+inline std::vector<Choice> choose(const std::vector<float>& logits, int count, bool weighs_chosen) {
+    std::vector<int32_t> ids(logits.size());
+    std::iota(ids.begin(), ids.end(), 0);
+    std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return logits[size_t(a)] > logits[size_t(b)]; });
+    double total = 0;
+    for (size_t i = 0; i < (weighs_chosen ? size_t(count) : ids.size()); i++) total += std::exp(double(logits[size_t(ids[i])]));
+    std::vector<Choice> found;
+    for (int i = 0; i < count; i++) found.push_back({ids[size_t(i)], float(std::exp(double(logits[size_t(ids[size_t(i)])])) / total)});
+    return found;
 }
 
 // The token that `point` falls on, by its definition: everything sorted, everything summed.

@@ -18,20 +18,6 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     find_adapters();
 }
 
-// Cuts `bytes` off the front of a buffer, kept to whole cache lines.
-template <class T>
-static T* take(uint8_t*& at, int64_t count) {
-    T* result = reinterpret_cast<T*>(at);
-    at += round_up(count * int64_t(sizeof(T)), 64);
-    return result;
-}
-
-static Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
-    int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
-    float* scale = take<float>(at, tokens * (cols / kFileGroup));
-    return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
-}
-
 // Lays the scratch out for `tokens` at `at` and returns its end.
 static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
     const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
@@ -53,7 +39,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
     for (float*& row : s.row) row = take<float>(at, kLoraTokens * widest);
-    return at;
+    return lay_out_experts(s, model, tokens, at);
 }
 
 void Step::reserve() {
@@ -99,6 +85,9 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
+        case KVL_ROUTE: return route(instruction, thread);
+        case KVL_EXPERTS_UP: return multiply_up(instruction, thread);
+        case KVL_EXPERTS_DOWN: return multiply_down(instruction, thread);
         default: return;
     }
 }
@@ -144,24 +133,13 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
 
 // What is to be quantised of a row: where it is, or in `room`.
 const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
-    if (instruction.kind == KVL_QUANT)
-        return instruction.source == KVL_FROM_GATE_UP ? activate(instruction, row, room) : source_of(instruction).row(row);
     const Linear& linear = model_.linears[size_t(instruction.linear)];
+    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
+        return activate(instruction.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
+    if (instruction.kind == KVL_QUANT) return source_of(instruction).row(row);
     const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
     rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);
     return room;
-}
-
-static F32 gated(int epilogue, F32 gate, F32 up) { return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up); }
-
-// A row of gate and of up, each in panels of its own because they are held in different forms, as one; into `to`.
-const float* Step::activate(const kvl_instruction& instruction, int64_t row, float* to) const {
-    const int64_t width = round_up(shape_.intermediate, kPanel), padded = round_up(shape_.intermediate, kPad);
-    const float* gate = scratch_.qkv.row(row);
-    for (int64_t k = 0; k < width; k += kLanes)
-        store(to + k, gated(instruction.epilogue, load(gate + k), load(gate + width + k)));
-    std::fill(to + width, to + padded, 0.0f);
-    return to;
 }
 
 // Behind a branch that is normed before it joins the residual stream.
@@ -250,14 +228,20 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
         lo = add(lo, load(bias + channel));
         hi = add(hi, load(bias + channel + kLanes));
     }
-    if (instruction.epilogue == KVL_SWIGLU || instruction.epilogue == KVL_GEGLU)
-        return store(scratch_.mlp.row(row) + channel / 2, gated(instruction.epilogue, lo, hi));
-    const Rows& rows = instruction.epilogue == KVL_RESIDUAL    ? scratch_.residual
+    if (is_gate(instruction.epilogue)) {
+        float* to = scratch_.mlp.row(row) + channel / 2;
+        store(to, gated(instruction.epilogue, shape_, lo, hi));
+        if (panel + 1 == model_.linears[size_t(instruction.linear)].panels)  // a wider MLP may have left something there
+            for (int64_t k = channel / 2 + kLanes; k % kPad; k += kLanes) store(to += kLanes, splat(0));
+        return;
+    }
+    const bool is_gated = instruction.epilogue == KVL_GATED_RESIDUAL, is_added = is_gated || instruction.epilogue == KVL_RESIDUAL;
+    const Rows& rows = is_added                                ? scratch_.residual
                        : instruction.epilogue == KVL_TO_BRANCH ? scratch_.branch
                                                                : scratch_.qkv;
     float* to = rows.row(row) + channel;
-    if (instruction.epilogue == KVL_RESIDUAL) {
-        const F32 scale = splat(shape_.residual_scale);
+    if (is_added) {
+        const F32 scale = splat(shape_.residual_scale * (is_gated ? scratch_.experts.shared[row] : 1.0f));
         lo = fma(lo, scale, load(to));
         hi = fma(hi, scale, load(to + kLanes));
     }

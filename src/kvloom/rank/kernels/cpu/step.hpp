@@ -3,6 +3,7 @@
 
 #include "attention.hpp"
 #include "candidates.hpp"
+#include "gates.hpp"
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
@@ -11,6 +12,9 @@ namespace kvl {
 
 constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
 constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
+
+// Lays the scratch of the experts out for `tokens` at `at` and returns its end.
+uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
 
 // A few query rows of one kv head of one sequence, over all keys they see.
 struct AttentionTask {
@@ -31,7 +35,6 @@ class Step {
     void execute(const kvl_instruction& instruction, int thread);
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
-    const float* activate(const kvl_instruction& instruction, int64_t row, float* to) const;
     void add_normed(const kvl_instruction& instruction, int thread);
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
@@ -44,6 +47,14 @@ class Step {
     void place_heads(const kvl_instruction& instruction, int thread);
     template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
+    void route(const kvl_instruction& instruction, int thread);
+    void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
+    void choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choice* out);
+    void gather(const Linear& linear, int thread);
+    void multiply_up(const kvl_instruction& instruction, int thread);
+    void up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
+    void multiply_down(const kvl_instruction& instruction, int thread);
+    void down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void attend(const kvl_instruction& instruction);
     void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
 

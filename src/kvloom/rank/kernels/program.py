@@ -1,0 +1,108 @@
+"""Program: linears, small vectors and instructions of a model, declared to the library in the order of execution."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
+from kvloom.checkpoints.source import WeightSource
+from kvloom.rank.kernels import cpu_abi
+from kvloom.rank.kernels.backend import Floats
+from kvloom.rank.kernels.cpu_abi import Instruction, Mixture
+
+WEIGHT_FORMATS = {"w8a8": cpu_abi.INT8, "w4a8": cpu_abi.INT4, "bf16": cpu_abi.BF16, STORED: cpu_abi.NONE}
+FORMS = {
+    "int4": cpu_abi.INT4,
+    "int5": cpu_abi.INT5,
+    "int6": cpu_abi.INT6,
+    "int8": cpu_abi.INT8_32,
+    "int8_min": cpu_abi.INT8_MIN,
+    "iq4": cpu_abi.IQ4,
+    "fp4": cpu_abi.FP4,
+}  # of numbers.FORM_BITS
+GATES = {"silu": cpu_abi.SWIGLU, "gelu_tanh": cpu_abi.GEGLU, "clamped": cpu_abi.CLAMPED}  # epilogues
+PANEL = 32  # output channels that lie together (cpu/layout.hpp)
+PANEL_HALF = 16  # gate and up rows that share a panel
+_NO_OPERANDS = dict.fromkeys(("linear", "vector", "vector2", "rope"), cpu_abi.NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The library, a model of its, and the number of that model's threads."""
+
+    library: ctypes.CDLL
+    model: int
+    num_threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A tensor on its way into a linear; see kvl_fill_f32."""
+
+    linear: int
+    name: str
+    first: int
+    interleave: int
+
+
+class Program:
+    """Of one model, whose weights are not read yet, but for vectors."""
+
+    def __init__(self, native: Native, weights: WeightSource, weight_format: str) -> None:
+        self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
+        self.weights, self.weight_format = weights, weight_format
+        self.fills: list[Fill] = []
+        self.instructions: list[Instruction] = []
+
+    def linear(self, rows: int, cols: int, *parts: tuple[str, int]) -> int:
+        """Of tensors (name, first channel), each held in its own format."""
+        formats = [self.format_of(name) for name, _ in parts]
+        linear = int(self._lib.kvl_add_linear(self._model, rows, cols, formats[0]))
+        for (_, first), before, own in zip(parts[1:], formats, formats[1:], strict=False):
+            if own != before:
+                self._lib.kvl_set_format(self._model, linear, first, own)
+        self.fills += [Fill(linear, name, first, -1) for name, first in parts]
+        return linear
+
+    def gate_up(self, at: str, channels: int, cols: int, is_joint: bool) -> int:
+        """Of the tensors `at`gate and `at`up, which share panels where is_joint."""
+        gate, up = at + "gate", at + "up"
+        if not is_joint:
+            rows = -(-channels // PANEL) * PANEL
+            return self.linear(2 * rows, cols, (gate, 0), (up, rows))
+        rows = 2 * -(-channels // PANEL_HALF) * PANEL_HALF
+        linear = int(self._lib.kvl_add_linear(self._model, rows, cols, self.format_of(gate)))
+        self.fills += [Fill(linear, gate, 0, 0), Fill(linear, up, 0, 1)]
+        return linear
+
+    def is_joint(self, at: str) -> bool:
+        """Whether `at`gate and `at`up can share panels, as the fast epilogue needs: they are held in one format."""
+        return self.format_of(at + "gate") == self.format_of(at + "up")
+
+    def vector(self, *names: str) -> int:
+        return self.values(np.concatenate([self.weights.tensor(name).float32() for name in names]))
+
+    def values(self, values: Floats) -> int:
+        """Any vector; the library copies it."""
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        return int(self._lib.kvl_add_vector(self._model, flat.ctypes.data, len(flat)))
+
+    def mixture(self, mixture: Mixture) -> int:
+        return int(self._lib.kvl_add_mixture(self._model, ctypes.byref(mixture)))
+
+    def emit(self, kind: int, **fields: int) -> None:
+        """One more instruction; of `fields`, linear and vectors that are not given are none, others 0."""
+        self.instructions.append(Instruction(kind, **(_NO_OPERANDS | fields)))
+
+    def format_of(self, name: str) -> int:
+        """In which the kernels hold a matrix."""
+        if self.weight_format == STORED:
+            return FORMS[self.weights.form(name) or UNQUANTISED_FORM]
+        if self.weight_format == "w4a8" and name in ("embed", "head"):
+            return cpu_abi.INT8
+        return WEIGHT_FORMATS[self.weight_format]
+
+    def measure(self) -> list[int]:
+        """Bytes of each arena, of what is declared by now."""
+        return [self._lib.kvl_arena_bytes(self._model, thread) for thread in range(self._num_threads)]
