@@ -149,7 +149,7 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["serve", "nowhere"], "'nowhere' is neither a folder, a .gguf file nor a known model; known are smollm2"),
         (
             ["serve", "--backend", "tpu", "--port", "0", "/etc/hostname"],
-            "backend: must name a back end that is installed (default, auto, cpu, torch, reference, mock, fake; ",
+            "backend: must name a back end that is installed (default, auto, cpu, torch, reference, mock, fake, vllm; ",
         ),
         (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
         (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),

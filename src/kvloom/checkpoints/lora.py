@@ -87,6 +87,16 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> 
     return AdapterFile(digest, modules, tensors, data)
 
 
+def read_digest(folder: Path) -> tuple[str, int]:
+    """AdapterFile.digest and the bytes of the weights of an adapter that another engine reads. Raises BadRequest."""
+    text = _read(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
+    path = folder / WEIGHTS_FILE
+    _, tensors = _header(path)
+    data = _read(path, max(tensor.end for tensor in tensors.values()))
+    digest = hashlib.sha256(hashlib.sha256(text).digest() + hashlib.sha256(data).digest()).hexdigest()
+    return digest, len(data)
+
+
 class _Config:
     """What adapter_config.json says. Raises BadRequest for what would be computed otherwise than it was trained."""
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvloom.contract.errors import BadRequest
 
@@ -137,6 +138,7 @@ class EngineConfig:
     run_ahead: bool = True  # the step after a decode waits at the ranks before its tokens are known
     idle_release_s: float = 300.0  # after so long without work the KV cache's memory goes back; 0 = never
     kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
+    plugin_options: Mapping[str, Any] = field(default_factory=dict)  # of an engine that is a plug-in, by its own names
     seed: int | None = None  # of requests that bring none; None = drawn from the system
     step_timeout_s: float = 300.0  # a rank that takes longer is taken for dead
     crash_patience_s: float = 120.0  # requests wait so long for a rank that died to come back; 0 = not at all

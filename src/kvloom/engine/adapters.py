@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.errors import BadRequest, NotFound
 from kvloom.contract.messages import AdapterInfo
-from kvloom.engine.link.executor import Executor
+from kvloom.engine.link.executor import Process
 
 MAX_ADAPTERS = 64  # loaded at once
 _LOST = "the adapter was lost when the model restarted"
@@ -24,7 +24,7 @@ class Adapter:
 class Adapters:
     """`used`: the ids that running sequences compute with, 0 among them or not."""
 
-    def __init__(self, executor: Executor, used: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, executor: Process, used: Callable[[], Iterable[int]]) -> None:
         self._executor, self._used = executor, used
         self._loaded: dict[int, Adapter] = {}
         self._leaving: set[int] = set()  # no new request gets them; dropped when the last one has ended

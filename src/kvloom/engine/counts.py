@@ -18,7 +18,7 @@ class Counts:
     """Totals by the names of Stats, and what the steps were like."""
 
     def __init__(self) -> None:
-        self.totals = dict.fromkeys(_COUNTED, 0)
+        self.totals: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
         self._batches: dict[int, BatchTimes] = {}
         self._compute_s = 0.0

@@ -15,10 +15,10 @@ from kvloom.contract.errors import ModelError, ServingError, Unavailable
 from kvloom.contract.request import Delta, FinishReason
 from kvloom.engine.adapters import Adapter
 from kvloom.engine.completed import CompletedLog
-from kvloom.engine.engine import Engine
+from kvloom.engine.driven import Driven
 from kvloom.engine.inbox import Add, Asked, Drop, Load, Message, Reset, Sleep, Unload, Wake
 from kvloom.engine.intake import Intake
-from kvloom.engine.link.executor import Executor, RankDied
+from kvloom.engine.link.executor import Process, RankDied
 from kvloom.engine.outage import Outage
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ Post = Callable[[list[tuple[str, Delta | ServingError]]], None]  # request ids, 
 class Driver:
     """`run` is the engine's thread; what is public beside it may be used from any thread."""
 
-    def __init__(self, engine: Engine, executor: Executor, soon: Soon, post: Post) -> None:
+    def __init__(self, engine: Driven, executor: Process, soon: Soon, post: Post) -> None:
         """`soon` calls a function on the reader's loop, where `post` is told what becomes of requests."""
         self._engine = engine
         self._executor = executor
@@ -80,6 +80,7 @@ class Driver:
     def put(self, message: Message) -> None:
         """For the thread to take up between two steps."""
         self._inbox.put(message)
+        self._executor.nudge()
 
     def open(self) -> None:
         """From now on requests are accepted."""
@@ -89,6 +90,7 @@ class Driver:
         """`run` returns soon. Safe to call twice."""
         self._closing.set()
         self._inbox.put(None)
+        self._executor.nudge()
 
     def run(self) -> None:
         """Until `close`; what is left then is answered."""

@@ -54,3 +54,4 @@ class Stats:
     total_guilty: int = 0  # requests that ended because a rank died of them twice
     step_tokens: Histogram = field(default_factory=lambda: Histogram(()))  # computed in a step
     batches: tuple[BatchTimes, ...] = ()
+    engine_metrics: str = ""  # what an engine of others counts, in Prometheus' text form

@@ -9,21 +9,21 @@ from kvloom.contract.errors import ModelError, Unavailable
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Delta, Request
 from kvloom.engine.adapters import Adapter
+from kvloom.engine.driven import Driven
 from kvloom.engine.driver import STOPPING, Driver
-from kvloom.engine.engine import Engine
 from kvloom.engine.feed import Feed, Feeds
 from kvloom.engine.inbox import Add, Asked, Drop, Load, Reset, Sleep, Unload, Wake
-from kvloom.engine.link.executor import Executor, RankDied
+from kvloom.engine.link.executor import Process, RankDied
 from kvloom.engine.stats import Stats
 
 
 class EngineThread:
-    """Runs an Engine on a thread of its own; streams are read from one asyncio loop.
+    """Runs an engine on a thread of its own; streams are read from one asyncio loop.
 
     A rank that dies is restarted, with back-off, while `is_ready` is False; requests wait meanwhile, and go on then.
     """
 
-    def __init__(self, engine: Engine, executor: Executor) -> None:
+    def __init__(self, engine: Driven, executor: Process) -> None:
         self._engine = engine
         self._executor = executor
         self._feeds = Feeds()

@@ -14,19 +14,10 @@ class RankDied(Exception):
     """The rank process is gone, or takes too long, or its step failed. Nothing that it knew is left."""
 
 
-class Executor(Protocol):
-    """Runs the engine's batches on one model, one after the other. Called from the engine's thread only."""
+class Process(Protocol):
+    """Where a model is loaded. Called from the engine's thread only, but for `kill`."""
 
     info: RankInfo  # of the model as it is loaded now; another one after `restart`
-    max_submitted: int  # batches that may be submitted and not collected
-
-    def submit(self, batch: Batch) -> None:
-        """Start a step, or line it up behind the one under way, without waiting for it. Raises RankDied."""
-        ...
-
-    def collect(self) -> StepOutput:
-        """Wait for the oldest step not collected yet. Raises RankDied, also when it takes too long."""
-        ...
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """While no step is under way. Waits until it is loaded; raises BadRequest, RankDied."""
@@ -44,11 +35,28 @@ class Executor(Protocol):
         """Load the model afresh: sequences, blocks and adapters are forgotten. Raises ModelError, RankDied."""
         ...
 
+    def nudge(self) -> None:
+        """From any thread: there is something to take up; who waits long for the model is to look."""
+
     def kill(self) -> None:
         """From any thread: whoever waits for the model, in `restart` too, hears at once that it died."""
 
     def close(self) -> None:
         """Free the model's memory. `restart` may follow; safe to call twice."""
+        ...
+
+
+class Executor(Process, Protocol):
+    """Runs the engine's batches on one model, one after the other."""
+
+    max_submitted: int  # batches that may be submitted and not collected
+
+    def submit(self, batch: Batch) -> None:
+        """Start a step, or line it up behind the one under way, without waiting for it. Raises RankDied."""
+        ...
+
+    def collect(self) -> StepOutput:
+        """Wait for the oldest step not collected yet. Raises RankDied, also when it takes too long."""
         ...
 
 
@@ -85,6 +93,9 @@ class InProcessExecutor:
 
     def restart(self) -> None:
         raise RankDied("a runner in this process cannot be restarted")
+
+    def nudge(self) -> None:
+        pass
 
     def kill(self) -> None:
         pass

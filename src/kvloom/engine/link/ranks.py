@@ -114,6 +114,9 @@ class RankExecutor:
         self.close()
         self._start()
 
+    def nudge(self) -> None:
+        """Nobody waits for longer than a step."""
+
     def kill(self) -> None:
         """See Executor. Without waiting for the processes."""
         for process in list(self._processes):

@@ -15,7 +15,7 @@ from kvloom.server.serving.engine import EngineFactory
 GROUP = "kvloom.engines"
 _RANKS = "kvloom.rank.opening:open_engine"
 # kvloom's own entry points
-OWN: Mapping[str, str] = {"cpu": _RANKS, "torch": _RANKS, "mock": _RANKS}
+OWN: Mapping[str, str] = {"cpu": _RANKS, "torch": _RANKS, "mock": _RANKS, "vllm": "kvloom.vllm.opening:open_engine"}
 # a name as it is given, and EngineConfig.backend
 _NAMES: Mapping[str, str] = {
     "default": "auto",

@@ -12,6 +12,7 @@ from typing import Any
 from kvloom.contract.config import MAX_CRASH_PATIENCE_S, MAX_GAP_S
 from kvloom.server.config.backends import check_backend
 from kvloom.server.config.key import Key, check_devices, check_gap, needed
+from kvloom.server.config.plugin_options import PLUGIN_KEYS
 from kvloom.server.config.published import (
     BACKEND_KEYS,
     LOG_KEYS,
@@ -131,7 +132,7 @@ _MODEL: dict[str, Key] = {
     "cpuMemSize": needed(_NUMBER, 0, "GB of memory for what is swapped out; -1 = measured", -1, setting="cpu_mem_gb"),
     "npuMemSize": needed(_NUMBER, -1, "GB for the KV cache; -1 = a share of what is free", -1, setting="npu_mem_gb"),
     "backendType": needed(
-        str, "default", "the back end: default, cpu, torch or mock; atb and the like count as default",
+        str, "default", "the back end: default, cpu, torch, mock, vllm or a plug-in; atb and the like count as default",
         setting="backend_type", check_more=check_backend,
     ),
     "kvCacheDtype": Key(str, "of the KV cache", choices=("auto", "bf16", "int8"), setting="kv_dtype"),
@@ -161,6 +162,7 @@ _MODEL: dict[str, Key] = {
     "maxImagePixels": Key(
         int, "of the same: pixels of all pictures of a request", 64, 2**30, setting="max_image_pixels"
     ),
+    **PLUGIN_KEYS,
     "trustRemoteCode": Key(bool, "model files are never executed", choices=(False,)),
 }  # fmt: skip
 _POLICIES = "0 first come first served, 1 by state, 3 multi-level feedback queue"

@@ -14,6 +14,7 @@ from kvloom.net.tlsconfig import TlsConfig
 from kvloom.server.config.backends import backend_of, is_elsewhere
 from kvloom.server.config.devices import device_settings
 from kvloom.server.config.pictures import check_language, picture_card
+from kvloom.server.config.plugin_options import VLLM_START_S, idle_notes, is_plugin, option_of, plugin_options
 from kvloom.server.config.reading import Found, Mistakes, read_document
 from kvloom.server.keeping.limits import Limits, limits_of
 from kvloom.server.observe.logs import LogConfig, PythonLog
@@ -96,6 +97,7 @@ def load_settings(path: Path) -> dict[str, Any]:
         if "lora_modules" in model:
             model["lora_modules"] = [(name, home / path) for name, path in map(lora_module, model["lora_modules"])]
     _fit_blocks(found, path)
+    found.notes += [f"{path}: {note}" for note in idle_notes(settings.get("models", []), found.paths)]
     for name in ("response_store", "lora_root"):
         if name in settings:
             settings[name] = home / settings[name]
@@ -203,6 +205,15 @@ class Settings:
                 raise BadRequest("image-model", f"must be NAME=FOLDER, got {json.dumps(pair)}")
             self.models.append({"name": name, "model": folder})
 
+    def add_vllm_options(self, pairs: Sequence[str]) -> None:
+        """KEY=VALUE each, before those of the file. Raises BadRequest."""
+        if pairs:
+            backend = self.models[0].get("backend", "auto")
+            if backend != "vllm":
+                raise BadRequest("vllm", f"gives options of backend vllm; this model has {backend!r}")
+            given = dict(map(option_of, pairs))
+            self.override_model(engine_options={**self.models[0].get("engine_options", {}), **given})
+
     def build(self) -> ServerConfig:
         """Each model's "model" must be a resolved path by now. Raises BadRequest naming the setting."""
         values = self.values
@@ -247,7 +258,12 @@ class Settings:
                 raise BadRequest("maxDecodeGap", f"must be -1, or 0 to {1000 * MAX_GAP_S} ms, got {gap_ms}")
             engine["max_gap_s"] = gap_ms / 1e3
         engine["max_tokens_per_step"] = _step_tokens(engine)
-        if "device_ids" in both:
+        if options := plugin_options(both):
+            engine["plugin_options"] = options
+        if both.get("backend") == "vllm":
+            engine.pop("dtype", None)  # told with the options, by vLLM's names
+            engine.setdefault("crash_patience_s", VLLM_START_S)
+        if "device_ids" in both and not is_plugin(both):
             engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
         engine["kv_tier"] = _kv_tier(both)
         path = both.get("model") or ""

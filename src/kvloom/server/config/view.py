@@ -44,7 +44,12 @@ def config_view(config: ServerConfig) -> dict[str, Any]:
 
 def _model(card: ModelCard) -> dict[str, Any]:
     tier = card.engine.kv_tier
-    engine = {name: value for name, value in _plain(card.engine, "kv_tier").items() if not name.startswith("fake_")}
+    engine = {
+        name: value
+        for name, value in _plain(card.engine, "kv_tier", "plugin_options").items()
+        if not name.startswith("fake_")
+    }
+    engine["plugin_options"] = ", ".join(card.engine.plugin_options)  # a value may be a secret
     return {**_plain(card, "engine"), **engine, **({} if tier is None else _tier(tier))}
 
 

@@ -2,15 +2,17 @@
 
 import os
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvloom.checkpoints.demo_models import MODELS
 from kvloom.server.config.backends import named_backend
-from kvloom.server.config.settings import lora_module
+from kvloom.server.config.plugin_options import SETTINGS
+from kvloom.server.config.settings import Settings, lora_module
 from kvloom.server.run.launch import DEMO_MODEL, fetch, launch, read_settings
 from kvloom.server.secure.api_keys import hash_key, new_key, read_hashes
 
@@ -28,7 +30,17 @@ def serve(
         str | None, typer.Option(help="auto, cpu, torch, mock (no weights), or an engine that is installed.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16; with vllm what that takes.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(help="vLLM: devices that share each layer.")] = None,
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(help="vLLM: groups of devices, some layers each.")
+    ] = None,
+    distributed_executor_backend: Annotated[
+        str | None, typer.Option(help="vLLM: mp, ray, uni: starts workers.")
+    ] = None,
+    quantization: Annotated[str | None, typer.Option(help="vLLM: how the weights are quantised.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="vLLM: longest prompt and answer together.")] = None,
+    vllm: Annotated[list[str] | None, typer.Option(help="Any argument of vLLM, KEY=VALUE; may be repeated.")] = None,
     weight_format: Annotated[str | None, typer.Option(help="auto, w8a8, w4a8 or bf16.")] = None,
     weight_cache: Annotated[str | None, typer.Option(help="Folder that packed weights are kept in, or off.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
@@ -56,21 +68,41 @@ def serve(
     grace: Annotated[float | None, typer.Option(help="Seconds that running requests get when told to stop.")] = None,
 ) -> None:
     """Serve models over HTTP. Without MODEL, the demo model is fetched and served."""
+    flags = dict(locals())
     settings = read_settings(config, os.environ)
-    settings.override(host=host, port=port, max_seq_len=max_seq_len, max_batch=max_batch, grace_s=grace)
-    settings.override(max_gap_ms=max_gap_ms)
-    settings.override(log_level=log_level, pid_file=pid_file, allows_all_addresses=allow_all_addresses)
-    settings.override(api_key_hashes=read_hashes(api_key_file) if api_key_file else None)
-    settings.override_model(model=model, name=served_model_name, device=device, dtype=dtype)
-    settings.override_model(backend=None if backend is None else named_backend(backend))
-    settings.override_model(weight_format=weight_format, kv_dtype=kv_dtype, num_speculative_tokens=speculate)
-    settings.override_model(weight_cache=weight_cache)
-    settings.override(run_ahead=run_ahead, crash_patience_s=crash_patience)
-    settings.override(lora_root=lora_root, allowed_hosts=allowed_host, response_store=response_store)
-    settings.override_model(parses_special_text=parse_special_tokens)
-    settings.override_model(lora_modules=[lora_module(text) for text in lora_modules] if lora_modules else None)
-    settings.add_models(image_model or ())
+    _override(settings, flags)
     launch(settings)
+
+
+# flags that are settings by the same name, or by the one beside them: of the server, and of its only model
+_SERVER = {
+    **{name: name for name in ("host", "port", "max_seq_len", "max_batch", "max_gap_ms", "log_level", "pid_file")},
+    **{name: name for name in ("run_ahead", "lora_root", "response_store")},
+    "grace": "grace_s",
+    "allow_all_addresses": "allows_all_addresses",
+    "crash_patience": "crash_patience_s",
+    "allowed_host": "allowed_hosts",
+}
+_MODEL = {
+    **{name: name for name in ("model", "device", "dtype", "weight_format", "weight_cache", "kv_dtype", *SETTINGS)},
+    "served_model_name": "name",
+    "speculate": "num_speculative_tokens",
+    "parse_special_tokens": "parses_special_text",
+}
+
+
+def _override(settings: Settings, flags: Mapping[str, Any]) -> None:
+    """Raises BadRequest."""
+    settings.override(**{setting: flags[name] for name, setting in _SERVER.items()})
+    settings.override_model(**{setting: flags[name] for name, setting in _MODEL.items()})
+    if flags["backend"] is not None:
+        settings.override_model(backend=named_backend(flags["backend"]))
+    settings.add_vllm_options(flags["vllm"] or ())
+    if flags["api_key_file"]:
+        settings.override(api_key_hashes=read_hashes(flags["api_key_file"]))
+    if flags["lora_modules"]:
+        settings.override_model(lora_modules=[lora_module(text) for text in flags["lora_modules"]])
+    settings.add_models(flags["image_model"] or ())
 
 
 def api_key() -> None:

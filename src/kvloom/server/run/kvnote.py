@@ -1,21 +1,22 @@
 """What a start says of memory: for weights, for keys and values."""
 
 from kvloom.contract.capacity import AHEAD_BYTES
-from kvloom.contract.config import EngineConfig
+from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.messages import RankInfo
 
 
 def weights_note(name: str, info: RankInfo) -> str:
     """A line that says in what form the weights are, and what they take; "" for a mock."""
-    return f"{name}: weights {info.held_as}, {_size(info.weight_bytes)}.\n" if info.held_as else ""
+    size = f", {_size(info.weight_bytes)}" if info.weight_bytes else ""
+    return f"{name}: weights {info.held_as}{size}.\n" if info.held_as else ""
 
 
 def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
     """A line with both figures: what the KV cache may take, and what it has taken so far; "" for a mock."""
-    if config.backend == "fake":
+    if config.backend == "fake" or not info.num_blocks:
         return ""
     may = f"{name}: room for {info.num_blocks * info.block_size:,} tokens in a KV cache of {_size(info.kv_bytes)}"
-    if config.device != "cpu":
+    if config.device != "cpu" or config.backend not in BACKENDS:
         return f"{may}.\n"
     now = f"{_size(min(AHEAD_BYTES[0], info.kv_bytes))} of it are taken now, more when sequences need it"
     back = f"; it goes back after {config.idle_release_s:g} s without work" if config.idle_release_s else ""

@@ -20,6 +20,7 @@ from kvloom.server.dialects.operators.metrics_names import (
     PICTURE_COUNTERS,
     PICTURE_GAUGES,
 )
+from kvloom.server.dialects.operators.metrics_passed import passed_on
 from kvloom.server.errors import ErrorReply, tgi_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.observe.meter import Throughput
@@ -58,6 +59,13 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus_client at each scrape."""
+        known = set()
+        for family in self._own():
+            known.add(family.name)
+            yield family
+        yield from passed_on(self._models, known)
+
+    def _own(self) -> Iterator[Metric]:
         services = list(self._models)
         for names, text, value in COUNTERS:
             for name in names:

@@ -1,0 +1,97 @@
+"""What crosses to an engine that schedules by itself, in a process of its own, and back (MessagePack arrays).
+
+Whole requests go there, tokens come back. Adapters are loaded with the messages of ranks (messages.py).
+"""
+
+import msgspec
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import (
+    AdapterLoaded,
+    AdapterRefused,
+    Failed,
+    LoadAdapter,
+    Loading,
+    Logprob,
+    Ready,
+    UnloadAdapter,
+)
+from kvloom.contract.request import SamplingParams
+
+
+class HostSetup(msgspec.Struct, array_like=True):
+    """The first message to a host."""
+
+    config: EngineConfig
+    eos_ids: list[int]
+
+
+class Start(msgspec.Struct, array_like=True, tag="start"):
+    """A request to run. The host ends it at one of `eos_ids` as the request wishes; stop strings are not its business.
+
+    `max_tokens` is what `params` and the context leave; 0 = only what is said of the prompt is wanted.
+    """
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    priority: int = 0  # as Request's
+    cache_salt: str = ""
+    adapter: int = 0
+    pooling: str = ""
+
+
+class Abort(msgspec.Struct, array_like=True, tag="abort"):
+    """Nobody wants more of it. Not answered; unknown ids are ignored."""
+
+    id: int
+
+
+class ResetCache(msgspec.Struct, array_like=True, tag="reset"):
+    """Forget cached prefixes; `preempts`: what runs is computed again, too. Answered by WasReset."""
+
+    preempts: bool
+
+
+class Brought(msgspec.Struct, array_like=True):
+    """What a request got since the last time: tokens in order, with log-probabilities where asked for.
+
+    `error` ends it too; with a `field` the request itself is at fault.
+    """
+
+    id: int
+    token_ids: list[int] = []
+    logprobs: list[Logprob] = []  # one a token, or none
+    prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on; once
+    num_cached: int = 0  # prompt tokens that were found cached
+    finish: str = ""  # "stop", "length": the host has ended it
+    embedding: bytes = b""  # float32, not normalised
+    error: str = ""
+    field: str = ""
+
+
+class Answers(msgspec.Struct, array_like=True, tag="answers"):
+    """What the requests of one step got."""
+
+    items: list[Brought]
+
+
+class WasReset(msgspec.Struct, array_like=True, tag="was_reset"):
+    """Answers ResetCache."""
+
+
+class Figures(msgspec.Struct, array_like=True, tag="figures"):
+    """How things stand with the host, told unasked; totals since it started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0  # of its blocks, 0 to 1
+    total_steps: int = 0
+    total_preemptions: int = 0
+    metrics: str | None = None  # Prometheus' text form; None = as before
+
+
+HostOrder = Start | Abort | ResetCache | LoadAdapter | UnloadAdapter
+HostReport = Loading | Ready | Failed | Answers | WasReset | Figures | AdapterLoaded | AdapterRefused

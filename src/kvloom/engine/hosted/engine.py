@@ -1,0 +1,307 @@
+"""HostedEngine: an engine whose requests are scheduled and computed in a process of its own, a Host.
+
+Text, stop strings and ends are made here, as by every engine of kvloom, so that all dialects behave alike. A step is
+what the host says at once. Where a host dies, requests wait for the next and go on there (going_on.py).
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.hosted import Abort, Answers, Brought, Figures, HostReport, Start
+from kvloom.contract.messages import Logprob, PromptLogprobs, Sample
+from kvloom.contract.request import Delta, FinishReason, Request, capped, check_request
+from kvloom.contract.tokenizer import Tokenizer
+from kvloom.engine.adapters import Adapter, Adapters
+from kvloom.engine.completed import StepSize
+from kvloom.engine.counts import Counts
+from kvloom.engine.hosted.going_on import OTHERWISE, behind, follows
+from kvloom.engine.hosted.host import Host
+from kvloom.engine.live import Live
+from kvloom.engine.schedule.repute import Repute
+from kvloom.engine.schedule.seq import Seq
+from kvloom.engine.stats import Stats
+from kvloom.engine.text.detok import Detokenizer, text_bytes
+from kvloom.engine.text.stop import Ends, StopStrings
+
+GUILTY = "the model's process died twice while it computed this request"
+_FINISHES = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
+
+
+@dataclass(slots=True, eq=False)
+class _Hosted:
+    """A request, and how far the host is with it."""
+
+    live: Live
+    is_started: bool = False  # the host has it
+    replay: deque[int] = field(default_factory=deque)  # tokens that were told, and that the host makes again
+    num_heard: int = 0  # tokens that hosts have ever made of it
+    repute: Repute = field(default_factory=Repute)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.live.seq.token_ids[self.live.seq.num_prompt :]
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.repute.is_suspect(self.num_heard)
+
+
+class HostedEngine:
+    """Implements Driven; call it from one thread. Every added request gets exactly one delta with a finish_reason."""
+
+    def __init__(self, config: EngineConfig, host: Host, vocabulary: Tokenizer) -> None:
+        self.config = config
+        self._host, self._vocabulary = host, vocabulary
+        self.adapters = Adapters(host, lambda: (hosted.live.request.adapter for hosted in self._hosted.values()))
+        self._hosted: dict[int, _Hosted] = {}  # by sequence, order of arrival
+        self._ids: dict[str, int] = {}  # sequence of a request
+        self._outbox: list[Delta] = []
+        self._counts = Counts()
+        self._next_id = 0
+        self._before = Figures()  # totals of the hosts before this one
+        self._figures = Figures()
+        self._metrics = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """There is another host, or none: it knows of no request."""
+        info = self._host.info
+        self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
+        self._ends = Ends(self._vocabulary.eos_ids, self.max_seq_len)
+        self.last_step = StepSize()
+        self._before.total_steps += self._figures.total_steps
+        self._before.total_preemptions += self._figures.total_preemptions
+        self._figures = Figures()
+        for hosted in self._hosted.values():
+            hosted.is_started = False
+            hosted.replay.clear()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._hosted or self._outbox)
+
+    @property
+    def is_stalled(self) -> bool:
+        """A host is always at work when there is some."""
+        return False
+
+    def add(self, request: Request) -> None:
+        """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
+        info = self._host.info
+        check_request(request, self.max_seq_len, info.vocab_size)
+        if request.id in self._ids:
+            raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
+        if request.pooling and request.pooling != info.pooling:
+            raise BadRequest("pooling", f"must be {info.pooling!r} with this engine, got {request.pooling!r}")
+        self.adapters.digest(request.adapter)
+        request = capped(request, self.config.max_iter_times)
+        params = request.params
+        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids))
+        seq.max_len = request.max_len(self.max_seq_len)
+        seed = params.seed if params.seed is not None else self._draw_seed()
+        detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
+        live = Live(request, seq, seed, detok, StopStrings(params.stop, params.include_stop), 0.0, None)
+        live.go_on()
+        self._next_id += 1
+        self._counts.add("total_requests")
+        self._counts.add("total_prompt_tokens", seq.num_prompt)
+        if request.computes_nothing:
+            self._counts.add("total_finished")
+            self._outbox.append(live.delta(FinishReason.LENGTH))
+            return
+        if not self._hosted:
+            self._host.expect_from_now()
+        self._hosted[seq.id] = _Hosted(live)
+        self._ids[request.id] = seq.id
+
+    def abort(self, request_id: str) -> None:
+        """End a request now. Unknown and finished ids are ignored. Raises RankDied."""
+        hosted = self._hosted.get(self._ids.get(request_id, -1))
+        if hosted is not None:
+            self._outbox.append(hosted.live.delta(FinishReason.ABORT))
+            self._retire(hosted, is_known=hosted.is_started)
+
+    def fail_all(self, error: str) -> list[Delta]:
+        """End every request with an error. Returns the last deltas."""
+        deltas, self._outbox = self._outbox, []
+        for hosted in self._hosted.values():
+            deltas.append(replace(hosted.live.delta(FinishReason.ERROR), error=error))
+        self._counts.add("total_finished", len(self._hosted))
+        self._hosted.clear()
+        self._ids.clear()
+        return deltas
+
+    def suspend(self) -> list[Delta]:
+        """The host is gone. Whoever it had is a suspect; who was one already ends. Returns what is known by now."""
+        for hosted in [hosted for hosted in self._hosted.values() if hosted.is_started]:
+            if hosted.repute.accuse(hosted.num_heard):
+                self._fail(hosted, GUILTY, is_known=False)
+                self._counts.add("total_guilty")
+            else:
+                self._counts.add("total_resumed")
+                num_lost = len(hosted.live.seq.token_ids)
+                self._counts.add("total_recomputed_tokens", num_lost)
+        self._counts.add("total_crashes")
+        self.reset()
+        return self.take_deltas()
+
+    def resume(self, lost: Mapping[int, str]) -> list[Delta]:
+        """There is a new host. Returns the ends of requests that cannot go on: `lost` says why, by their adapter."""
+        self.reset()
+        for hosted in list(self._hosted.values()):
+            live = hosted.live
+            error = lost.get(live.request.adapter)
+            if error is None and live.seq.max_len > self.max_seq_len:
+                error = f"the model came back with room for {self.max_seq_len} tokens, too few for this request"
+            if error is not None:
+                self._fail(hosted, error, is_known=False)
+        self._host.expect_from_now()
+        return self.take_deltas()
+
+    def start_step(self) -> list[Delta]:
+        """Give the host what has come. Returns what it brought last. Raises RankDied."""
+        for hosted in self._startable():
+            order = self._order(hosted)
+            hosted.is_started = True
+            self._host.send(order)
+        self.adapters.sweep()
+        return self.take_deltas()
+
+    def finish_step(self) -> None:
+        """Wait until the host says something, or somebody nudges. Raises RankDied."""
+        if self._hosted:
+            for report in self._host.collect():
+                self._take(report)
+
+    def take_deltas(self) -> list[Delta]:
+        deltas, self._outbox = self._outbox, []
+        return deltas
+
+    def reset_prefix_cache(self, preempts: bool = False) -> None:
+        """Raises RankDied."""
+        self._host.reset_cache(preempts)
+
+    def release_free(self) -> None:
+        """The memory is the host's."""
+
+    def load_adapter(self, path: str) -> Adapter:
+        """A LoRA adapter from a folder. Raises BadRequest, RankDied."""
+        return self.adapters.load(path)
+
+    def stats(self) -> Stats:
+        """Gauges of this moment, where they are the host's a little older, and totals since the engine was made."""
+        info, figures = self._host.info, self._figures
+        num_started = sum(hosted.is_started for hosted in self._hosted.values())
+        num_running = min(figures.num_running, num_started)
+        num_held = round(info.num_blocks * figures.kv_usage) if self._hosted else 0
+        self._counts.totals["total_steps"] = self._before.total_steps + figures.total_steps
+        self._counts.totals["total_preemptions"] = self._before.total_preemptions + figures.total_preemptions
+        gauges = {
+            "num_running": num_running,
+            "num_waiting": len(self._hosted) - num_running,
+            "num_blocks": info.num_blocks,
+            "num_free_blocks": info.num_blocks - num_held,
+            "max_batch": self.config.max_batch,
+        }
+        return replace(self._counts.stats(gauges, {}), engine_metrics=self._metrics)
+
+    # -- to the host
+
+    def _startable(self) -> list[_Hosted]:
+        """Who goes to the host now: all, but suspects of a crash one after the other, before all others."""
+        suspects = [hosted for hosted in self._hosted.values() if hosted.is_suspect]
+        if not suspects:
+            return [hosted for hosted in self._hosted.values() if not hosted.is_started]
+        return [] if any(hosted.is_started for hosted in suspects) else suspects[:1]
+
+    def _order(self, hosted: _Hosted) -> Start:
+        live = hosted.live
+        seq, request, params = live.seq, live.request, live.request.params
+        prompt, answer = seq.token_ids[: seq.num_prompt], hosted.answer
+        if answer and follows(params):
+            prompt, params = seq.token_ids, behind(params, len(answer))
+        else:
+            hosted.replay = deque(answer)
+        return Start(
+            seq.id, list(prompt), params, live.seed, seq.max_len - len(prompt), request.priority, request.cache_salt,
+            request.adapter, request.pooling,
+        )  # fmt: skip
+
+    # -- from the host
+
+    def _take(self, report: HostReport) -> None:
+        if isinstance(report, Figures):
+            self._metrics = self._metrics if report.metrics is None else report.metrics
+            self._figures = report
+        elif isinstance(report, Answers):
+            for item in report.items:
+                if (hosted := self._hosted.get(item.id)) is not None:
+                    self._take_item(hosted, item)
+            self.last_step = StepSize(len(report.items), round(self._host.info.num_blocks * self._figures.kv_usage))
+
+    def _take_item(self, hosted: _Hosted, item: Brought) -> None:
+        live = hosted.live
+        if item.error:
+            error = f"{item.field}: {item.error}" if item.field else item.error
+            self._fail(hosted, error, is_known=False, is_callers=bool(item.field))
+            return
+        if item.num_cached and not hosted.num_heard:
+            live.seq.num_cached = item.num_cached
+            self._counts.add("total_cached_tokens", item.num_cached)
+        if item.prompt_logprobs:
+            live.take_prompt_logprobs(PromptLogprobs(live.seq.id, 0, item.prompt_logprobs))
+        if item.embedding:
+            live.embedding = item.embedding
+            self._end(hosted, live.delta(FinishReason.LENGTH), is_known=False)
+            return
+        for number, token_id in enumerate(item.token_ids):
+            logprob = item.logprobs[number] if item.logprobs else None
+            if not self._take_token(hosted, token_id, logprob, is_known=not item.finish):
+                return
+        if item.finish:
+            text = live.stops.finish()
+            self._end(hosted, live.delta(_FINISHES.get(item.finish, FinishReason.LENGTH), text=text), is_known=False)
+
+    def _take_token(self, hosted: _Hosted, token_id: int, logprob: Logprob | None, is_known: bool) -> bool:
+        """Whether its answer goes on."""
+        live = hosted.live
+        hosted.num_heard += 1
+        if hosted.replay:
+            if token_id == hosted.replay.popleft():
+                return True
+            self._fail(hosted, OTHERWISE, is_known)
+            return False
+        (fresh,) = live.take([Sample(live.seq.id, token_id, logprob)], self._ends)
+        if fresh.token is not None:
+            live.seq.token_ids.append(token_id)
+            self._counts.add("total_output_tokens")
+        delta = live.tell(fresh)
+        if delta.finish_reason is None:
+            self._outbox.append(delta)
+            return True
+        self._end(hosted, delta, is_known)
+        return False
+
+    def _end(self, hosted: _Hosted, delta: Delta, is_known: bool) -> None:
+        self._outbox.append(delta)
+        self._retire(hosted, is_known)
+
+    def _fail(self, hosted: _Hosted, error: str, is_known: bool, is_callers: bool = False) -> None:
+        delta = replace(hosted.live.delta(FinishReason.ERROR), error=error, is_callers=is_callers)
+        self._end(hosted, delta, is_known)
+
+    def _retire(self, hosted: _Hosted, is_known: bool) -> None:
+        """Forget it; `is_known`: the host is at it yet. Raises RankDied."""
+        del self._hosted[hosted.live.seq.id]
+        del self._ids[hosted.live.request.id]
+        self._counts.add("total_finished")
+        if is_known:
+            self._host.send(Abort(hosted.live.seq.id))
+
+    def _draw_seed(self) -> int:
+        return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)

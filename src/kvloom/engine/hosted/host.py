@@ -1,0 +1,245 @@
+"""Host: the process of an engine that schedules by itself, started, watched and restarted."""
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from kvloom.checkpoints.lora import FIELD
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.hosted import HostOrder, HostReport, HostSetup, ResetCache, WasReset
+from kvloom.contract.messages import (
+    AdapterInfo,
+    AdapterLoaded,
+    AdapterRefused,
+    Failed,
+    LoadAdapter,
+    Loading,
+    Progress,
+    RankInfo,
+    Ready,
+    UnloadAdapter,
+)
+from kvloom.engine.link import ranklog
+from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.executor import RankDied
+
+_EXIT_S = 3.0  # what it gets to end by itself
+
+
+class Host:
+    """A process and all that it starts, which end when this process does. Used from the engine's thread."""
+
+    def __init__(
+        self,
+        program: Sequence[str],
+        config: EngineConfig,
+        eos_ids: Callable[[], list[int]],
+        progress: Progress | None = None,
+    ) -> None:
+        """Starts it and waits until the model is loaded. Raises ModelError when it cannot be.
+
+        `program`: its command line, to which the number of an open socket and the level of logging are added.
+        """
+        self._program, self._config, self._progress = program, config, progress
+        self._eos_ids = functools.cache(eos_ids)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the process."""
+        return [] if self._process is None else [self._process.pid]
+
+    def send(self, order: HostOrder) -> None:
+        """Raises RankDied."""
+        try:
+            self._channel.send(order, self._config.step_timeout_s)
+        except TimeoutError as error:
+            raise RankDied(self._no_answer) from error
+        except OSError as error:
+            raise RankDied(self._last_words()) from error
+
+    def collect(self) -> list[HostReport]:
+        """What it says, as soon as it says something; nothing when somebody nudges. Raises RankDied."""
+        while not self._backlog:
+            left_s = max(0.0, self._heard_s + self._config.step_timeout_s - time.monotonic())
+            ready = [self._channel] if self._channel.has_message else self._select(left_s)
+            if not ready:
+                raise RankDied(self._no_answer)
+            if self._woken in ready:
+                self._woken.recv(4096)
+                break
+            self._receive()
+        self._read_what_is_there()
+        found = list(self._backlog)
+        self._backlog.clear()
+        return found
+
+    def nudge(self) -> None:
+        """From any thread: a `collect` that waits returns."""
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake.send(b"!")
+
+    def expect_from_now(self) -> None:
+        """It has something to do again: it may be silent from now on for `step_timeout_s`."""
+        self._heard_s = time.monotonic()
+
+    def load_adapter(self, id: int, path: str) -> AdapterInfo:
+        """See Executor."""
+        self.send(LoadAdapter(id, path))
+        answer = self._answer((AdapterLoaded, AdapterRefused))
+        if isinstance(answer, AdapterLoaded):
+            return answer.info
+        assert isinstance(answer, AdapterRefused)
+        raise BadRequest(answer.field or FIELD, answer.problem)
+
+    def unload_adapter(self, id: int) -> None:
+        """See Executor."""
+        self.send(UnloadAdapter(id))
+
+    def reset_cache(self, preempts: bool) -> None:
+        """Raises RankDied."""
+        self.send(ResetCache(preempts))
+        self._answer((WasReset,))
+
+    def is_alive(self) -> bool:
+        """Whether it runs; takes in what it has said meanwhile."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        try:
+            self._read_what_is_there()
+        except RankDied:
+            return False
+        return True
+
+    def restart(self) -> None:
+        """Kill what is left and load the model again. Raises ModelError or RankDied."""
+        self.kill()
+        self.close()
+        self._start()
+
+    def kill(self) -> None:
+        """From any thread: the process and those that it has started, without waiting for them."""
+        if (process := self._process) is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it: by closing its socket, after some seconds by force."""
+        if self._process is None:
+            return
+        for end in (self._channel, self._woken, self._wake):
+            end.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        self.kill()
+        self._process.wait()
+        self._log.join(1.0)
+        self._process = None
+
+    # -- starting
+
+    def _start(self) -> None:
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [*self._program, str(theirs.fileno()), str(ranklog.level())]
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe, start_new_session=True
+            )
+        assert self._process.stderr is not None
+        self._log: threading.Thread = ranklog.relay(self._process.stderr, "engine")
+        self._channel = Channel(ours, HostReport)
+        self._backlog: deque[HostReport] = deque()
+        try:
+            self._channel.send(HostSetup(self._config, self._eos_ids()))
+            self.info = self._wait_ready()
+        except (RankDied, OSError) as error:
+            reason = str(error) if isinstance(error, RankDied) else self._exit_reason()
+            self.close()
+            raise ModelError(f"loading {self._config.model or 'the model'} failed: {reason}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _wait_ready(self) -> RankInfo:
+        while True:
+            self._receive()
+            report = self._backlog.pop()
+            if isinstance(report, Ready):
+                return report.info
+            if isinstance(report, Loading) and self._progress is not None:
+                self._progress(report.done_bytes, report.total_bytes)
+
+    # -- reading
+
+    def _select(self, timeout_s: float) -> list[Channel | socket.socket]:
+        waited: list[Channel | socket.socket] = [self._channel, self._woken]
+        return select.select(waited, [], [], timeout_s)[0]
+
+    def _receive(self) -> None:
+        """One message into the backlog. Raises RankDied."""
+        try:
+            report: HostReport = self._channel.receive()
+        except (EOFError, OSError) as error:
+            raise RankDied(self._exit_reason()) from error
+        if isinstance(report, Failed):
+            raise RankDied(report.error)
+        self._heard_s = time.monotonic()
+        self._backlog.append(report)
+
+    def _read_what_is_there(self) -> None:
+        """Raises RankDied."""
+        while self._channel.is_readable():
+            self._receive()
+
+    def _answer(self, kinds: tuple[type[HostReport], ...]) -> HostReport:
+        """The next message of these kinds; the others stay for `collect`. Raises RankDied."""
+        deadline_s, kept = time.monotonic() + self._config.step_timeout_s, deque[HostReport]()
+        try:
+            while True:
+                while self._backlog:
+                    report = self._backlog.popleft()
+                    if isinstance(report, kinds):
+                        return report
+                    kept.append(report)
+                if not self._channel.is_readable(max(0.0, deadline_s - time.monotonic())):
+                    raise RankDied(self._no_answer)
+                self._receive()
+        finally:
+            kept.extend(self._backlog)
+            self._backlog = kept
+
+    @property
+    def _no_answer(self) -> str:
+        return f"the model did not answer within {self._config.step_timeout_s:g} s"
+
+    def _last_words(self) -> str:
+        """What it has said of its failure before it ended, else how it ended."""
+        try:
+            self._read_what_is_there()
+        except RankDied as error:
+            return str(error)
+        return self._exit_reason()
+
+    def _exit_reason(self) -> str:
+        """Why it ended, for people. Waits a moment for one that is just ending."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            return "the model process closed its connection"
+        return (
+            f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
+        )

@@ -1,0 +1,72 @@
+"""Options of an engine that is a plug-in, by its own names: `engineOptions`, and vLLM's that have keys of their own."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvloom.contract.config import BACKENDS
+from kvloom.contract.errors import BadRequest
+from kvloom.server.config.key import Key
+
+VLLM_START_S = 600.0  # how long requests wait for a vLLM that died, where nobody says: it takes minutes to start
+_CHOICES = ("mp", "ray", "uni", "external_launcher")
+PLUGIN_KEYS: Mapping[str, Key] = {
+    "tensorParallelSize": Key(int, "vLLM: devices that share each layer", 1, 1024, setting="tensor_parallel_size"),
+    "pipelineParallelSize": Key(
+        int, "vLLM: groups of devices that share the layers", 1, 1024, setting="pipeline_parallel_size"
+    ),
+    "distributedExecutorBackend": Key(
+        str, "vLLM: what starts its workers", choices=_CHOICES, setting="distributed_executor_backend"
+    ),
+    "quantization": Key(str, "vLLM: how the weights are quantised", setting="quantization", longest=64),
+    "maxModelLen": Key(int, "vLLM: longest prompt and answer together; before maxSeqLen", 2, setting="max_model_len"),
+    "engineOptions": Key(dict, "options of a back end that is a plug-in, by its own names", setting="engine_options"),
+}
+SETTINGS = {key.setting: name for name, key in PLUGIN_KEYS.items() if name != "engineOptions"}
+# what vLLM's own scheduler decides, by setting
+_IDLE = (
+    "block_size", "device_ids", "max_preempt", "prealloc_blocks", "prefill_policy", "decode_policy",
+    "prefill_ms_per_seq", "decode_ms_per_seq", "is_selecting", "is_continuous", "max_queue_delay_us",
+    "max_prefill_batch", "cpu_mem_gb", "is_swapping",
+)  # fmt: skip
+
+
+def is_plugin(model: Mapping[str, Any]) -> bool:
+    """Whether another engine than kvloom's own is to run it."""
+    return model.get("backend", "auto") not in BACKENDS
+
+
+def plugin_options(model: Mapping[str, Any]) -> dict[str, Any]:
+    """EngineConfig.plugin_options of a model's settings. Raises BadRequest naming one that its back end has not."""
+    backend = model.get("backend", "auto")
+    named = {name: model[name] for name in SETTINGS if name in model}
+    if named and backend != "vllm":
+        raise BadRequest(SETTINGS[next(iter(named))], f"is an option of backend vllm; this model has {backend!r}")
+    given = {**named, **model.get("engine_options", {})}
+    if model.get("engine_options") and not is_plugin(model):
+        raise BadRequest("engineOptions", f"are for a back end that is a plug-in; this model has {backend!r}")
+    if backend == "vllm":
+        if "dtype" in model:
+            given.setdefault("dtype", model["dtype"])
+        if model.get("lora_modules") or model.get("lora_root"):
+            given.setdefault("enable_lora", True)
+    return given
+
+
+def idle_notes(models: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> Iterator[str]:
+    """A sentence that names the keys of a file that have no effect with vLLM, where it is used and there are some."""
+    idle = [paths[name].rpartition(".")[2] for name in _IDLE if name in paths]
+    if idle and any(model.get("backend") == "vllm" for model in models):
+        yield f"without effect with backend vllm, which schedules by itself: {', '.join(idle)}"
+
+
+def option_of(text: str) -> tuple[str, Any]:
+    """Name and value of "key=value" as --vllm takes it: the value is JSON where it reads as such. Raises BadRequest."""
+    name, is_pair, value = text.partition("=")
+    name = name.strip().removeprefix("--").replace("-", "_")
+    if not (is_pair and name.isidentifier()):
+        raise BadRequest("vllm", f"must be KEY=VALUE, got {json.dumps(text)}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

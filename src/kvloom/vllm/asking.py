@@ -1,0 +1,95 @@
+"""A request in vLLM's words, and what vLLM brings in ours. Touches vLLM's classes by what is passed in."""
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.hosted import Start
+from kvloom.contract.messages import Logprob
+
+# what vLLM cannot do of capabilities.FEATURES, whatever it was started with
+LACKS: Mapping[str, str] = {
+    "typical_p": "vLLM has no typical sampling",
+    "watermark": "vLLM's watermarks are not those of the text generation interface",
+    "max_reasoning_tokens": "a limit of reasoning tokens is not passed on to vLLM",
+    "reasoning_end": "vLLM has no grammar that begins behind the reasoning; turn reasoning off, or the format",
+}
+
+
+def lacks_of(tasks: Collection[str], policy: str) -> dict[str, str]:
+    """`tasks`: those that the model was loaded for; `policy`: of vLLM's scheduler."""
+    lacks = dict(LACKS)
+    if "embed" not in tasks:
+        lacks["pooling"] = "vLLM was started to generate; --vllm runner=pooling makes embeddings, and nothing else"
+    if "generate" not in tasks:
+        lacks["generation"] = "vLLM was started for embeddings (runner=pooling), which generates nothing"
+    if policy != "priority":
+        lacks["priority"] = f"vLLM was started with scheduling_policy={policy}; it takes priority"
+    return lacks
+
+
+def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
+    """Fields of vLLM's SamplingParams, its grammar left out. Raises BadRequest."""
+    params = order.params
+    if params.logprob_ids and params.logprobs:
+        raise BadRequest("logprobs", "must be 0 where the log-probabilities of given tokens are asked for, with vLLM")
+    ends = [*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)]
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "presence_penalty": params.presence_penalty,
+        "logit_bias": dict(params.logit_bias) or None,
+        "max_tokens": max(1, order.max_tokens),
+        "min_tokens": min(params.min_tokens, max(1, order.max_tokens)),
+        "stop_token_ids": sorted(set(ends)),
+        "ignore_eos": True,  # kvloom's own tokens of that kind are among stop_token_ids
+        "seed": None if params.is_greedy else order.seed,
+        "logprobs": None if params.logprob_ids else params.logprobs,
+        "logprob_token_ids": list(params.logprob_ids) or None,
+        "prompt_logprobs": params.prompt_logprobs,
+        "detokenize": False,
+        "skip_clone": True,
+    }
+
+
+_NAMES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')
+
+
+def lark_of(grammar: str) -> str:
+    """One Lark grammar, which vLLM passes on, of llguidance's form, which may be of several parts."""
+    if not grammar.lstrip().startswith("{"):  # llguidance takes Lark as it is, too; vLLM might take it for GBNF
+        return grammar if "%llguidance" in grammar else f"%llguidance {{}}\n{grammar}"
+    first, *others = json.loads(grammar)["grammars"]
+    named = {other["name"]: other for other in others}
+    if first.get("lark_grammar") is None:
+        return f"%llguidance {{}}\nstart: {_part(first)}"
+    rules = _NAMES.sub(lambda m: f"part_{m[1]}" if m[1] in named else m[0], first["lark_grammar"])
+    head = [] if "%llguidance" in rules else ["%llguidance {}"]
+    return "\n".join([*head, rules, *(f"part_{name}: {_part(other)}" for name, other in named.items())])
+
+
+def _part(grammar: Mapping[str, Any]) -> str:
+    """A grammar as the right side of a rule."""
+    if grammar.get("lark_grammar") is not None:
+        return f"%lark {{\n{grammar['lark_grammar']}\n}}"
+    return f"%json {json.dumps(grammar['json_schema'])}"
+
+
+def priority_of(order: Start) -> int:
+    """vLLM takes the smallest first; who gave none stands in the middle, as with kvloom's own scheduler."""
+    return order.priority or 3
+
+
+def logprob_of(token_id: int, found: Mapping[int, Any], num_top: int, also: Sequence[int] = ()) -> Logprob:
+    """`found`: vLLM's, of the token chosen and others; the `num_top` best are told, best first, or those of `also`."""
+    if also:
+        named = [(id, float(found[id].logprob)) for id in also if id in found]
+        return Logprob(token_id, float(found[token_id].logprob), named)
+    best = sorted(found.items(), key=lambda item: (item[1].rank or 0, item[0]))[:num_top]
+    return Logprob(token_id, float(found[token_id].logprob), [(id, float(value.logprob)) for id, value in best])
