@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from msgspec import structs
+
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import Abort, Answers, Brought, Figures, HostReport, Start
@@ -130,7 +132,7 @@ class HostedEngine:
         """End every request with an error. Returns the last deltas."""
         deltas, self._outbox = self._outbox, []
         for hosted in self._hosted.values():
-            deltas.append(replace(hosted.live.delta(FinishReason.ERROR), error=error))
+            deltas.append(structs.replace(hosted.live.delta(FinishReason.ERROR), error=error))
         self._counts.add("total_finished", len(self._hosted))
         self._hosted.clear()
         self._ids.clear()
@@ -292,7 +294,7 @@ class HostedEngine:
         self._retire(hosted, is_known)
 
     def _fail(self, hosted: _Hosted, error: str, is_known: bool, is_callers: bool = False) -> None:
-        delta = replace(hosted.live.delta(FinishReason.ERROR), error=error, is_callers=is_callers)
+        delta = structs.replace(hosted.live.delta(FinishReason.ERROR), error=error, is_callers=is_callers)
         self._end(hosted, delta, is_known)
 
     def _retire(self, hosted: _Hosted, is_known: bool) -> None:
