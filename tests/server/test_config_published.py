@@ -225,7 +225,7 @@ def test_all_mistakes_of_a_file_are_told_in_one_run(tmp_path):
         "OtherParam.ServeParam.maxlinknum: is not known; did you mean maxLinkNum?",
         "OtherParam.ServeParam.port: must be between 1024 and 65535, got 80",
         "ModelDeployParam.ModelParam[0].backendType: must name a back end that is installed (default, auto, cpu, "
-        'torch, reference, mock, fake; atb, mindformer, torchair, ms or "" count as default), got "bogus"',
+        'torch, reference, mock, fake, vllm; atb, mindformer, torchair, ms or "" count as default), got "bogus"',
         "ScheduleParam.cacheBlockSize: is not known here; its path is OtherParam.ResourceParam.cacheBlockSize or "
         "BackendConfig.ScheduleConfig.cacheBlockSize",
         "ScheduleParam.maxIterTimes: is missing",

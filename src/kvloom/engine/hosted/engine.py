@@ -4,10 +4,13 @@ Text, stop strings and ends are made here, as by every engine of kvloom, so that
 what the host says at once. Where a host dies, requests wait for the next and go on there (going_on.py).
 """
 
+import dataclasses
 import secrets
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from msgspec import structs
 
@@ -210,7 +213,7 @@ class HostedEngine:
             "num_free_blocks": info.num_blocks - num_held,
             "max_batch": self.config.max_batch,
         }
-        return replace(self._counts.stats(gauges, {}), engine_metrics=self._metrics)
+        return dataclasses.replace(self._counts.stats(gauges, {}), engine_metrics=self._metrics)
 
     # -- to the host
 
