@@ -29,6 +29,20 @@ class KVConnectorHandshakeMetadata(ABC):  # noqa: B024
     pass
 
 
+class KVConnectorWorkerMetadata(ABC):  # noqa: B024
+    pass
+
+
+@dataclass
+class KVConnectorStats:
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class KVConnectorPromMetrics:
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
+        self._counter_cls, self.per_engine_labelvalues = metric_types["counter"], per_engine_labelvalues
+
+
 class FullAttentionSpec:
     block_size = BLOCK_SIZE
 
@@ -47,7 +61,10 @@ class KVConnectorBase_V1(ABC):  # noqa: B024
 
 
 def generate_block_hash_extra_keys(request: Any, start: int, end: int, mm_index: int) -> tuple[Any, int]:
-    return ((request.cache_salt,) if request.cache_salt and start == 0 else None), mm_index
+    keys = [request.cache_salt] if request.cache_salt and start == 0 else []
+    adapter = request.lora_request
+    keys += [("lora", adapter.lora_name, adapter.lora_path)] if adapter is not None else []
+    return tuple(keys) or None, mm_index
 
 
 @contextmanager
@@ -62,13 +79,24 @@ def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
             "KVConnectorHandshakeMetadata": KVConnectorHandshakeMetadata,
             "KVConnectorMetadata": KVConnectorMetadata,
             "KVConnectorRole": KVConnectorRole,
+            "KVConnectorWorkerMetadata": KVConnectorWorkerMetadata,
         },
+        "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
+            "KVConnectorPromMetrics": KVConnectorPromMetrics,
+            "KVConnectorStats": KVConnectorStats,
+        },
+        "vllm.distributed.kv_events": {"BlockStored": SimpleNamespace},
         "vllm.distributed.parallel_state": {"get_tp_group": lambda: group, "get_pp_group": lambda: alone},
-        "vllm.v1.core.kv_cache_utils": {"generate_block_hash_extra_keys": generate_block_hash_extra_keys},
+        "vllm.v1.core.kv_cache_utils": {
+            "generate_block_hash_extra_keys": generate_block_hash_extra_keys,
+            "maybe_convert_block_hash": lambda block_hash: block_hash,
+        },
         "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
     }
     names = {".".join(name.split(".")[: i + 1]) for name in contents for i in range(len(name.split(".")))}
-    before = {name: sys.modules.pop(name, None) for name in (*names, "ems.integration.vllm")}
+    before = {
+        name: sys.modules.pop(name, None) for name in (*names, "ems.integration.vllm", "ems.integration.vllm_stats")
+    }
     try:
         for name in names:
             sys.modules[name] = ModuleType(name)
@@ -82,7 +110,7 @@ def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
 
 
 def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
-    """A VllmConfig as the connector reads it. changes: `kv_role`, `policy`, `extra`, or attributes of the config."""
+    """A VllmConfig as the connector reads it. changes: `kv_role`, `policy`, `extra`, `mla`, `events`, or attributes."""
     role = changes.pop("kv_role", "kv_both")
     transfer = SimpleNamespace(
         kv_connector_extra_config={"socket": socket, "timeout_ms": 2000, **changes.pop("extra", {})},
@@ -92,7 +120,12 @@ def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
     )
     hf_config = SimpleNamespace(to_json_string=lambda use_diff: "{}", _commit_hash=None)
     model = SimpleNamespace(
-        model="tiny", revision=None, hf_config=hf_config, dtype="float16", quantization=None, use_mla=False
+        model="tiny",
+        revision=None,
+        hf_config=hf_config,
+        dtype="float16",
+        quantization=None,
+        use_mla=changes.pop("mla", False),
     )
     fields = {
         "kv_transfer_config": transfer,
@@ -101,6 +134,7 @@ def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
         "device_config": SimpleNamespace(device_type="cpu"),
         "parallel_config": SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
         "speculative_config": None,
+        "kv_events_config": SimpleNamespace(enable_kv_cache_events=changes.pop("events", False)),
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -119,6 +153,12 @@ class FakeRequest:
     cache_salt: str | None = None
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        """vLLM's own, of the full blocks."""
+        return [bytes([i]) * 32 for i in range(self.num_tokens // BLOCK_SIZE)]
 
     @property
     def num_tokens(self) -> int:

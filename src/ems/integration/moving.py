@@ -5,6 +5,8 @@ for, before a preemption); a block of a load is not used until it is reported. W
 """
 
 import logging
+import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +26,7 @@ _HEALTH_S = 1.0
 class _UnderWay:
     transfer: Transfer
     future: CcFuture
+    begun_s: float
     is_void: bool = False  # what a load brings is not wanted any more
 
 
@@ -43,6 +46,10 @@ class Moving:
         self._finished: set[str] = set()  # of those, the ones whose blocks wait for the report
         self._received: set[str] = set()
         self._failed_blocks: set[int] = set()
+        self._is_saving = not layout.is_mla or layout.rank_in_tp == 0  # with MLA all tensor ranks have the same bytes
+        self._block_bytes = sum(layout.widths)
+        self._saved: list[int] = []
+        self._counts: Counter[str] = Counter()
 
     def forget_loads(self) -> None:
         """Loads under way end as if nothing had been found."""
@@ -55,22 +62,26 @@ class Moving:
             if future is None:
                 self._end_load(transfer, 0)
             else:
-                self._loads.append(_UnderWay(transfer, future))
+                self._loads.append(_UnderWay(transfer, future, time.monotonic()))
 
     def save(self, transfers: Iterable[Transfer]) -> None:
         """Begins saves of blocks whose bytes are there, or come with what the device is computing now."""
         for transfer in transfers:
             self._savers.add(transfer.request_id)
+            if not self._is_saving:
+                continue
             future = self._begin(transfer, is_load=False)
             if future is not None:
-                self._saves.append(_UnderWay(transfer, future))
+                self._saves.append(_UnderWay(transfer, future, time.monotonic()))
+            else:
+                self._counts["unsaved_blocks"] += len(transfer.blocks)
 
     def wait_for(self, request_ids: Iterable[str]) -> None:
         """Ends the saves of preempted requests; their blocks may be overwritten afterwards."""
         preempted = set(request_ids)
         for work in self._saves:
             if work.transfer.request_id in preempted:
-                self._result(work)
+                self._end_save(work)
         self._saves = [work for work in self._saves if work.transfer.request_id not in preempted]
         self._savers -= preempted
 
@@ -89,6 +100,16 @@ class Moving:
         """Blocks of ended loads that did not come."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
+
+    def take_saved(self) -> list[int]:
+        """The hashes of blocks that the pool has taken since the last call."""
+        saved, self._saved = self._saved, []
+        return saved
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call, by name."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def close(self) -> None:
         self._circuit.close()
@@ -112,10 +133,11 @@ class Moving:
             count = self._result(work)
             if count is not None:
                 self._circuit.succeeded()
+            self._count("load", work, 0 if work.is_void else count or 0)
             self._end_load(work.transfer, 0 if work.is_void else count or 0)
         for work in [work for work in self._saves if work.future.done()]:
             self._saves.remove(work)
-            self._result(work)
+            self._end_save(work)
 
     def _result(self, work: _UnderWay) -> int | None:
         """Blocks of the prefix that were moved; None when the pool failed, which opens the circuit."""
@@ -125,6 +147,20 @@ class Moving:
             self._circuit.failed(str(error))
             return None
 
+    def _end_save(self, work: _UnderWay) -> None:
+        """Waits for it."""
+        count = self._result(work) or 0
+        self._saved += work.transfer.hashes[:count]
+        self._counts["unsaved_blocks"] += len(work.transfer.blocks) - count
+        self._count("save", work, count)
+
+    def _count(self, kind: str, work: _UnderWay, count: int) -> None:
+        done = {"save": "saved", "load": "loaded"}[kind]
+        self._counts[f"{done}_blocks"] += count
+        self._counts[f"{done}_bytes"] += count * self._block_bytes
+        self._counts[f"{kind}_seconds"] += time.monotonic() - work.begun_s  # type: ignore[assignment]
+
     def _end_load(self, transfer: Transfer, count: int) -> None:
+        self._counts["failed_blocks"] += len(transfer.blocks) - count
         self._received.add(transfer.request_id)
         self._failed_blocks |= set(transfer.blocks[count:])

@@ -5,10 +5,12 @@ waits for a moment and otherwise asks again in its next step. A load that came s
 saved in the step that fills them, once the scheduler knows their tokens.
 """
 
+import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
@@ -16,14 +18,18 @@ from typing import Any
 
 from ems.circuit import Circuit
 from ems.config import CcKvOption
+from ems.integration.adapters import Adapters
 from ems.integration.chain import Chain, ExtraKeys
 from ems.integration.settings import RankLayout, Settings
+from ems.integration.stored import Stored, StoredBlock
 from ems.session import Session
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 0.002  # of a scheduler step for a lookup
 _HEALTH_S = 1.0
 _LOOKUP_THREADS = 4
+PROMISED = "ems_num_tokens"
+"""In kv_transfer_params: so many tokens of the prompt are in the pool, or on their way there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,16 @@ class Plan:
     is_reset: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Duties:
+    """What a connector does. handover_s: how long a request waits for tokens that another engine has promised."""
+
+    is_loading: bool = True
+    is_saving: bool = True
+    has_events: bool = False
+    handover_s: float = 0.0
+
+
 class Lookup:
     """Asks the pool how many blocks of a prefix all ranks have."""
 
@@ -60,6 +76,11 @@ class Lookup:
             self._sessions.append(session)
         self._executor = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="ems-lookup")
         self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have a part of each block."""
+        return len(self._sessions)
 
     def begin(self, hashes: list[int]) -> "Future[int] | None":
         """None while the pool is down."""
@@ -93,20 +114,24 @@ class _Tracked:
     lookup: "Future[int] | None" = None
     loading: frozenset[int] = frozenset()
     is_let_down: bool = False  # a load came short
+    waits_until_s: float | None = None  # for tokens that were promised
 
 
 class Scheduling:
     """Owned by the scheduler's thread."""
 
-    def __init__(self, block_size: int, extra_keys: ExtraKeys, is_loading: bool = True, is_saving: bool = True) -> None:
+    def __init__(self, block_size: int, extra_keys: ExtraKeys, duties: Duties) -> None:
         self._block_size = block_size
         self._extra_keys = extra_keys
-        self._is_loading, self._is_saving = is_loading, is_saving
+        self._duties = duties
         self._tracked: dict[str, _Tracked] = {}
         self._saving: set[str] = set()  # requests with a save that the workers were told of
         self._loads: list[Transfer] = []
         self._root = b""
         self._is_reset = False
+        self._adapters = Adapters()
+        self._stored = Stored()
+        self._counts: Counter[str] = Counter()
         self.lookup: Lookup | None = None  # set when the workers have told their layouts
 
     def reset(self) -> None:
@@ -124,10 +149,15 @@ class Scheduling:
         size = self._block_size
         first = num_computed_tokens // size
         count = (request.num_tokens - 1) // size - first  # the last token is always computed
-        may_load = self._is_loading and self.lookup is not None and _is_shareable(request)
+        may_load = self._duties.is_loading and self.lookup is not None
         if not may_load or count < 1 or num_computed_tokens % size or getattr(request, "skip_reading_prefix_cache", 0):
             return 0, False
-        tracked = self._track(request)
+        if self._is_adapter_read(request):
+            return None, False
+        root = self._root_of(request)
+        if root is None:
+            return 0, False
+        tracked = self._track(request, root)
         if tracked.is_let_down:
             return 0, False
         if tracked.asked != (first, count):
@@ -140,13 +170,29 @@ class Scheduling:
             found = tracked.lookup.result(_PATIENCE_S) * size
         except FutureTimeout:
             return None, False
+        if self._is_awaited(tracked, first * size + found):
+            tracked.asked = None
+            return None, False
+        self._counts.update(lookups=1, lookup_blocks=count, hit_blocks=found // size)
         return found, found > 0
+
+    def _is_awaited(self, tracked: _Tracked, num_tokens: int) -> bool:
+        """Whether more than `num_tokens` were promised, by an engine that may still be saving them."""
+        promised = (getattr(tracked.request, "kv_transfer_params", None) or {}).get(PROMISED, 0)
+        size = self._block_size
+        if not isinstance(promised, int) or num_tokens >= min(promised, tracked.request.num_tokens - 1) // size * size:
+            return False
+        now_s = time.monotonic()
+        if tracked.waits_until_s is None:
+            tracked.waits_until_s = now_s + self._duties.handover_s
+        return now_s < tracked.waits_until_s
 
     def allocated(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
         """The request has its blocks; the tokens that `matched` promised are to be loaded into them."""
-        if not _is_shareable(request):
+        root = self._root_of(request)
+        if root is None:
             return
-        tracked = self._track(request)
+        tracked = self._track(request, root)
         tracked.blocks = list(blocks)
         if num_external_tokens and tracked.asked is not None:
             first, count = tracked.asked[0], num_external_tokens // self._block_size
@@ -173,7 +219,7 @@ class Scheduling:
                 self._restart(id, list(new_blocks[0]) if new_blocks else [], computed)
             elif new_blocks and id in self._tracked:
                 self._tracked[id].blocks += new_blocks[0]
-        if self._is_saving:
+        if self._duties.is_saving:
             for id, count in output.num_scheduled_tokens.items():
                 self._save(plan, id, num_computed.get(id, 0) + count)
         return plan
@@ -193,6 +239,8 @@ class Scheduling:
         if end > first:
             hashes = tracked.chain.upto(tracked.request, end)[first:]
             plan.saves.append(Transfer(request_id, tracked.blocks[first:end], hashes))
+            if self._duties.has_events:
+                self._expect(tracked.request, first, hashes)
             tracked.num_saved = end
             self._saving.add(request_id)
 
@@ -205,25 +253,68 @@ class Scheduling:
                 tracked.is_let_down = tracked.is_let_down or bool(tracked.loading & failed)
                 tracked.loading = frozenset()
 
-    def finished(self, request_id: str) -> bool:
-        """The request is over. True: its blocks are free only when the workers have reported its saves."""
-        self._tracked.pop(request_id, None)
-        is_saving = request_id in self._saving
-        self._saving.discard(request_id)
-        return is_saving
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """The request is over. True: its blocks are free only when the workers have reported its saves.
+
+        And what is told to who asked for a handover: how many tokens the pool has, or is being given.
+        """
+        tracked = self._tracked.pop(request.request_id, None)
+        is_saving = request.request_id in self._saving
+        self._saving.discard(request.request_id)
+        wants_handover = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_decode")
+        if not wants_handover or tracked is None:
+            return is_saving, None
+        return is_saving, {PROMISED: tracked.num_saved * self._block_size}
+
+    # What was saved, and what was counted
+
+    def _expect(self, request: Any, first: int, names: list[int]) -> None:
+        size, hashes = self._block_size, request.block_hashes
+        if len(hashes) < first + len(names):
+            return  # vLLM hashes nothing where its own prefix cache is off
+        adapter = getattr(request.lora_request, "lora_name", None)
+        for i, name in enumerate(names, first):
+            tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
+            self._stored.expect(name, StoredBlock(hashes[i], hashes[i - 1] if i else None, tokens, adapter))
+
+    def saved(self, counts: Mapping[int, int]) -> None:
+        """counts: of each hash, how many more ranks have saved its block."""
+        if self.lookup is not None:
+            self._stored.report(counts, self.lookup.num_ranks)
+
+    def take_stored(self) -> list[StoredBlock]:
+        """Blocks that all ranks have saved since the last call."""
+        return self._stored.take()
+
+    def take_counts(self) -> dict[str, float]:
+        """What was counted since the last call, by name."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
 
     def close(self) -> None:
+        self._adapters.close()
         if self.lookup is not None:
             self.lookup.close()
 
-    def _track(self, request: Any) -> _Tracked:
+    def _track(self, request: Any, root: bytes) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys, self._root))
+            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys, root))
             self._tracked[request.request_id] = tracked
         return tracked
 
+    def _root_of(self, request: Any) -> bytes | None:
+        """What all names of the request hang on: weights, and its adapter's; None when these are not known (yet)."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return self._root
+        future = self._adapters.look(adapter)
+        if future is None or not future.done() or future.exception() is not None:
+            return None
+        return hashlib.sha256(b"lora" + self._root + future.result().encode()).digest()
 
-def _is_shareable(request: Any) -> bool:
-    """Whether token ids and extra keys decide the KV. An adapter's name says nothing about its weights."""
-    return getattr(request, "lora_request", None) is None
+    def _is_adapter_read(self, request: Any) -> bool:
+        """Whether the request's adapter is being read just now: `_root_of` will know soon."""
+        adapter = getattr(request, "lora_request", None)
+        future = self._adapters.look(adapter) if adapter is not None else None
+        return future is not None and not future.done()

@@ -19,7 +19,7 @@ from ems.session import Session, locate_socket
 from ems.values.pool import KvPool
 
 log = logging.getLogger(__name__)
-KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms")
+KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms", "handover_ms")
 _MAX_TIMEOUT_MS = 60_000
 _PIECE_BYTES = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
@@ -30,6 +30,7 @@ class Settings:
     """socket: path of the agent's, empty = where agents serve; model_id: empty = made from the model's files.
 
     timeout_ms: what a request waits for its prefix at most, and a save for the pool.
+    handover_ms: how long a request waits for tokens that another engine has promised (EMSConnector only).
     """
 
     socket: str = ""
@@ -37,6 +38,7 @@ class Settings:
     access_key: str = ""
     model_id: str = ""
     timeout_ms: int = 500
+    handover_ms: int = 2000
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "kv_connector_extra_config") -> "Settings":
@@ -44,18 +46,18 @@ class Settings:
         unknown = sorted(values.keys() - set(KEYS))
         if unknown:
             raise ValueError(f"{where}.{unknown[0]}: is not known; known are {', '.join(KEYS)}")
-        for name in KEYS[:-1]:
+        for name in KEYS[:-2]:
             if not isinstance(values.get(name, ""), str):
                 raise ValueError(f"{where}.{name}: must be a string")
-        timeout_ms = values.get("timeout_ms", 500)
-        if isinstance(timeout_ms, bool) or not isinstance(timeout_ms, int) or not 1 <= timeout_ms <= _MAX_TIMEOUT_MS:
-            raise ValueError(f"{where}.timeout_ms: must be 1 to {_MAX_TIMEOUT_MS}")
+        numbers = [
+            _number(values, name, default, where) for name, default in (("timeout_ms", 500), ("handover_ms", 2000))
+        ]
         settings = cls(
             values.get("socket", ""),
             values.get("access_id", ""),
             _first_line(values.get("access_key_file", ""), where),
             values.get("model_id", ""),
-            timeout_ms,
+            *numbers,
         )
         try:
             settings._config(CcConfig_v1(0, 0, settings.model_id or "m")).validate()
@@ -136,6 +138,14 @@ def _hash_of(path: Path) -> str:
         while piece := file.read(_PIECE_BYTES):
             hashed.update(piece)
     return hashed.hexdigest()
+
+
+def _number(values: Mapping[str, Any], name: str, default: int, where: str) -> int:
+    """A number of milliseconds."""
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_TIMEOUT_MS:
+        raise ValueError(f"{where}.{name}: must be 1 to {_MAX_TIMEOUT_MS}")
+    return value
 
 
 def _first_line(path: str, where: str) -> str:

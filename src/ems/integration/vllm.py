@@ -8,25 +8,33 @@ vLLM makes one object in its scheduler and one in each worker. Whole blocks trav
 layer by layer; a block counts as present when all ranks have their part of it; whatever fails is computed.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import vllm
+from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ems.integration.moving import Moving
 from ems.integration.parts import split_blocks
-from ems.integration.scheduling import Lookup, Plan, Scheduling
+from ems.integration.scheduling import Duties, Lookup, Plan, Scheduling
 from ems.integration.settings import RankLayout, Settings, model_fingerprint
+from ems.integration.stored import StoredBlock
+from ems.integration.vllm_stats import EMSPromMetrics, EMSStats
+
+MEDIUM = "EMS"  # of KV events
 
 
 @dataclass
@@ -34,6 +42,16 @@ class EMSConnectorMetadata(KVConnectorMetadata):
     """From the scheduler to the workers, once a step."""
 
     plan: Plan = field(default_factory=Plan)
+
+
+@dataclass
+class EMSWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler, once a step. saved: by hash, how many ranks have saved the block."""
+
+    saved: Counter[int]
+
+    def aggregate(self, other: Any) -> "EMSWorkerMetadata":
+        return EMSWorkerMetadata(self.saved + other.saved)
 
 
 @dataclass
@@ -57,9 +75,12 @@ class EMSConnector(KVConnectorBase_V1):
         self._layout: RankLayout | None = None
         if role == KVConnectorRole.SCHEDULER:
             block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-            self._scheduling = Scheduling(
-                block_size, generate_block_hash_extra_keys, transfer.is_kv_consumer, transfer.is_kv_producer
-            )
+            events = getattr(vllm_config, "kv_events_config", None)
+            has_events = events is not None and events.enable_kv_cache_events
+            handover_s = self._settings.handover_ms / 1000
+            duties = Duties(transfer.is_kv_consumer, transfer.is_kv_producer, has_events, handover_s)
+            self._scheduling = Scheduling(block_size, _extra_keys, duties)
+        self._block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,10 +111,17 @@ class EMSConnector(KVConnectorBase_V1):
     def update_connector_output(self, connector_output: Any) -> None:
         assert self._scheduling is not None
         self._scheduling.loaded(connector_output.finished_recving or (), connector_output.invalid_block_ids or ())
+        if connector_output.kv_connector_worker_meta is not None:
+            self._scheduling.saved(connector_output.kv_connector_worker_meta.saved)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduling is not None
-        return self._scheduling.finished(request.request_id), None
+        return self._scheduling.finished(request)
+
+    def take_events(self) -> Iterator[BlockStored]:
+        """Blocks that are in the pool from now on, with all ranks' parts. When they go again nobody tells."""
+        assert self._scheduling is not None
+        return (_event(block, self._block_size) for block in self._scheduling.take_stored())
 
     def reset_cache(self) -> bool | None:
         """vLLM's reset_prefix_cache(reset_connector=True): what was saved so far is not loaded any more."""
@@ -150,6 +178,27 @@ class EMSConnector(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._moving.take_failed_blocks() if self._moving is not None else set()
 
+    def build_connector_worker_meta(self) -> EMSWorkerMetadata | None:
+        saved = self._moving.take_saved() if self._moving is not None else []
+        return EMSWorkerMetadata(Counter(saved)) if saved else None
+
+    # In both
+
+    def get_kv_connector_stats(self) -> EMSStats | None:
+        part = self._moving or self._scheduling
+        counts = part.take_counts() if part is not None else {}
+        return EMSStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> EMSStats:
+        return EMSStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: Any
+    ) -> EMSPromMetrics:
+        return EMSPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         for part in (self._moving, self._scheduling):
             if part is not None:
@@ -170,6 +219,26 @@ def _check(config: Any, kv_cache_config: Any) -> None:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
         raise ValueError("kv_cache_config: EMSConnector needs a model whose layers all use full attention")
+
+
+def _extra_keys(request: Any, start: int, end: int, mm_index: int) -> tuple[tuple[Any, ...] | None, int]:
+    """As vLLM's, without name and path of an adapter: its content is in the root of the chain."""
+    keys, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
+    kept = tuple(key for key in keys or () if not (isinstance(key, tuple) and key[:1] == ("lora",)))
+    return kept or None, mm_index
+
+
+def _event(block: StoredBlock, block_size: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=[maybe_convert_block_hash(block.hash)],
+        parent_block_hash=maybe_convert_block_hash(block.parent) if block.parent is not None else None,
+        token_ids=list(block.tokens),
+        block_size=block_size,
+        lora_id=None,
+        medium=MEDIUM,
+        lora_name=block.adapter,
+        group_idx=0,
+    )
 
 
 def _model_id(config: Any) -> str:

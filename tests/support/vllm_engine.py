@@ -1,0 +1,124 @@
+"""An engine of vLLM's parts around EMSConnector, over the stub: steps, allocations and reports as vLLM has them."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from tests.support.vllm_stub import (
+    FakeRequest,
+    KVConnectorRole,
+    Step,
+    kv_cache_config,
+    new_caches,
+    stubbed_vllm,
+    vllm_config,
+)
+from tests.support.waiting import until
+
+
+class Engine:
+    """A scheduler with one connector and a worker with another for each rank, all in this process."""
+
+    def __init__(self, socket: str, seed: int, world_size: int = 1, **changes: Any) -> None:
+        self.workers, self.caches, shakes = [], [], {}
+        self._reports: Counter[tuple[str, str]] = Counter()  # how many workers said so
+        for rank in range(world_size):
+            with stubbed_vllm(rank, world_size) as module:
+                worker = module.EMSConnector(vllm_config(socket, **changes), KVConnectorRole.WORKER, kv_cache_config())
+                self.caches.append(new_caches(seed + rank))
+                worker.register_kv_caches(self.caches[-1])
+                shakes[(0, rank)] = worker.get_handshake_metadata()
+                self.workers.append(worker)
+        with stubbed_vllm() as module:
+            config = vllm_config(socket, **changes)
+            self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
+        circuit = self.scheduler._scheduling.lookup._circuit
+        with suppress(AssertionError):  # where there is no agent it never is
+            until(lambda: circuit.is_up, limit_s=1)
+
+    def matched(self, request: FakeRequest, num_computed: int = 0) -> tuple[int, bool]:
+        while True:
+            count, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
+            if count is not None:
+                return count, is_async
+
+    def allocate(self, request: FakeRequest, blocks: list[int], num_external: int) -> None:
+        table = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, table, num_external)
+
+    def step(self, step: Step, finished: set[str] = frozenset()) -> tuple[set[str], set[str], set[int]]:
+        """One model step: ids whose saves ended everywhere, ids whose loads ended everywhere, blocks that failed."""
+        metadata = self.scheduler.build_connector_meta(step.output())
+        failed: set[int] = set()
+        told = []
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            worker.start_load_kv(None)
+            worker.wait_for_layer_load("layer0")
+            worker.wait_for_save()
+            for kind, ids in zip(("sent", "received"), worker.get_finished(finished), strict=True):
+                self._reports.update((kind, id) for id in ids)
+            failed |= worker.get_block_ids_with_load_errors()
+            told.append(worker.build_connector_worker_meta())
+        sent, received = self._take("sent"), self._take("received")
+        metas = [meta for meta in told if meta is not None]
+        output = SimpleNamespace(finished_recving=received, invalid_block_ids=failed, kv_connector_worker_meta=None)
+        if metas:
+            output.kv_connector_worker_meta = reduce(lambda one, other: one.aggregate(other), metas)
+        self.scheduler.update_connector_output(output)
+        return sent, received, failed
+
+    def _take(self, kind: str) -> set[str]:
+        """Requests that every worker has reported."""
+        done = {report for report, count in self._reports.items() if report[0] == kind and count == len(self.workers)}
+        for report in done:
+            del self._reports[report]
+        return {id for _kind, id in done}
+
+    def load(self, request: FakeRequest, blocks: list[int], num_external: int) -> set[int]:
+        """Loads and waits; blocks that failed."""
+        self.allocate(request, blocks, num_external)
+        failed: set[int] = set()
+
+        def received() -> set[str]:
+            _sent, ids, more = self.step(Step())
+            failed.update(more)
+            return ids
+
+        assert until(received) == {request.request_id}
+        return failed
+
+    def compute(self, request: FakeRequest, blocks: list[int]) -> None:
+        """Computes the whole prompt in one step, and waits for its saves through the request's end."""
+        self.allocate(request, blocks, 0)
+        id = request.request_id
+        self.step(Step(new=[(request, blocks, 0)], counts={id: request.num_tokens}))
+        self.finish(request)
+
+    def finish(self, request: FakeRequest) -> None:
+        is_held, _parameters = self.scheduler.request_finished(request, [])
+        if is_held and not self.step(Step(), {request.request_id})[0]:
+            until(lambda: self.step(Step())[0])
+
+    def bytes_of(self, block: int, rank: int = 0) -> torch.Tensor:
+        return torch.stack([cache[:, block] for cache in self.caches[rank].values()])
+
+    def close(self) -> None:
+        for connector in (*self.workers, self.scheduler):
+            connector.shutdown()
+
+
+@contextmanager
+def engine(socket: Any, seed: int = 1, **changes: Any) -> Iterator[Engine]:
+    running = Engine(str(socket), seed, **changes)
+    try:
+        yield running
+    finally:
+        running.close()
