@@ -1,5 +1,6 @@
 """EMSConnector beside the moving of blocks: adapters, ranks of MLA, events, statistics, and handing a prompt over."""
 
+import itertools
 import os
 import threading
 from collections import Counter
@@ -17,6 +18,7 @@ from tests.support.waiting import until
 
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE + 1))  # four full blocks and a token
 BLOCKS = [0, 1, 2, 3, 4]
+_numbers = itertools.count()
 HIT, MISS = (4 * BLOCK_SIZE, True), (0, False)
 
 
@@ -39,7 +41,7 @@ def computed(running: Engine, **changes: Any) -> None:
 
 
 def asked(running: Engine, **changes: Any) -> tuple[int, bool]:
-    return running.matched(FakeRequest(f"asks {id(changes)}", list(PROMPT), **changes))
+    return running.matched(FakeRequest(f"asks {next(_numbers)}", list(PROMPT), **changes))
 
 
 # Adapters

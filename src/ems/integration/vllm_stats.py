@@ -23,7 +23,7 @@ class EMSStats(KVConnectorStats):
     """Sums since the last report, by name."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
