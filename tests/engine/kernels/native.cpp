@@ -3,6 +3,7 @@
 #include <string>
 
 #include "draw.cpp"
+#include "experts.cpp"
 #include "heads.cpp"
 #include "lora.cpp"
 #include "pack.cpp"
