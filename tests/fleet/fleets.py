@@ -1,8 +1,10 @@
 """Replicas without Ray: engines of this process behind the calls that a FleetEngine makes, which can be killed."""
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvloom.contract.errors import Unavailable
 from kvloom.contract.messages import RankInfo
@@ -12,6 +14,7 @@ from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.wire import About, Hello, decode_hint, decode_request, encode, fault, pieces
 from kvloom.rank.fake import VOCAB_SIZE, fake_answer
+from tests.support.configs import mock_document
 
 INFO = RankInfo(64, 16, VOCAB_SIZE, 256, "fake")
 
@@ -64,6 +67,16 @@ def fleet_of(replicas: Replicas, prefill: Replicas | None = None, threshold: int
     board.views = [View("replica-0")]
     ways = Ways(replicas.call, board, prefill and prefill.call, prefill and Board(), threshold)
     return FleetEngine(About("replica-0", "w8a8", "1", "n", 1, 256, INFO), ways, Manners(**manners))
+
+
+def with_missing_adapter(folder: Path) -> Path:
+    """A config.json whose adapter no node has."""
+    document = mock_document()
+    document["ModelDeployParam"]["ModelParam"][0]["loraModules"] = ["a=/nowhere"]
+    path = folder / "config.json"
+    path.write_text(json.dumps(document))
+    path.chmod(0o640)
+    return path
 
 
 __all__ = ["INFO", "Replicas", "Unavailable", "fleet_of"]

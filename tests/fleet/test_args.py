@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
-from kvloom.fleet.plan import Plan, make_plan
+from kvloom.fleet.plan import Plan, Roll, make_plan
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,18 @@ def test_without_ray_the_command_says_how_to_get_it():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert done.stderr.strip() == "kvloom: a fleet needs Ray (ray is missing): pip install 'kvloom[ray]'"
+
+
+def test_weights_of_another_form_are_refused_by_name():
+    roll = Roll()
+    assert roll.join("n1", "cpu w8a8") == ""
+    assert roll.join("n2", "cpu w8a8") == ""
+    assert roll.join("n3", "cpu bf16") == (
+        "node n3 holds the model as cpu bf16, and node n1 of the same fleet as cpu w8a8; set weightFormat"
+    )
+
+
+def test_plans_of_other_settings_are_other_fleets():
+    one, two = (make_plan(FleetArgs(backend="fake", max_batch=number)) for number in (4, 8))
+    assert one.id != two.id
+    assert one.id == make_plan(FleetArgs(backend="fake", max_batch=4)).id

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.fake import fake_answer
+from tests.fleet.fleets import with_missing_adapter
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
@@ -182,3 +183,25 @@ def test_one_grows_to_three_under_load_and_shrinks_again_and_loses_no_request(fl
         until(lambda: len(fleet.engine_pids()) == 3, 90)
     with Load(fleet, 1):
         until(lambda: len(fleet.engine_pids()) == 1, 90)
+
+
+def run_in_vain(*options: str) -> str:
+    """What `kvloom fleet run` says when it cannot."""
+    command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_a_port_in_use_is_told_before_ray_is_started(fleet):
+    port = fleet.url.rsplit(":", 1)[1]
+    said = run_in_vain("--port", port)
+    assert said == (
+        f"kvloom: port {port} of 127.0.0.1 is in use by another program; stop that one or choose another port"
+    )
+
+
+@pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="starts a Ray; KVLOOM_FLEET_LONG=1 runs it")
+def test_a_replica_that_never_starts_is_told_in_one_line(tmp_path):
+    said = run_in_vain("--port", "0", "--config", str(with_missing_adapter(tmp_path)))
+    assert said.startswith("kvloom: a replica does not start: loraModules: a=/nowhere: ")

@@ -3,6 +3,7 @@
 Ray is imported here, in router.py and in local.py, and nowhere else of kvloom.
 """
 
+import warnings
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,7 +22,7 @@ from kvloom.fleet.args import Autoscaling, FleetArgs, parse_args
 from kvloom.fleet.engine import Ways
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.lost import Call, ReplicaLost
-from kvloom.fleet.plan import Plan, make_plan
+from kvloom.fleet.plan import Plan, Roll, make_plan
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.wire import About, decode_about, encode
@@ -69,23 +70,23 @@ def _engines(plan: Plan, name: str, role: str, number: int) -> serve.Application
     if plan.world_size > 1:
         bundle = {"CPU": args.cpus_per_rank} | ({"GPU": args.gpus_per_rank} if args.gpus_per_rank else {})
         options |= {"placement_group_bundles": [bundle] * plan.world_size, "placement_group_strategy": "STRICT_PACK"}
-    options |= (
-        {"num_replicas": number} if args.autoscaling is None else {"autoscaling_config": _scaling(args.autoscaling)}
-    )
+    options |= {"num_replicas": number} if args.autoscaling is None else _scaling(args.autoscaling)
     return serve.deployment(ServedReplica).options(**options).bind(plan, role)
 
 
 def _scaling(scaling: Autoscaling) -> dict[str, Any]:
-    config = AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.queued_tokens_per_replica,
-        upscale_delay_s=scaling.up_delay_s,
-        downscale_delay_s=scaling.down_delay_s,
-        metrics_interval_s=1,
-        look_back_period_s=5,
-        policy=AutoscalingPolicy(policy_function="kvloom.fleet.scaling:on_queued_tokens"),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the interval, whose successor is no setting of an app
+        config = AutoscalingConfig(
+            min_replicas=scaling.min_replicas,
+            max_replicas=scaling.max_replicas,
+            target_ongoing_requests=scaling.queued_tokens_per_replica,
+            upscale_delay_s=scaling.up_delay_s,
+            downscale_delay_s=scaling.down_delay_s,
+            metrics_interval_s=1,
+            look_back_period_s=5,
+            policy=AutoscalingPolicy(policy_function="kvloom.fleet.scaling:on_queued_tokens"),
+        )
     return {"autoscaling_config": config}
 
 
@@ -115,6 +116,7 @@ class ServedReplica:
         if plan.args.kv_pool:
             await _ensure_agent(node, int(plan.args.kv_pool_gb * (1 << 30)))
         await self._replica.start()
+        await _join_roll(plan, node, self._replica.form)
 
     async def stream(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         async for item in self._replica.stream(data):
@@ -144,7 +146,9 @@ class ServedReplica:
 class ServedIngress:
     """Ingress as Serve calls it."""
 
-    def __init__(self, plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None
+    ) -> None:
         self._engines = engines
         decode = calls(engines, "stream"), board_of(ENGINES)
         ways = Ways(*decode)
@@ -154,6 +158,7 @@ class ServedIngress:
         node = ray.get_runtime_context().get_node_id()[:_ID_CHARS]
         self._grace_s = plan.args.grace_s
         self._ingress = Ingress(plan, Fleet(self._describe, ways), node)
+        await self._ingress.load()  # so that an upgrade sends nobody here before requests are answered
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app()
@@ -187,6 +192,15 @@ def calls(engines: DeploymentHandle, method: str) -> Call:
                 stream.cancel()
 
     return call
+
+
+async def _join_roll(plan: Plan, node: str, form: str) -> None:
+    """The replicas of one plan hold their weights in one form. Raises ModelError."""
+    options = {"name": f"roll-{plan.id}", "namespace": "kvloom", "lifetime": "detached", "get_if_exists": True}
+    roll = ray.remote(Roll).options(**options, num_cpus=0).remote()
+    problem = await roll.join.remote(node[:_ID_CHARS], form)
+    if problem:
+        raise ModelError(problem)
 
 
 async def _ensure_agent(node: str, pool_bytes: int) -> None:

@@ -56,24 +56,21 @@ class Ingress:
         self._health = Health(self._models, is_loading=True)
         self._parsing = Parsing(self._models, self._config.num_parsers)
         self._engine: FleetEngine | None = None
-        self._loading: asyncio.Task[None] | None = None
 
     def app(self) -> ASGIApp:
-        """Answers 503 until a replica has said what it is like."""
+        """Answers 503 before `load`."""
         store = None
         if self._config.response_store is not None:
             store = ResponseStore(self._config.response_store, self._config.response_limits)
         control = Control(_refuse, f"{self._config.host}:{self._config.port}")
         dialects = make_dialects(self._models, self._health, control, self._config, store)
-        settings = AppSettings(self._config.max_body_bytes, self._begin)
+        settings = AppSettings(self._config.max_body_bytes)
         keys = KeyRing(self._config.api_key_hashes) if self._config.api_key_hashes else None
         app = make_app(self._health, dialects, settings, self._parsing)
         return guard(BodyTimeoutMiddleware(app), policy_of(self._config), keys)
 
-    def _begin(self) -> None:
-        self._loading = asyncio.get_running_loop().create_task(self._load())
-
-    async def _load(self) -> None:
+    async def load(self) -> None:
+        """Waits until a replica has said what it is like."""
         about = await self._about()
         card = self._config.models[0]
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
@@ -103,8 +100,6 @@ class Ingress:
                     await asyncio.sleep(_POLL_S)
         if self._engine is not None:
             self._engine.close()
-        if self._loading is not None:
-            self._loading.cancel()
 
 
 def share_of(config: ServerConfig, num_ingresses: int) -> ServerConfig:

@@ -14,15 +14,14 @@ from kvloom.contract.errors import ModelError
 from kvloom.fleet.plan import Plan
 from kvloom.net.listening import bracketed, listen
 
-# Ray reads these when it is imported: loopback alone, a token for what Serve opens beside it, nothing told to anybody
-_QUIET = {
+# Ray reads these when it is imported, and its processes have them from this one
+_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_MODE": "token",  # for the ports that Serve opens beside loopback
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes the machine's address for 127.0.0.1
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1",
 }
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-os.environ.update({name: value for name, value in (_QUIET | _LOOPBACK).items() if name not in os.environ})
+os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402

@@ -1,5 +1,6 @@
 """Plan: what every process of a fleet is made of, wherever it runs. Built once, where the application is."""
 
+import hashlib
 import logging
 import os
 import platform
@@ -29,6 +30,11 @@ class Plan:
     args: FleetArgs
     version: str
     world_size: int = 1  # ranks of a replica
+
+    @property
+    def id(self) -> str:
+        """Of this plan, and of no other."""
+        return hashlib.sha256(repr((self.values, self.args, self.version)).encode()).hexdigest()[:16]
 
     def config(self, node: str) -> ServerConfig:
         """On this node. Raises ModelError naming it when a model is missing or this is another version of kvloom."""
@@ -71,11 +77,33 @@ def make_plan(args: FleetArgs, above: str = "args") -> Plan:
     return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size)
 
 
-def layout_of(config: EngineConfig, info: RankInfo) -> str:
-    """Equal where one replica can go on with the other's tokens: the same files, form of weights and kernels."""
-    files = "+".join(f"{name}:{size}" for name, _, size, _ in stamp(config.model))
-    form = f"{info.backend} {info.held_as} kv={config.kv_dtype} block={info.block_size} ranks={config.world_size}"
-    return f"{form} {_isa()} {files}"
+def form_of(config: EngineConfig, info: RankInfo) -> str:
+    """Equal where two replicas hold the same weights in the same form."""
+    files = "+".join(f"{name}:{size}" for name, _, size, _ in stamp(config.model)) or "mock"
+    held = f"{info.backend} {info.held_as}".strip()
+    return f"{held} kv={config.kv_dtype} block={info.block_size} ranks={config.world_size} {files}"
+
+
+def layout_of(form: str) -> str:
+    """Equal where one replica can go on with the other's tokens: one form of weights, and the same kernels."""
+    return f"{form} {_isa()}"
+
+
+class Roll:
+    """In what form the first replica of a plan holds its weights: the others have to, too."""
+
+    def __init__(self) -> None:
+        self._first: tuple[str, str] | None = None  # node and form
+
+    def join(self, node: str, form: str) -> str:
+        """ "" or, in a sentence, why a replica there is refused."""
+        if self._first is None:
+            self._first = node, form
+        first_node, wanted = self._first
+        if form == wanted:
+            return ""
+        others = f"node {first_node} of the same fleet as {wanted}"
+        return f"node {node} holds the model as {form}, and {others}; set weightFormat"
 
 
 def _isa() -> str:

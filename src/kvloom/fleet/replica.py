@@ -16,7 +16,7 @@ from kvloom.contract.request import Delta
 from kvloom.engine.feed import Feed, Step
 from kvloom.fleet.agent import pool_tier
 from kvloom.fleet.figures import told
-from kvloom.fleet.plan import Plan, layout_of
+from kvloom.fleet.plan import Plan, form_of, layout_of
 from kvloom.fleet.wire import About, Hello, decode_item, decode_request, encode, fault, pieces
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.backends import factory_of
@@ -37,6 +37,7 @@ class EngineReplica:
         self._plan, self.name, self._node, self._role = plan, name, node, role
         self._engine: EngineLike | None = None
         self._card: ModelCard | None = None
+        self.form = ""  # of its weights
         self._layout = ""
         self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
         self._adapters: list[str] = []
@@ -50,7 +51,8 @@ class EngineReplica:
         engine = await asyncio.to_thread(self._open, card)
         engine.start(asyncio.get_running_loop())
         self._engine, self._card = engine, card
-        self._layout = layout_of(card.engine, engine.info)
+        self.form = form_of(card.engine, engine.info)
+        self._layout = layout_of(self.form)
 
     def _open(self, card: ModelCard) -> EngineLike:
         load = functools.cache(functools.partial(model_tokenizer, card.engine.model))

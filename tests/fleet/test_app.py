@@ -1,0 +1,62 @@
+"""What Serve is told to run, of the arguments that the fleet was given. Starts no Ray."""
+
+import json
+
+import pytest
+
+from kvloom.fleet.args import parse_args
+from kvloom.fleet.plan import make_plan
+from tests.support.configs import mock_document
+
+app = pytest.importorskip(
+    "kvloom.fleet.app", reason="Ray is not installed: pip install 'kvloom[ray]'", exc_type=ImportError
+)
+
+
+def deployments(**args) -> dict:
+    """By name, the ingress's and those it is bound to."""
+    ingress = app.application(make_plan(parse_args({"backend": "fake", **args})))._bound_deployment
+    bound = [each._bound_deployment for each in ingress.init_args if hasattr(each, "_bound_deployment")]
+    return {each.name: each for each in (ingress, *bound)}
+
+
+def test_without_more_there_are_replicas_of_one_kind_and_a_server_before_them():
+    found = deployments(replicas=3)
+    assert {name: each.num_replicas for name, each in found.items()} == {"ingress": 1, "engines": 3}
+
+
+def test_autoscaling_is_by_queued_tokens():
+    scaling = {"minReplicas": 0, "maxReplicas": 5, "queuedTokensPerReplica": 99}
+    config = deployments(autoscaling=scaling)["engines"]._deployment_config.autoscaling_config
+    assert (config.min_replicas, config.max_replicas, config.target_ongoing_requests) == (0, 5, 99)
+    assert config.policy.policy_function == "kvloom.fleet.scaling:on_queued_tokens"
+
+
+def test_roles_are_deployments():
+    found = deployments(roles={"prefill": 1, "decode": 2}, kvPool=True)
+    assert {name: each.num_replicas for name, each in found.items()} == {"ingress": 1, "engines": 2, "prefill": 1}
+
+
+def test_the_ranks_of_a_replica_are_placed_together(tmp_path):
+    document = mock_document()
+    document["ModelDeployParam"]["ModelParam"][0]["worldSize"] = 2
+    document["ModelDeployParam"]["npuDeviceIds"] = [[0, 1]]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document))
+    path.chmod(0o640)
+    config = deployments(config=str(path), cpusPerRank=2)["engines"]._replica_config
+    assert config.placement_group_bundles == [{"CPU": 2}, {"CPU": 2}]
+    assert config.placement_group_strategy == "STRICT_PACK"
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), [("prefix", "kvloom.fleet.routing.router:KvRouter"), ("power-of-two", "PowerOfTwo")]
+)
+def test_the_router_is_the_one_asked_for(policy, name):
+    config = deployments(router={"policy": policy})["engines"]._deployment_config.request_router_config
+    assert name in str(config.request_router_class)
+
+
+def test_several_ingresses_count_what_the_others_gave():
+    config = deployments(ingresses=2)["engines"]._deployment_config.request_router_config
+    assert config.request_router_kwargs["is_alone"] is False
