@@ -11,8 +11,7 @@ from kvloom.fleet.routing.board import View
 from kvloom.server.serving.engine import ReplicaFigures
 
 _MEANS = ("decode_step_s", "prompt_token_s")
-_APART = ("step_tokens", "batches")
-_SUMS = [f.name for f in fields(Stats) if f.name not in (*_MEANS, *_APART)]
+_SUMS = [f.name for f in fields(Stats) if isinstance(f.default, int | float) and f.name not in _MEANS]
 
 
 def told(stats: Stats) -> dict[str, Any]:
