@@ -12,8 +12,9 @@ import msgspec
 from kvloom.checkpoints.demo_models import pull
 from kvloom.contract.config import EngineConfig
 from kvloom.tuning.drive import drive
-from kvloom.tuning.simulate import Arrival, simulate
+from kvloom.tuning.simulate import simulate
 from kvloom.tuning.steptime import measure
+from kvloom.tuning.trace import Arrival
 
 VOCAB_SIZE = 40_000  # below every model's that is measured here
 

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.schedule.policies import Turns
-from kvloom.tuning.simulate import Arrival, simulate
+from kvloom.tuning.simulate import simulate
+from kvloom.tuning.trace import Arrival
 from tests.tuning.test_simulate import make_times
 
 LOADS = st.lists(

@@ -18,8 +18,9 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor
 from kvloom.engine.schedule.cost import Load
 from kvloom.rank.fake import ByteTokenizer, FakeRunner
-from kvloom.tuning.simulate import Arrival, read_trace, simulate
+from kvloom.tuning.simulate import simulate
 from kvloom.tuning.steptime import StepTimes, fit, load_times, measure, save_times
+from kvloom.tuning.trace import Arrival, read_trace
 
 STEP_S, TOKEN_S = 0.004, 0.001
 BLOCK = 4

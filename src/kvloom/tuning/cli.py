@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,13 +17,16 @@ from kvloom.checkpoints.demo_models import find_model
 from kvloom.contract.config import MAX_GAP_S, EngineConfig
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.run.engine_settings import read_engine_config
+from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures
-from kvloom.tuning.simulate import Simulated, read_trace
+from kvloom.tuning.fleet.cli import FleetOptions, run_fleet
+from kvloom.tuning.simulate import Simulated
 from kvloom.tuning.simulate import simulate as run_simulation
 from kvloom.tuning.steptime import load_times, measure, save_times
 from kvloom.tuning.sweep import CONFIG, PLOT, TABLE, Aim, Tuned
 from kvloom.tuning.sweep import tune as run_tuning
+from kvloom.tuning.trace import read_trace
 from kvloom.tuning.tune import Workload
 
 console = Console()
@@ -49,28 +53,43 @@ def dataset(
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="JSONL: arrival_s, prompt_tokens, output_tokens, priority.")],
-    times: Annotated[Path, typer.Option(help="Step times of an engine; measured and written when not there.")] = Path(
-        "step_times.json"
-    ),
-    config: Annotated[Path | None, typer.Option(help="A config.json; else the defaults and --model.")] = None,
-    model: Annotated[str, typer.Option(help="What is measured without --config.")] = "smollm2",
-    backend: Annotated[str, typer.Option(help="auto, cpu, reference or fake, without --config.")] = "auto",
-    max_batch: Annotated[int | None, typer.Option(min=1, help="Most requests in a step.")] = None,
-    max_tokens_per_step: Annotated[int | None, typer.Option(min=1, help="Most tokens of a step.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=2, help="KV blocks, instead of those measured.")] = None,
-    num_host_blocks: Annotated[int | None, typer.Option(min=0, help="Blocks for what is swapped out.")] = None,
-    policy: Annotated[int | None, typer.Option(help="0 FCFS, 1 STATE, 3 MLFQ.")] = None,
-    max_gap_ms: Annotated[float | None, typer.Option(min=0, help="Longest step beside streams; 0 = any.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    trace: Annotated[Path, typer.Argument(help="Requests: this project's or Mooncake's JSONL, or BurstGPT's CSV.")],
+    times: options.Times = Path("step_times.json"),
+    config: options.Config = None,
+    model: options.Model = "smollm2",
+    backend: options.Backend = "auto",
+    max_batch: options.MaxBatch = None,
+    max_tokens_per_step: options.MaxTokens = None,
+    num_blocks: options.NumBlocks = None,
+    num_host_blocks: options.NumHostBlocks = None,
+    policy: options.Policy = None,
+    max_gap_ms: options.MaxGap = None,
+    limit: options.Limit = None,
+    as_json: options.AsJson = False,
+    fleet: options.Fleet = False,
+    replicas: options.Replicas = None,
+    max_replicas: options.MaxReplicas = 64,
+    routing: options.RoutingNames = None,
+    prefill: options.Prefill = 0,
+    prefill_from: options.PrefillFrom = 512,
+    pool_gb_s: options.PoolSpeed = 2.0,
+    fail: options.Failures = None,
+    slo_ttft_ms: options.SloTtft = None,
+    slo_tpot_ms: options.SloTpot = None,
+    slo_percentile: options.SloPercentile = 99.0,
+    plot: options.Plot = None,
 ) -> None:
-    """Replay a trace of requests against the scheduler, without a model: what a policy or a size would do."""
-    arrivals = read_trace(trace)
+    """Replay a trace of requests against the scheduler, without a model: what a policy, a size or a fleet would do."""
+    slo = (slo_ttft_ms, slo_tpot_ms, slo_percentile)
+    many = FleetOptions(replicas, max_replicas, routing, prefill, prefill_from, pool_gb_s, fail, slo, plot)
+    if not fleet:
+        many.check_unused()
+    asked = many.asked(as_json) if fleet else None
+    arrivals = read_trace(trace, limit)
     base = _engine_config(config, model, backend)
     if not times.exists():
         with _bar() as bar:
-            task = bar.add_task("measuring step times", total=None)
-            save_times(measure(base, lambda done, total: bar.update(task, completed=done, total=total)), times)
+            save_times(measure(base, _shown(bar, "measuring step times")), times)
     measured = load_times(times)
     overrides: dict[str, Any] = {
         "max_batch": max_batch,
@@ -84,9 +103,16 @@ def simulate(
     engine = replace(base, **{name: value for name, value in overrides.items() if value is not None})
     started_s = time.perf_counter()
     with _bar() as bar:
-        task = bar.add_task("requests", total=len(arrivals))
-        found = run_simulation(arrivals, engine, measured, lambda done, total: bar.update(task, completed=done))
+        if asked is not None:
+            run_fleet(arrivals, engine, measured, asked, lambda name: _shown(bar, name))
+            return
+        found = run_simulation(arrivals, engine, measured, _shown(bar, "requests"))
     _print_simulated(found, time.perf_counter() - started_s, as_json)
+
+
+def _shown(bar: Progress, name: str) -> Callable[[int, int], object]:
+    task = bar.add_task(name, total=None)
+    return lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_simulated(found: Simulated, wall_s: float, as_json: bool) -> None:

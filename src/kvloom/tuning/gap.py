@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.schedule.cost import Load
-from kvloom.tuning.simulate import Arrival, simulate
+from kvloom.tuning.simulate import simulate
 from kvloom.tuning.steptime import StepTimes
+from kvloom.tuning.trace import Arrival
 from kvloom.tuning.tune import Proposal, Workload
 
 KEPT = 0.95  # of the throughput with no bound
