@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvloom.fleet.choice import Candidate, Rules, choose
-from kvloom.fleet.knowledge import Knowledge, Report, keys_of, packed
-from kvloom.fleet.ledger import Ledger
+from kvloom.fleet.routing.choice import Candidate, Rules, choose
+from kvloom.fleet.routing.knowledge import Knowledge, Report, keys_of, packed
+from kvloom.fleet.routing.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
