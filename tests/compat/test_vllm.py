@@ -3,16 +3,23 @@
 KVLOOM_VLLM_PYTHON names an interpreter that has vLLM 0.32 (the CPU build will do) and this package's dependencies.
 """
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import transformers
 
+from kvloom.contract.config import EngineConfig, TierConfig
+from kvloom.contract.request import Request, SamplingParams
+from kvloom.rank.fake import ByteTokenizer
+from kvloom.rank.opening import open_engine
 from tests.support.pool import running_agent
 
 PYTHON = os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable
@@ -23,21 +30,41 @@ if sys.executable == PYTHON and importlib.util.find_spec("vllm") is None:
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 NUM_TOKENS = 300
+PROMPT = [(7 * i + 3) % 500 for i in range(NUM_TOKENS)]
+WHOLE = NUM_TOKENS // 32 * 32  # tokens of full blocks
 ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     settings = json.loads(sys.argv[1])
-    num_tokens = settings.pop("num_tokens")
-    llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2, block_size=32, **settings)
-    prompt = {"prompt_token_ids": [(7 * i + 3) % 500 for i in range(num_tokens)]}
-    answer = llm.generate([prompt], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False))[0]
-    print("ANSWER", json.dumps([answer.num_cached_tokens, list(answer.outputs[0].token_ids)]))
+    prompt = {"prompt_token_ids": settings.pop("prompt")}
+    llm = LLM(skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=2, block_size=32, disable_log_stats=False,
+              **settings)
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, detokenize=False)
+
+    def tell():
+        answer = llm.generate([prompt], params)[0]
+        print("ANSWER", json.dumps([answer.num_cached_tokens, list(answer.outputs[0].token_ids)]))
+
+    tell()
+    assert llm.reset_prefix_cache(reset_connector=True)
+    tell()
+    counts = {each.name: each.value for each in llm.get_metrics() if each.name.startswith("vllm:ems_")}
+    print("COUNTS", json.dumps(counts))
 """
 
 
-def answer(model: Path, socket: Path) -> tuple[int, list[int]]:
-    """(tokens of the prompt that came from a cache, answer) of an engine of its own."""
+@dataclass(frozen=True)
+class Told:
+    """Of an engine's life: (tokens of the prompt that came from a cache, answer), and again after a reset; counters."""
+
+    first: tuple[int, list[int]]
+    after_reset: tuple[int, list[int]]
+    counts: dict[str, float]
+
+
+def answer(model: Path, socket: Path) -> Told:
+    """What an engine of its own tells."""
     transfer = {
         "kv_connector": "EMSConnector",
         "kv_connector_module_path": "ems.integration.vllm",
@@ -45,8 +72,14 @@ def answer(model: Path, socket: Path) -> tuple[int, list[int]]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(socket), "timeout_ms": 5000},
     }
-    settings = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "num_tokens": NUM_TOKENS}
+    settings = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "prompt": PROMPT}
     settings["kv_transfer_config"] = transfer
+    settings["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
+    return _told(run(ENGINE, model / "engine.py", settings))
+
+
+def run(source: str, script: Path, settings: dict[str, object]) -> list[str]:
+    """The lines that a script prints, run by the interpreter that has vLLM."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
@@ -55,14 +88,40 @@ def answer(model: Path, socket: Path) -> tuple[int, list[int]]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    script = model / "engine.py"
-    script.write_text(ENGINE)
+    script.write_text(source)
     command = [PYTHON, str(script), json.dumps(settings)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-2000:]
-    num_cached, tokens = json.loads(lines[0].removeprefix("ANSWER "))
-    return num_cached, tokens
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+def _told(lines: list[str]) -> Told:
+    answers = [json.loads(line.removeprefix("ANSWER ")) for line in lines if line.startswith("ANSWER ")]
+    (counts,) = [json.loads(line.removeprefix("COUNTS ")) for line in lines if line.startswith("COUNTS ")]
+    first, after_reset = ((count, tokens) for count, tokens in answers)
+    return Told(first, after_reset, counts)
+
+
+def kvloom_answer(model: Path, socket: Path) -> tuple[int, list[int]]:
+    """As `Told.first`, of kvloom's engine over the same agent."""
+
+    async def ask() -> tuple[int, list[int]]:
+        tier = TierConfig("kvloom.rank.tier.ems:open_tier", 5.0, {"socket": str(socket)})
+        config = EngineConfig(str(model), block_size=32, num_blocks=64, kv_tier=tier)
+        engine = open_engine(config, ByteTokenizer)
+        engine.start(asyncio.get_running_loop())
+        try:
+            request = Request("r", tuple(PROMPT), SamplingParams(temperature=0, ignore_eos=True, max_tokens=24))
+            async with aclosing(engine.stream(request)) as stream:
+                deltas = [delta async for delta in stream]
+            if deltas[-1].num_cached_tokens == 0:
+                while engine.stats().total_tier_saved_blocks < WHOLE // 32:
+                    await asyncio.sleep(0.01)
+            return deltas[-1].num_cached_tokens, [token for delta in deltas for token in delta.token_ids]
+        finally:
+            await asyncio.to_thread(engine.close)
+
+    return asyncio.run(asyncio.wait_for(ask(), 120))
 
 
 @pytest.fixture(scope="module")
@@ -82,17 +141,28 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_restarted_engine_answers_from_ems_and_damage_is_computed(model):
+def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
+    """vLLM, kvloom, kvloom, vLLM, and vLLM after damage, on one agent, with one model and one prompt."""
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         socket = agent.config.socket
-        cold, expected = answer(model, socket)
-        assert cold == 0
-        whole = NUM_TOKENS // 32 * 32
-        assert answer(model, socket) == (whole, expected)
+        cold = answer(model, socket)
+        assert cold.first[0] == 0
+        expected = cold.first[1]
+        assert cold.after_reset == (0, expected), "of old weights nothing is found"
+        assert cold.counts["vllm:ems_saved_blocks"] >= 2 * WHOLE // 32
+        blocks_of_vllm = agent.node.pools()[0].usage()["blocks"]
+        other = kvloom_answer(model, socket)
+        assert other[0] == 0, "blocks of vLLM are nothing to kvloom"
+        assert kvloom_answer(model, socket) == (WHOLE, other[1])
         pool = agent.node.pools()[0]
+        assert pool.usage()["blocks"] >= blocks_of_vllm + WHOLE // 32
+        warm = answer(model, socket)
+        assert warm.first == (WHOLE, expected)
+        assert warm.after_reset == (0, expected)
+        assert warm.counts["vllm:ems_loaded_blocks"] == WHOLE // 32
         third = list(pool._index.values())[2]
         pool.view(third.offset, third.length)[100] ^= 1
-        num_cached, tokens = answer(model, socket)
+        num_cached, tokens = answer(model, socket).first
         assert tokens == expected
-        assert num_cached <= whole
+        assert num_cached <= WHOLE
         assert pool.counts["corrupt"] == 1
