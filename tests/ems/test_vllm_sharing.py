@@ -12,6 +12,7 @@ import pytest
 from ems.integration.adapters import Adapters
 from ems.integration.stored import Stored, StoredBlock
 from kvloom.pool.agent import Agent
+from tests.support.pool_faults import AgentProcess
 from tests.support.vllm_engine import Engine, engine
 from tests.support.vllm_stub import BLOCK_SIZE, FakeRequest, Step, stubbed_vllm
 from tests.support.waiting import until
@@ -221,3 +222,51 @@ def test_a_promise_that_is_not_kept_costs_its_time_only(agent, promise):
     with engine(agent.config.socket, extra={"handover_ms": 1}) as decode:
         follower = FakeRequest("b", list(PROMPT), kv_transfer_params={"ems_num_tokens": promise})
         assert decode.matched(follower) == MISS
+
+
+# Loads that fail
+
+
+def test_an_agent_that_stands_still_costs_a_load_its_deadline(tmp_path):
+    """Blocks that were found and do not come in time are reported with the request, and the pool is left alone."""
+    with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra={"timeout_ms": 300}) as one:
+        one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
+        until(lambda: asked(one) == HIT)
+        request = FakeRequest("b", list(PROMPT))
+        assert one.matched(request) == HIT
+        before = [one.bytes_of(block).clone() for block in (9, 8, 7, 6)]
+        with agent.stopped():
+            assert one.load(request, [9, 8, 7, 6, 5], HIT[0]) == {9, 8, 7, 6}
+            assert all((one.bytes_of(block) == old).all() for block, old in zip((9, 8, 7, 6), before, strict=True))
+            assert one.matched(request) == MISS, "a request that was let down is not sent again"
+            one.compute(FakeRequest("c", [7, *PROMPT]), BLOCKS)
+        until(lambda: asked(one) == HIT)
+
+
+def test_several_loads_fail_alone(agent):
+    """Of two requests under way the damaged one fails; a block whose bytes are wrong is never written."""
+    with engine(agent.config.socket) as one, engine(agent.config.socket, seed=2) as two:
+        other = [7 + token for token in PROMPT]
+        one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
+        one.compute(FakeRequest("b", list(other)), [5, 6, 7, 8, 9])
+        pool = agent.node.pools()[0]
+        damaged = next(iter(pool._index.entries.values()))
+        pool.view(damaged.offset, damaged.length)[3] ^= 1
+        requests = [FakeRequest("c", list(PROMPT)), FakeRequest("d", list(other))]
+        places = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+        for request, blocks in zip(requests, places, strict=True):
+            assert two.matched(request) == HIT
+            two.allocate(request, blocks, HIT[0])
+        failed: set[int] = set()
+        received: set[str] = set()
+
+        def are_over() -> bool:
+            _sent, got, lost = two.step(Step())
+            received.update(got)
+            failed.update(lost)
+            return received == {"c", "d"}
+
+        until(are_over)
+        assert failed == {0, 1, 2, 3}
+        assert (two.bytes_of(5) == one.bytes_of(5)).all()
+        assert (two.matched(requests[0]), two.matched(requests[1])) == (MISS, HIT)
