@@ -18,6 +18,8 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
+    """Of one language, with the flags of every library of it."""
+
     language: str  # for people
     variable: str  # of the environment, that names another
     command: str
@@ -33,6 +35,8 @@ _LINK_FLAGS = ("-Wl,-z,nodelete", "-Wl,-z,defs")
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
+    """What is compiled to one shared library, and under which name programs link with it."""
+
     name: str  # its folder in the cache and in the user's data
     package: Path  # the folder with include/, the sources and, in a wheel, lib/
     soname: str  # its number rises when programs that were linked before no longer work

@@ -28,6 +28,8 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class Pair:
+    """A certificate and the private key that belongs to it."""
+
     certificate: x509.Certificate
     key: ec.EllipticCurvePrivateKey
 

@@ -56,6 +56,8 @@ _OPENAI_CODE = {"not_found": "model_not_found", "overloaded": "rate_limit_exceed
 
 
 class TooLarge(ServingError):
+    """A body, or what it unpacks to, beyond the limit."""
+
     kind = "too_large"
 
 
@@ -102,6 +104,8 @@ class PromptTooLong(BadRequest):
 
 
 class WrongMethod(ServingError):
+    """The route is there, for other methods."""
+
     kind = "method"
 
 
@@ -112,6 +116,8 @@ class Forbidden(ServingError):
 
 
 class WrongMediaType(ServingError):
+    """A body of a type that the route does not read."""
+
     kind = "media_type"
 
 
@@ -129,6 +135,8 @@ class NoRoute(ServingError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
+    """What a dialect sends instead of an answer."""
+
     status: int
     body: bytes
     headers: dict[str, str]

@@ -22,6 +22,8 @@ USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RankArguments:
+    """What the server tells a rank process on its command line; the rest comes by the socket."""
+
     rank: int
     world_size: int
     device: int

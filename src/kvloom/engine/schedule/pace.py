@@ -25,6 +25,8 @@ _TIMEOUT_SHARE = 0.25  # of the time after which a rank counts as dead, of any s
 
 
 class Pace:
+    """What share of a step prompts may have, by what steps have been seen to cost. Used by the engine thread alone."""
+
     def __init__(self, max_gap_s: float | None = None, step_timeout_s: float = 300.0) -> None:
         """`max_gap_s`: what a step beside streams may take; None = GAP_STEPS decodes, 0 = as long as it does."""
         self._max_gap_s = max_gap_s

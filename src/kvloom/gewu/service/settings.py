@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
+    """All of them, checked."""
+
     socket: Path
     budget_bytes: int | None = None
     idle_unload_s: float = _IDLE_UNLOAD_S

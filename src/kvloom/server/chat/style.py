@@ -10,6 +10,8 @@ from kvloom.server.chat.xml_calls import FUNCTION
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
+    """How a model writes tool calls and thoughts."""
+
     form: ToolForm = "hermes"
     takes_tools: bool = False  # the template shows tools to the model; else a prompt of our own does
     is_thinking: bool = False  # answers may begin with <think>

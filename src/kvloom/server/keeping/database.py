@@ -51,6 +51,8 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
+    """A row: a response, or a conversation. parent: the id that it goes on from, or empty."""
+
     id: str
     tenant: str
     kind: Kind

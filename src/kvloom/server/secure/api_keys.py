@@ -49,6 +49,8 @@ def read_hashes(path: Path) -> tuple[str, ...]:
 
 
 class KeyRing:
+    """The hashes of all keys that open the server. Raises AccessError when there is none, or one that is no hash."""
+
     def __init__(self, hashes: Sequence[str]) -> None:
         if not hashes:
             raise AccessError("API keys are required, but none is configured")

@@ -128,6 +128,8 @@ class _CompletionWriter(Folding, Generic[C]):
 
 
 class ChatWriter(_CompletionWriter[ChatChunkChoice]):
+    """Of /v1/chat/completions: text, thoughts and tool calls of each choice."""
+
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(
@@ -205,6 +207,8 @@ class ChatWriter(_CompletionWriter[ChatChunkChoice]):
 
 
 class TextWriter(_CompletionWriter[TextChunkChoice]):
+    """Of /v1/completions: text, with log-probabilities in the old form."""
+
     kind = chunk_kind = "text_completion"
 
     def __init__(self, service: GenerationService, generation: Generation, body: CompletionBody, created: int) -> None:

@@ -28,6 +28,8 @@ _output_decoder = msgspec.json.Decoder(_Output)
 
 
 class PreviousNotFound(BadRequest):
+    """`previous_response_id` is of no response that is kept."""
+
     code = "previous_response_not_found"
 
 

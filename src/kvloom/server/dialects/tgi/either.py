@@ -26,6 +26,8 @@ _decoder = msgspec.json.Decoder(_Either)
 
 
 class Generate:
+    """The one route; each body goes to the dialect that it is of."""
+
     def __init__(self, tgi: TextGeneration, vllm: Vllm) -> None:
         self._tgi, self._vllm = tgi, vllm
 

@@ -115,6 +115,8 @@ class TgiWriter(Folding):
 
 
 class ArrayWriter(TgiWriter):
+    """For routes whose whole answer is a list of one."""
+
     is_array = True
 
 
