@@ -21,8 +21,12 @@ class BuildWithLibraries(build_py):
             for package in ("gewu", "engine_api"):
                 library = runpy.run_path(str(SOURCE / "kvloom" / package / "build.py"))["LIBRARY"]
                 library.compile(target / package / library.prebuilt)
-            blocks = runpy.run_path(str(SOURCE / "ems/native/build.py"))["BLOCKS"]
-            blocks.compile(target.parent / "ems/native/lib" / blocks.prebuilt.name)
+            native = runpy.run_path(str(SOURCE / "ems/native/build.py"))
+            for library in (
+                native["BLOCKS"],
+                native["Library"]("libkvloom_pool", SOURCE / "kvloom/pool/storage/native"),
+            ):
+                library.compile(target.parent / library.prebuilt.relative_to(SOURCE))
             kernels = target / "rank/kernels/lib"
             shutil.rmtree(kernels, ignore_errors=True)  # a build folder may hold those of other sources
             runpy.run_path(str(SOURCE / "kvloom/rank/kernels/build.py"))["prebuild"](kernels)

@@ -10,7 +10,7 @@ from ems.integration.chain import Chain
 from ems.integration.parts import split_blocks
 from ems.integration.settings import Settings, model_fingerprint
 from kvloom.pool.agent import Agent
-from tests.support.pool import running_agent
+from tests.support.pool import blocks_of, running_agent
 from tests.support.vllm_engine import Engine, engine
 from tests.support.vllm_stub import (
     BLOCK_SIZE,
@@ -108,7 +108,7 @@ def test_guesses_that_the_scheduler_does_not_know_yet_are_not_saved(agent):
 
 def test_a_damaged_block_is_reported_and_not_asked_for_again(agent, first):
     pool = agent.node.pools()[0]
-    for entry in list(pool._index.entries.values())[2:3]:
+    for entry in blocks_of(pool)[2:3]:
         pool.view(entry.offset, entry.length)[5] ^= 1
     with engine(agent.config.socket, seed=2) as second:
         request = FakeRequest("b", list(PROMPT))

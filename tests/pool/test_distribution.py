@@ -13,7 +13,7 @@ from ems.wire import messages as m
 from kvloom.pool.agent import Agent
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address, TenantLimits
-from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
+from tests.support.pool import BLOCK_SIZE, SECRET, blocks_of, running_agent, session, slots_of
 from tests.support.waiting import until
 
 BLOCK_BYTES = 8 << 10
@@ -114,7 +114,7 @@ def test_all_that_was_saved_is_found_from_every_node(engines):
         for start in (5, 300, 900):
             assert engine.load(hashes[start : start + 100]) == 100
         engine.pool.check()
-        assert all(entry.pins <= 1 for entry in engine.pool._index.entries.values())
+        assert all(entry.pins <= 1 for entry in blocks_of(engine.pool))
 
 
 def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(engines):

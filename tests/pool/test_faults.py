@@ -23,7 +23,7 @@ from kvloom.net.devcerts import make_files
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
-from tests.support.pool import SECRET, new_kv, running_agent, session, shared_files, slots_of
+from tests.support.pool import SECRET, blocks_of, new_kv, running_agent, session, shared_files, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle, run_until_killed
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S
@@ -173,7 +173,7 @@ def test_a_flipped_bit_in_the_pool_is_a_miss(position):
     with running_agent() as agent, session(agent.config.socket, oracle.kv) as cc:
         assert oracle.save(cc, HASHES) == len(HASHES)
         pool = agent.node.pool("default")
-        entries = sorted(pool._index.entries.values(), key=lambda entry: entry.offset)
+        entries = sorted(blocks_of(pool), key=lambda entry: entry.offset)
         pool.view(entries[5].offset, entries[5].length)[position] ^= 4
         assert oracle.load(cc, HASHES) == 5
         assert oracle.load(cc, HASHES) == 5

@@ -8,12 +8,17 @@ from ems.wire.messages import Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry, NoRoom, Reservation, Written
-from kvloom.pool.storage.evict import Lru, S3Fifo
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.pool import Pool
 from tests.pool.test_store import SLAB, new_pool, put
 
 
-def fill(pool: TenantPool, numbers: Iterable[int], length: int) -> list[bytes]:
+@pytest.fixture(autouse=True, params=["1", "0"], ids=["native", "python"])
+def _each_kind_of_pool(request, monkeypatch):
+    monkeypatch.setenv("EMS_NATIVE", request.param)
+
+
+def fill(pool: Pool, numbers: Iterable[int], length: int) -> list[bytes]:
     """Blocks of that length, saved one by one as sessions do, with room made ahead for the next."""
     keys = []
     for number in numbers:
@@ -23,12 +28,12 @@ def fill(pool: TenantPool, numbers: Iterable[int], length: int) -> list[bytes]:
     return keys
 
 
-def share_of(pool: TenantPool, keys: list[bytes], length: int) -> float:
+def share_of(pool: Pool, keys: list[bytes], length: int) -> float:
     """The part of the pool's memory that blocks of `keys` have."""
     return (len(keys) - len(pool.missing(keys))) * length / pool.usage()["quota_bytes"]
 
 
-@pytest.mark.parametrize("order", [S3Fifo, Lru])
+@pytest.mark.parametrize("order", ["s3fifo", "lru"])
 @pytest.mark.parametrize(("before", "after"), [(4096, 16384), (16384, 4096), (8192, SLAB)])
 def test_after_a_change_of_model_memory_follows_use_within_one_pools_worth_of_saves(order, before, after):
     size = 32 * SLAB
@@ -45,7 +50,7 @@ def test_after_a_change_of_model_memory_follows_use_within_one_pools_worth_of_sa
     pool.close()
 
 
-@pytest.mark.parametrize("order", [S3Fifo, Lru])
+@pytest.mark.parametrize("order", ["s3fifo", "lru"])
 def test_two_models_share_memory_as_they_use_it(order):
     size = 32 * SLAB
     pool = new_pool(size, order)
@@ -86,16 +91,16 @@ def test_a_copy_takes_no_block_of_this_home_with_it():
     pool.close()
 
 
-def two_pools(total: int) -> tuple[Budget, TenantPool, TenantPool]:
+def two_pools(total: int) -> tuple[Budget, Pool, Pool]:
     budget = Budget(total)
     pools = []
     for name in ("a", "b"):
         budget.set_limits(name, 0, total)
-        pools.append(TenantPool(name, budget, Geometry(1 << 17, SLAB), 0.25))
+        pools.append(open_pool(name, PoolOptions(budget, Geometry(1 << 17, SLAB), 0.25, "s3fifo")))
     return budget, *pools
 
 
-def settle(budget: Budget, *pools: TenantPool) -> None:
+def settle(budget: Budget, *pools: Pool) -> None:
     over = budget.excess()
     for pool in pools:
         pool.shrink(over.get(pool.tenant, 0))
@@ -143,7 +148,7 @@ def test_five_guarantees_that_are_no_whole_slabs_are_all_kept():
     pools = []
     for name in "abcde":
         assert budget.set_limits(name, 51 << 12, 256 << 12)
-        pools.append(TenantPool(name, budget, Geometry(1 << 18, 1 << 16), 0.25))
+        pools.append(open_pool(name, PoolOptions(budget, Geometry(1 << 18, 1 << 16), 0.25, "s3fifo")))
     for pool in pools:
         keys = [put(pool, number, length=4096) for number in range(51)]
         assert pool.missing(keys) == []
@@ -155,7 +160,7 @@ def test_five_guarantees_that_are_no_whole_slabs_are_all_kept():
 def test_a_guarantee_smaller_than_a_slab_is_kept():
     budget = Budget(1 << 20)
     assert budget.set_limits("t", 40 << 10, 40 << 10)
-    pool = TenantPool("t", budget, Geometry(1 << 17, SLAB), 0.25)
+    pool = open_pool("t", PoolOptions(budget, Geometry(1 << 17, SLAB), 0.25, "s3fifo"))
     assert len([put(pool, number, length=8192) for number in range(20)]) == 20
     assert pool.usage()["used_bytes"] == 40 << 10
     assert pool.begin(bytes(32), 60000) == NoRoom(Status.NO_ROOM)

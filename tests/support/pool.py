@@ -19,6 +19,8 @@ from ems.transport import LinkPool
 from kvloom.pool.agent import Agent
 from kvloom.pool.config import Address, AgentConfig
 from kvloom.pool.options import parse
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.pool import Pool
 
 BLOCK_SIZE = 4
 SMALL = AgentConfig(pool_bytes=8 << 20, segment_bytes=1 << 20, slab_bytes=1 << 18, is_prefaulted=False)
@@ -67,6 +69,13 @@ def copy_of(kv: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
 def tokens_of(kv: list[list[torch.Tensor]], slots: list[int]) -> torch.Tensor:
     """The contents of slots, [slots, elements of a token]."""
     return torch.cat([tensor.flatten(0, 1)[slots].flatten(1) for layer in kv for tensor in layer], dim=1)
+
+
+def blocks_of(pool: Pool) -> list[Block]:
+    """All blocks that a pool has, oldest first; nobody pins them on."""
+    found = [block for block in pool.pin_each(pool.block_keys()) if block is not None]
+    pool.unpin(found)
+    return found
 
 
 def slots_of(*blocks: int) -> list[int]:

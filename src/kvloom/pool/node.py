@@ -14,9 +14,9 @@ from kvloom.pool.auth import Credential, Keyring, RefusedLogins
 from kvloom.pool.config import AgentConfig, TenantLimits
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.budget import Budget, RateLimit
-from kvloom.pool.storage.entries import Entry
-from kvloom.pool.storage.evict import ORDERS
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.pool import Pool
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine, until it is started again
 _POOL_ID_BYTES = 8
@@ -43,7 +43,7 @@ class Fetched(NamedTuple):
     """What was brought into the pool. problem: why some could not be asked for, NONE when all were; entries: pinned."""
 
     problem: Cause
-    entries: list[Entry]
+    entries: list[Block]
 
 
 class Others(Protocol):
@@ -53,7 +53,7 @@ class Others(Protocol):
         """Where a new block of this key belongs."""
         ...
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
         """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another."""
         ...
 
@@ -61,7 +61,7 @@ class Others(Protocol):
         """Which of `keys` other nodes have; those that did not say so in time have none."""
         ...
 
-    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+    def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
         """Sends a block to its home in the background; False when too many wait for that until the deadline.
 
         Takes over one pin.
@@ -85,7 +85,8 @@ class Node:
         self.others: Others | None = None
         self.staging = Staging(config.max_staging_bytes)
         self._budget = Budget(config.pool_bytes)
-        self._pools: dict[str, TenantPool] = {}
+        self._options = PoolOptions(self._budget, config.geometry, config.rcache_share, config.eviction)
+        self._pools: dict[str, Pool] = {}
         self._put_limits: dict[str, RateLimit] = {}
         self._lock = threading.Lock()
         for limits in config.tenants:
@@ -115,15 +116,14 @@ class Node:
             if pool.tenant not in tenants and not self.config.is_open:
                 pool.shrink(self.config.pool_bytes)
 
-    def pool(self, tenant: str) -> TenantPool:
+    def pool(self, tenant: str) -> Pool:
         """The tenant's pool, made at its first use. A tenant without limits may use what nobody is guaranteed."""
         config = self.config
         with self._lock:
             if tenant not in self._pools:
                 if not self._budget.knows(tenant):
                     self._budget.set_limits(tenant, 0, config.pool_bytes)
-                order = ORDERS[config.eviction]
-                self._pools[tenant] = TenantPool(tenant, self._budget, config.geometry, config.rcache_share, order)
+                self._pools[tenant] = open_pool(tenant, self._options)
             return self._pools[tenant]
 
     def put_limit(self, tenant: str) -> RateLimit | None:
@@ -133,7 +133,7 @@ class Node:
         with self._lock:
             return self._put_limits.setdefault(tenant, RateLimit(self.config.put_rate))
 
-    def pools(self) -> list[TenantPool]:
+    def pools(self) -> list[Pool]:
         with self._lock:
             return list(self._pools.values())
 

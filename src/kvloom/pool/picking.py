@@ -6,13 +6,13 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.node import Node
 from kvloom.pool.reading import PEER_SHARE, Reader
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.pool import HeldEntries, Pool
 
 
 class Picker:
     """Used by its session's thread only. Its leases are the reader's."""
 
-    def __init__(self, pool: TenantPool, node: Node, reader: Reader) -> None:
+    def __init__(self, pool: Pool, node: Node, reader: Reader) -> None:
         self._pool = pool
         self._node = node
         self._reader = reader
@@ -34,7 +34,7 @@ class Picker:
                 self._pool.unpin(fetched.entries)
         found = [entry for entry in entries if entry is not None]
         self._reader.count(len(keys), len(found), cause)
-        lease = self._reader.lend(found)
+        lease = self._reader.lend([HeldEntries(self._pool, found)])
         if not lease:
             entries = [None] * len(keys)
         located = [self._pool.locate(entry.offset) if entry else (0, 0) for entry in entries]

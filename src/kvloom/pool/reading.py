@@ -5,8 +5,7 @@ import time
 from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.node import Fetched, Node
-from kvloom.pool.storage.entries import Entry
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.pool import Held, Pool
 
 _FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
 PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
@@ -16,59 +15,59 @@ _MAX_LEASES = 1024
 class Reader:
     """Used by its session's thread only."""
 
-    def __init__(self, pool: TenantPool, node: Node) -> None:
+    def __init__(self, pool: Pool, node: Node) -> None:
         self._pool = pool
         self._node = node
-        self._leases: dict[int, list[Entry]] = {}
+        self._leases: dict[int, list[Held]] = {}  # a prefix in parts
         self._next_lease = 1
 
     def load(self, message: m.Load, deadline_s: float) -> m.Found:
         """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease."""
         keys = m.split_keys(message.keys)
-        entries = self._pool.pin_prefix(keys)
+        held = [self._pool.hold_prefix(keys)]
         cause = Cause.NONE
-        if len(entries) < len(keys):
-            cause = self._pool.why_missing(keys[len(entries)])
+        if len(held[0]) < len(keys):
+            cause = self._pool.why_missing(keys[len(held[0])])
             if not message.read_local_only and self._node.others is not None:
-                cause = self._extend(keys, entries, deadline_s)
-        self.count(len(keys), len(entries), cause)
-        lease = self.lend(entries)
-        if not lease:
-            entries = []
-        located = [self._pool.locate(entry.offset) for entry in entries]
+                cause = self._extend(keys, held, deadline_s)
+        self.count(len(keys), sum(map(len, held)), cause)
+        lease = self.lend(held)
+        parts = [part.located() for part in held] if lease else []
         return m.Found(
             lease=lease,
-            segments=[segment for segment, _offset in located],
-            offsets=[offset for _segment, offset in located],
-            lengths=[entry.length for entry in entries],
-            sums=b"".join(entry.checksum for entry in entries),
+            segments=[segment for part in parts for segment in part.segments],
+            offsets=[offset for part in parts for offset in part.offsets],
+            lengths=[length for part in parts for length in part.lengths],
+            sums=b"".join(part.sums for part in parts),
             cause=cause,
             num_given_back=self._pool.num_given_back,
         )
 
-    def lend(self, entries: list[Entry]) -> int:
+    def lend(self, held: list[Held]) -> int:
         """The number of a lease that takes over the pins; 0 when there is nothing to lend, or too much is lent."""
-        if not entries or len(self._leases) >= _MAX_LEASES:
-            self._pool.unpin(entries)
+        if not any(map(len, held)) or len(self._leases) >= _MAX_LEASES:
+            _release(held)
             return 0
         lease = self._next_lease
         self._next_lease += 1
-        self._leases[lease] = entries
+        self._leases[lease] = held
         return lease
 
-    def _extend(self, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
-        """Adds blocks of other nodes to the pinned prefix `entries`, some at a time, until one is nowhere."""
+    def _extend(self, keys: list[bytes], held: list[Held], deadline_s: float) -> Cause:
+        """Adds blocks of other nodes to the pinned prefix `held`, some at a time, until one is nowhere."""
         now = time.monotonic()
         peers_deadline_s = now + (deadline_s - now) * PEER_SHARE
-        while len(entries) < len(keys):
-            wanted = keys[len(entries) : len(entries) + _FETCH_KEYS]
+        count = sum(map(len, held))
+        while count < len(keys):
+            wanted = keys[count : count + _FETCH_KEYS]
             here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
             fetched = self.fetch(wanted, peers_deadline_s)
-            more = self._pool.pin_prefix(keys[len(entries) :])
+            more = self._pool.hold_prefix(keys[count:])
             self._pool.unpin(here + fetched.entries)
-            entries += more
+            held.append(more)
+            count += len(more)
             if len(more) < len(wanted):
-                return fetched.problem or self._pool.why_missing(keys[len(entries)])
+                return fetched.problem or self._pool.why_missing(keys[count])
         return Cause.NONE
 
     def fetch(self, keys: list[bytes], deadline_s: float) -> Fetched:
@@ -89,10 +88,13 @@ class Reader:
 
     def release(self, message: m.Release, _deadline_s: float) -> None:
         """Ends a lease. A block the client found damaged is checked here before it is given up."""
-        entries = self._leases.pop(message.lease, [])
-        if 0 <= message.corrupt < len(entries):
-            self._pool.distrust(entries[message.corrupt])
-        self._pool.unpin(entries)
+        held = self._leases.pop(message.lease, [])
+        number = message.corrupt
+        for part in held:
+            if 0 <= number < len(part):
+                self._pool.distrust(part.blocks()[number])
+            number -= len(part)
+        _release(held)
 
     def exists(self, message: m.Exists, deadline_s: float) -> m.Count:
         """Length of the prefix that a load would find."""
@@ -111,6 +113,11 @@ class Reader:
 
     def close(self) -> None:
         """Ends all leases."""
-        for entries in self._leases.values():
-            self._pool.unpin(entries)
+        for held in self._leases.values():
+            _release(held)
         self._leases = {}
+
+
+def _release(held: list[Held]) -> None:
+    for part in held:
+        part.release()

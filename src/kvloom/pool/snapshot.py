@@ -17,8 +17,8 @@ import xxhash
 
 from ems.keys import KEY_BYTES
 from kvloom.pool.node import Node
-from kvloom.pool.storage.entries import Entry, Reservation, Written
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import NoRoom, Reservation, Written
+from kvloom.pool.storage.pool import Pool
 
 log = logging.getLogger(__name__)
 _MAGIC = b"EMSSNAP1"
@@ -93,14 +93,14 @@ def _salt_digest(node: Node, tenant: str) -> bytes:
     return hashlib.sha256(node.key_salt(tenant)).digest()
 
 
-def _write_pool(file: BinaryIO, pool: TenantPool, salt_digest: bytes) -> int:
+def _write_pool(file: BinaryIO, pool: Pool, salt_digest: bytes) -> int:
     name = pool.tenant.encode()
     file.write(_HEADER.pack(_MAGIC, salt_digest, len(name)) + name)
     count = 0
     for key in pool.block_keys():
         (entry,) = pool.pin_each([key])
         if entry is not None:
-            parent = entry.parent.key if entry.parent is not None else _NO_PARENT
+            parent = entry.parent_key or _NO_PARENT
             file.write(_RECORD.pack(key, parent, entry.checksum, entry.length, entry.is_rcache))
             file.write(pool.view(entry.offset, entry.length).data)
             pool.unpin([entry])
@@ -132,14 +132,15 @@ def _records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[_Record, bytes]]:
         yield _Record(key, parent, checksum, length, bool(is_rcache)), data
 
 
-def _publish(pool: TenantPool, record: _Record, data: bytes) -> bool:
+def _publish(pool: Pool, record: _Record, data: bytes) -> bool:
     """False when the bytes do not match their sum, or the block is there, or has no room."""
     if xxhash.xxh3_128_digest(data) != record.checksum:
         return False
     begun = pool.begin(record.key, record.length, record.is_rcache)
-    if isinstance(begun, Entry):
-        pool.unpin([begun])
+    if isinstance(begun, NoRoom):
+        return False
     if not isinstance(begun, Reservation):
+        pool.unpin([begun])
         return False
     pool.view(begun.offset, begun.length)[:] = memoryview(data)
     parent = b"" if record.parent == _NO_PARENT else record.parent

@@ -10,13 +10,15 @@ from collections import Counter
 
 import xxhash
 
+from ems.runs import Areas
 from ems.wire import messages as m
 from ems.wire.messages import Status
 from kvloom.pool.node import Node, Outgoing, Route
+from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
-from kvloom.pool.storage.entries import Entry, NoRoom, Published, Reservation, Written
-from kvloom.pool.storage.segments import Bytes, SharedMemory
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.storage.pool import Batch, Held, Pool, Saved
+from kvloom.pool.storage.segments import SharedMemory
 
 _PUSH_SHARE = 0.5  # of a batch's time, to wait until its blocks can be sent home
 _PAUSE_S = 0.002  # between two looks whether a block is at its home
@@ -27,11 +29,12 @@ _COUNTER = [f"save_{status.name.lower()}" for status in Status]
 class Writer:
     """Used by its session's thread only."""
 
-    def __init__(self, pool: TenantPool, node: Node) -> None:
+    def __init__(self, pool: Pool, node: Node) -> None:
         self._pool = pool
         self._node = node
         self._limit = node.put_limit(pool.tenant)
-        self._batch: list[Entry] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
+        self._held: list[Held] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
+        self._batch: list[Block] = []  # likewise, one by one: they are sent home, or were reserved
         self._has_ended = False
         self._push_deadline_s: float | None = None  # of the batch: until then it waits for blocks before it to go home
         self._num_stored = self._largest_slot = 0  # of the batch
@@ -45,8 +48,8 @@ class Writer:
             self._push_deadline_s = now_s + (deadline_s - now_s) * _PUSH_SHARE
         statuses = bytearray()
         keys = m.split_keys(message.keys)
-        areas = [arena.data[offset : offset + n] for offset, n in zip(message.offsets, message.lengths, strict=True)]
-        parents = [message.parent, *keys[:-1]] if message.is_chain else [b""] * len(keys)
+        areas = Areas({0: arena.data}, [0] * len(keys), message.offsets, message.lengths)
+        parents = [message.parent, *keys] if message.is_chain else [None] * len(keys)
         step = _KEYS_AT_ONCE if self._node.others is None or message.write_rcache else 1
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
@@ -54,11 +57,10 @@ class Writer:
                 self._pool.counts[f"refused_{Refusal.RATE}"] += len(keys) - start
                 statuses.append(Status.LIMITED)
                 break
-            done = self._save(keys[part], areas[part], parents[part], message.write_rcache, self._push_deadline_s)
+            done = self._save(keys[part], areas[part], parents[start], message.write_rcache)
             while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
                 rest = slice(start + len(done) - 1, part.stop)
-                again = self._save(keys[rest], areas[rest], parents[rest], message.write_rcache, self._push_deadline_s)
-                done[-1:] = again
+                done[-1:] = self._save(keys[rest], areas[rest], parents[rest.start], message.write_rcache)
             statuses += done
             if not Status(done[-1]).is_success:
                 break
@@ -70,36 +72,46 @@ class Writer:
     def _may_put(self, size: int) -> bool:
         return self._limit is None or self._limit.take(size, time.monotonic())
 
-    def _save(
-        self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], write_rcache: bool, push_deadline_s: float
-    ) -> bytearray:
+    def _save(self, keys: list[bytes], areas: Areas, parent: bytes | None, write_rcache: bool) -> bytearray:
         """Blocks whose home is another node are sent there now, or kept as copies that follow in the background.
 
-        Those that will not be found there, because it is cut off or too many wait to be sent, are LOCAL.
+        Those that will not be found there, because it is cut off or too many wait to be sent, are LOCAL. What waits
+        for other nodes does so until the batch's deadline for that.
         """
         others = self._node.others
         if others is None:
-            return self._store(keys, areas, parents, [False] * len(keys))
+            saved = self._store(Batch(keys, areas, parent, [False] * len(keys)))
+            self._held.append(saved.held)
+            return saved.statuses
+        assert self._push_deadline_s is not None, "a batch has begun"
         routes = [others.route(key) for key in keys]
         if routes[0] is Route.AWAY and not write_rcache:
             copy = areas[0].tobytes()
             checksum = xxhash.xxh3_128_digest(copy)
-            block = Outgoing(keys[0], memoryview(copy), checksum, parents[0])
-            if others.push_now(self._pool.tenant, block, push_deadline_s):
+            block = Outgoing(keys[0], memoryview(copy), checksum, parent or b"")
+            if others.push_now(self._pool.tenant, block, self._push_deadline_s):
                 return bytearray([Status.STORED])
             routes[0] = Route.CUT_OFF  # better here than nowhere
-        first = len(self._batch)
-        statuses = self._store(keys, areas, parents, [route is Route.AWAY for route in routes])
-        for i, entry in enumerate(self._batch[first:]):
+        saved = self._store(Batch(keys, areas, parent, [route is Route.AWAY for route in routes]))
+        statuses, entries = saved.statuses, saved.held.blocks()
+        self._batch += entries
+        for i, entry in enumerate(entries):
             if routes[i] is Route.HERE or entry.is_home:
                 continue
             is_sent = False
             if routes[i] is Route.AWAY:
                 self._pool.pin_again(entry)
-                is_sent = others.push_later(self._pool, entry, parents[i], push_deadline_s)
+                before = keys[i - 1] if i and parent is not None else parent or b""
+                is_sent = others.push_later(self._pool, entry, before, self._push_deadline_s)
             if not is_sent:
                 statuses[i] = Status.LOCAL
         return statuses
+
+    def _store(self, batch: Batch) -> Saved:
+        saved = self._pool.save(batch)
+        self._num_stored += saved.num_stored
+        self._largest_slot = max(self._largest_slot, slot_bytes(max(batch.areas.lengths)) if saved.num_stored else 0)
+        return saved
 
     def _release_sent(self, deadline_s: float) -> bool:
         """Ends the pins of the batch's copies that are at their home by now; waits for one, until the deadline.
@@ -117,30 +129,6 @@ class Writer:
                 return False
             time.sleep(_PAUSE_S)
 
-    def _store(self, keys: list[bytes], areas: list[Bytes], parents: list[bytes], is_rcache: list[bool]) -> bytearray:
-        """Copies the areas to memory of their own, publishes this and pins it; ends after one without room."""
-        found = self._pool.begin_all(keys, [len(area) for area in areas], is_rcache)
-        written = []
-        for begun, area, parent in zip(found, areas, parents, strict=False):
-            if isinstance(begun, Reservation):
-                view = self._pool.view(begun.offset, begun.length)
-                view[:] = area
-                written.append(Written(begun, xxhash.xxh3_128_digest(view.data), parent))
-        published = iter(self._publish(written))
-        statuses = bytearray()
-        for begun, area in zip(found, areas, strict=False):
-            if isinstance(begun, Reservation):
-                status, entry = next(published)
-            elif isinstance(begun, Entry):
-                is_same = begun.length == len(area) and begun.checksum == xxhash.xxh3_128_digest(area.data)
-                status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, begun
-            else:
-                statuses.append(begun.status)
-                break
-            statuses.append(status)
-            self._batch.append(entry)
-        return statuses
-
     def reserve(self, message: m.Reserve) -> m.Reserved:
         """Memory for the keys that are not here yet; theirs until the next Reserve, a Commit or the end."""
         self._begin_batch()
@@ -156,11 +144,11 @@ class Writer:
                 self._reserved.append((begun, parent))
                 segments[i], offsets[i] = self._pool.locate(begun.offset)
                 statuses.append(Status.STORED)
-            elif isinstance(begun, Entry):
+            elif isinstance(begun, NoRoom):
+                statuses += bytes([begun.status]) * (len(keys) - i)
+            else:
                 self._batch.append(begun)
                 statuses.append(Status.DUPLICATE)
-            else:
-                statuses += bytes([begun.status]) * (len(keys) - i)
         return m.Reserved(bytes(statuses), segments, offsets)
 
     def commit(self, message: m.Commit) -> m.Saved:
@@ -169,15 +157,13 @@ class Writer:
         reserved, self._reserved = self._reserved, []
         for reservation, _parent in reserved[len(sums) :]:
             self._pool.abandon(reservation)
-        published = self._publish([Written(one, s, parent) for (one, parent), s in zip(reserved, sums, strict=False)])
+        written = [Written(one, s, parent) for (one, parent), s in zip(reserved, sums, strict=False)]
+        self._num_stored += len(written)
+        self._largest_slot = max(self._largest_slot, *(each.reservation.slot for each in written), 0)
+        published = self._pool.publish_all(written)
         self._batch += [entry for _status, entry in published]
         self._has_ended = True
         return m.Saved(bytes(status for status, _entry in published))
-
-    def _publish(self, written: list[Written]) -> list[Published]:
-        self._num_stored += len(written)
-        self._largest_slot = max(self._largest_slot, *(each.reservation.slot for each in written), 0)
-        return self._pool.publish_all(written)
 
     def _drop_reserved(self) -> None:
         for reservation, _parent in self._reserved:
@@ -189,8 +175,10 @@ class Writer:
             self._end_batch()
 
     def _end_batch(self) -> None:
+        for held in self._held:
+            held.release()
         self._pool.unpin(self._batch)
-        self._batch, self._has_ended, self._push_deadline_s = [], False, None
+        self._held, self._batch, self._has_ended, self._push_deadline_s = [], [], False, None
         self._num_stored = self._largest_slot = 0
 
     def rest(self) -> bool:

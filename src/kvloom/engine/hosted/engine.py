@@ -10,8 +10,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from msgspec import structs
 
 from kvloom.contract.config import EngineConfig

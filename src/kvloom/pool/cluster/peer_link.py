@@ -19,8 +19,8 @@ from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
 from kvloom.pool.cluster.tls_channel import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.node import Fetched, Outgoing
-from kvloom.pool.storage.entries import Entry, Reservation, Written
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.storage.pool import Pool
 
 _PUSH_S = 5.0
 _MAX_QUEUE = 256  # blocks waiting to be pushed; who has more waits
@@ -30,8 +30,8 @@ _PUSH_BYTES = 4 << 20  # in one message, the last block apart
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    pool: TenantPool
-    entry: Entry
+    pool: Pool
+    entry: Block
     parent: bytes
 
     def outgoing(self) -> Outgoing:
@@ -53,9 +53,9 @@ class PeerLink:
         self._thread = threading.Thread(target=self._push_all, name="ems-push", daemon=True)
         self._thread.start()
 
-    def get(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def get(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
         """Brings the blocks the peer has into the pool. problem: TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM."""
-        entries: list[Entry] = []
+        entries: list[Block] = []
         problem = self._loads.call(deadline_s, lambda channel: _get(channel, pool, keys, entries, deadline_s))
         return Fetched(problem, entries)
 
@@ -100,7 +100,7 @@ class PeerLink:
             return [False] * len(blocks)
         return [Status(status).is_success for status in statuses]
 
-    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+    def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
         """Queues a pinned block for the peer, waiting for room until the deadline; False when there was none.
 
         Takes over the pin, which ends when the block is sent or given up.
@@ -188,10 +188,10 @@ class Received(NamedTuple):
 
     problem: Cause
     status: Status
-    entry: Entry | None
+    entry: Block | None
 
 
-def _get(channel: Channel, pool: TenantPool, keys: list[bytes], entries: list[Entry], deadline_s: float) -> Cause:
+def _get(channel: Channel, pool: Pool, keys: list[bytes], entries: list[Block], deadline_s: float) -> Cause:
     answer = ask(channel, m.PeerGet(pool.tenant, b"".join(keys)), deadline_s)
     if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
         raise WireError("expected blocks")
@@ -207,7 +207,7 @@ def _get(channel: Channel, pool: TenantPool, keys: list[bytes], entries: list[En
     return problem
 
 
-def receive_block(channel: Channel, pool: TenantPool, block: Incoming, deadline_s: float) -> Received:
+def receive_block(channel: Channel, pool: Pool, block: Incoming, deadline_s: float) -> Received:
     """Reads one block's bytes from the channel into the pool and publishes it if its checksum holds.
 
     Raises as the channel does; then nothing is kept.
@@ -216,10 +216,10 @@ def receive_block(channel: Channel, pool: TenantPool, block: Incoming, deadline_
     begun = pool.begin(key, length, is_rcache)
     if not isinstance(begun, Reservation):
         channel.receive_into(memoryview(bytearray(length)), deadline_s)
-        if isinstance(begun, Entry):
-            is_same = begun.checksum == checksum and begun.length == length
-            return Received(Cause.NONE, Status.DUPLICATE if is_same else Status.CONFLICT, begun)
-        return Received(Cause.NO_ROOM, begun.status, None)
+        if isinstance(begun, NoRoom):
+            return Received(Cause.NO_ROOM, begun.status, None)
+        is_same = begun.checksum == checksum and begun.length == length
+        return Received(Cause.NONE, Status.DUPLICATE if is_same else Status.CONFLICT, begun)
     try:
         view = pool.view(begun.offset, length).data
         channel.receive_into(view, deadline_s)

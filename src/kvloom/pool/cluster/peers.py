@@ -12,8 +12,8 @@ from kvloom.pool.cluster.peer_link import PeerLink
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address
 from kvloom.pool.node import Fetched, Outgoing, Route
-from kvloom.pool.storage.entries import Entry
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.pool import Pool
 
 _FETCH_THREADS = 8
 
@@ -68,7 +68,7 @@ class Peers:
                         groups.setdefault(link, []).append(key)
         return groups
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
         """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
         calls = [self._executor.submit(link.get, pool, part, deadline_s) for link, part in self._by_link(keys).items()]
         results = [call.result() for call in calls]
@@ -84,7 +84,7 @@ class Peers:
             found |= {key for key, has in zip(groups[link], call.result(), strict=True) if has}
         return [key in found for key in keys]
 
-    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+    def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
         """Sends a block to its home in the background; False when too many wait for that until the deadline.
 
         Takes over one pin.

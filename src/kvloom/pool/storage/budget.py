@@ -73,11 +73,18 @@ class Budget:
         """Books up to `size` bytes for a tenant, whole pages, as its quota and the node allow. How many; 0 = none."""
         with self._lock:
             share = self._shares[tenant]
-            free = max(0, self.total_bytes - sum(each.reserved for each in self._shares.values()))
-            allowed = min(size, share.quota - share.used, free + share.reserved - share.used)
-            taken = max(0, allowed) // PAGE_BYTES * PAGE_BYTES
+            taken = max(0, min(size, self._left(share))) // PAGE_BYTES * PAGE_BYTES
             share.used += taken
             return taken
+
+    def has_room(self, tenant: str) -> bool:
+        """Whether `take` would give something."""
+        with self._lock:
+            return self._left(self._shares[tenant]) >= PAGE_BYTES
+
+    def _left(self, share: _Share) -> int:
+        free = max(0, self.total_bytes - sum(each.reserved for each in self._shares.values()))
+        return min(share.quota, free + share.reserved) - share.used
 
     def give_back(self, tenant: str, size: int) -> None:
         """Ends the booking of `size` bytes."""

@@ -1,7 +1,7 @@
 """What a pool is made of: its files, a published block, and memory for one that is being written."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ems.wire.messages import Status
 from kvloom.pool.storage.evict import Order
@@ -17,9 +17,34 @@ class Geometry:
     is_sealed: bool = True  # clients may map a segment for reading only
 
 
+class Block(Protocol):
+    """A published block, pinned by who looks at it. slot: bytes of memory it takes, its size class."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def checksum(self) -> bytes: ...
+    @property
+    def is_rcache(self) -> bool: ...
+    @property
+    def pins(self) -> int: ...
+    @property
+    def parent_key(self) -> bytes:
+        """The key before it in its chain, or empty."""
+        ...
+
+    is_home: bool  # its home, another node or a store, has it too, as far as known
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A published block. `children` were saved right after it in a chain; they are useless without it."""
+    """A block of a `TenantPool`. `children` were saved right after it in a chain; they are useless without it."""
 
     key: bytes
     offset: int
@@ -35,6 +60,11 @@ class Entry:
     is_spoiled: bool = False  # its bytes changed by themselves: its memory is not used again
     is_home: bool = False  # its home, another node or a store, has it too, as far as known
     used_at: int = 0  # bytes the tenant had saved when it was last used
+
+    @property
+    def parent_key(self) -> bytes:
+        """The key before it in its chain, or empty."""
+        return self.parent.key if self.parent is not None else b""
 
 
 class Reservation(NamedTuple):
@@ -53,7 +83,7 @@ class NoRoom(NamedTuple):
     status: Status
 
 
-Begun: TypeAlias = Reservation | Entry | NoRoom
+Begun: TypeAlias = Reservation | Block | NoRoom
 """What a key meets that is to be written: memory of its own; the block that is there, pinned; or no room."""
 
 
@@ -69,4 +99,4 @@ class Published(NamedTuple):
     """What became of a written block, and the block of its key, pinned: it, or one that somebody was faster with."""
 
     status: Status
-    entry: Entry
+    entry: Block

@@ -11,6 +11,7 @@ from typing import Protocol
 
 _MAX_USES = 3  # more hits than this do not make a key stay longer
 _SMALL_SHARE = 10  # the small queue holds at least one in ten keys
+_MAX_PASSED = 4096  # keys that a victim is looked for among; so that no pool is so large that this takes long
 
 
 class Order(Protocol):
@@ -108,8 +109,8 @@ class S3Fifo:
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
         """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
         small, main = self._small, self._main
-        total = len(small) + len(main)
-        for _ in range(len(small)):
+        total, left = len(small) + len(main), _MAX_PASSED
+        for _ in range(min(len(small), left)):
             if len(small) * _SMALL_SHARE < total:
                 break  # what is left in the small queue is new: give it time to be used
             key = next(iter(small))
@@ -120,14 +121,15 @@ class S3Fifo:
                 main[key] = 0
             else:
                 return key
-        for _ in range((_MAX_USES + 1) * len(main)):
+            left -= 1
+        for _ in range(min((_MAX_USES + 1) * len(main), left)):
             key = next(iter(main))
             uses = main[key]
             if not uses and not is_kept(key):
                 return key
             main[key] = max(0, uses - 1)
             main.move_to_end(key)
-        return next((key for keys in (small, main) for key in keys if not is_kept(key)), None)
+        return next((key for keys in (main, small) for key in keys if not is_kept(key)), None)
 
     def check(self) -> None:
         """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
@@ -170,7 +172,7 @@ class Classes:
 
 
 def _heaviest_first(orders: dict[int, Order]) -> list[Order]:
-    return [orders[slot] for slot in sorted(orders, key=lambda slot: -slot * len(orders[slot]))]
+    return [orders[slot] for slot in sorted(orders, key=lambda slot: (-slot * len(orders[slot]), slot))]
 
 
 ORDERS: dict[str, type[S3Fifo] | type[Lru]] = {"s3fifo": S3Fifo, "lru": Lru}

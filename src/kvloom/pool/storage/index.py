@@ -57,6 +57,7 @@ class Index:
         self._memory.discard(entry)
         if entry.parent is not None:
             entry.parent.children.pop(entry, None)
+            entry.parent = None
         if entry.children:
             for child in entry.children:
                 child.parent = None

@@ -39,7 +39,7 @@ class _Use:
 class _Shelf:
     """The published blocks of one slab."""
 
-    entries: set[Entry] = field(default_factory=set)
+    entries: dict[Entry, None] = field(default_factory=dict)  # in the order in which they came
     use: _Use = field(default_factory=_Use)
 
 
@@ -113,7 +113,7 @@ class TenantMemory:
         self._clock += entry.slot
         entry.used_at = self._clock
         shelf = self._shelves[self._allocator.slab_of(entry.offset)]
-        shelf.entries.add(entry)
+        shelf.entries[entry] = None
         shelf.use.add(entry.slot, self._clock)
         self._of_class[entry.slot].add(entry.slot, self._clock)
 
@@ -128,7 +128,7 @@ class TenantMemory:
     def discard(self, entry: Entry) -> None:
         """A block lost its key."""
         shelf = self._shelves[self._allocator.slab_of(entry.offset)]
-        shelf.entries.discard(entry)
+        shelf.entries.pop(entry, None)
         shelf.use.add(-entry.slot, entry.used_at)
         self._of_class[entry.slot].add(-entry.slot, entry.used_at)
 

@@ -1,24 +1,23 @@
-"""TenantPool: the blocks of one tenant on one node: index, memory, pins, eviction.
+"""TenantPool: a tenant's blocks kept in Python: index, memory, pins, eviction. One lock guards the index; bytes are
+copied outside of it.
 
-A block is written in two steps: `begin` reserves memory that nobody else sees, `publish` makes it readable; a writer
-that dies in between leaves nothing behind. A read pins its blocks, and a pinned block keeps its bytes whatever happens
-to its key. One lock a tenant guards the index; bytes are copied outside of it.
+It serves where the library cannot be had, and what `NativePool` answers is compared with it.
 """
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 import xxhash
 
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
-from kvloom.pool.storage.budget import Budget, Refusal
-from kvloom.pool.storage.entries import Begun, Entry, Geometry, NoRoom, Published, Reservation, Written
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Begun, Block, Entry, Geometry, NoRoom, Published, Reservation, Written
 from kvloom.pool.storage.evict import Classes, Order, S3Fifo
 from kvloom.pool.storage.index import Index
 from kvloom.pool.storage.memory import TenantMemory
+from kvloom.pool.storage.pool import Batch, HeldEntries, Pool, Saved
 from kvloom.pool.storage.segments import Bytes
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ _AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batc
 _AHEAD_BLOCKS = 8  # evicted at a time: a request that comes meanwhile waits for that long
 
 
-class TenantPool:
+class TenantPool(Pool):
     """All methods may be called from any thread."""
 
     def __init__(
@@ -39,25 +38,19 @@ class TenantPool:
         rcache_share: float,
         new_order: Callable[[], Order] = S3Fifo,
     ) -> None:
-        """`budget` is the node's. rcache_share: of the quota, for copies of other nodes' blocks, 0..1.
-
-        new_order: who goes first among the blocks of a size class.
-        """
-        self.tenant = tenant
-        self.geometry = geometry
-        self.counts: Counter[str] = Counter()
-        self._budget = budget
-        self._rcache_share = rcache_share
+        """As `Pool`. new_order: who goes first among the blocks of a size class."""
+        super().__init__(tenant, budget, geometry, rcache_share)
         self._lock = threading.Lock()
         self._memory = TenantMemory(tenant, budget, geometry)
         self._index = Index(self._memory, Classes(new_order))
-        self._has_no_memory = False  # the system's answer when memory was last asked for
 
     # Reading
 
-    def pin_prefix(self, keys: list[bytes]) -> list[Entry]:
-        """The blocks of the longest prefix of `keys` that is here, each pinned until `unpin`."""
-        found = []
+    def hold_prefix(self, keys: list[bytes]) -> HeldEntries:
+        return HeldEntries(self, self.pin_prefix(keys))
+
+    def pin_prefix(self, keys: list[bytes]) -> list[Block]:
+        found: list[Block] = []
         with self._lock:
             for key in keys:
                 entry = self._index.get(key)
@@ -68,30 +61,28 @@ class TenantPool:
                 found.append(entry)
         return found
 
-    def pin_each(self, keys: list[bytes]) -> list[Entry | None]:
-        """Each block that is here, pinned; None for the others."""
+    def pin_each(self, keys: list[bytes]) -> list[Block | None]:
         with self._lock:
             entries = [self._index.get(key) for key in keys]
             for entry in entries:
                 if entry is not None:
                     entry.pins += 1
                     self._index.touch(entry)
-            return entries
+            return list(entries)
 
-    def pin_again(self, entry: Entry) -> None:
-        """One more pin for a block that is pinned."""
+    def pin_again(self, entry: Block) -> None:
+        assert isinstance(entry, Entry)
         with self._lock:
             entry.pins += 1
 
     def count_prefix(self, keys: list[bytes]) -> int:
-        """Length of the longest prefix of `keys` that is here; does not count as a use."""
         with self._lock:
             return next((i for i, key in enumerate(keys) if self._index.get(key) is None), len(keys))
 
-    def unpin(self, entries: list[Entry]) -> None:
-        """Ends pins; the memory of blocks that lost their key meanwhile is free from here on."""
+    def unpin(self, entries: list[Block]) -> None:
         with self._lock:
             for entry in entries:
+                assert isinstance(entry, Entry)
                 entry.pins -= 1
                 if entry.pins == 0 and not entry.is_live:
                     self._release(entry)
@@ -104,40 +95,26 @@ class TenantPool:
             self._memory.free(entry.offset)
 
     def missing(self, keys: list[bytes]) -> list[bytes]:
-        """Those keys that are not here, in order."""
         with self._lock:
             return [key for key in keys if self._index.get(key) is None]
 
     def why_missing(self, key: bytes) -> Cause:
-        """COLD when it was never here, as far as remembered."""
         with self._lock:
             return self._index.why_missing(key)
 
     def view(self, offset: int, length: int) -> Bytes:
-        """The bytes of reserved memory or of a pinned block."""
         return self._memory.view(offset, length)
 
-    def locate(self, offset: int) -> tuple[int, int]:
-        """Segment number and offset within it."""
-        return divmod(offset, self.geometry.segment_bytes)
-
     def segment_fd(self, segment: int) -> int | None:
-        """Descriptor of a segment for a client of this tenant."""
         return self._memory.segment_fd(segment)
 
     @property
     def num_given_back(self) -> int:
-        """Segments that went back to the system: who has mapped one may let go of it."""
         return self._memory.num_given_back
 
     # Writing
 
-    def begin(self, key: bytes, length: int, is_rcache: bool = False) -> Begun:
-        """Memory for a block; or the block of that key, pinned; or that there is no room."""
-        return self.begin_all([key], [length], [is_rcache])[0]
-
     def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
-        """As `begin` for each in order; ends after the first that finds no room."""
         found: list[Begun] = []
         is_alike = len(set(lengths)) == 1 and not any(is_rcache)
         free: list[int] = []  # offsets that were emptied together, for the keys to come
@@ -161,30 +138,42 @@ class TenantPool:
                 self._memory.free(offset)
         return found
 
-    def _refuse(self, key: bytes, slot: int) -> Status:
-        """Counts a block that found no room, by why that is."""
-        if slot > self.geometry.slab_bytes:
-            cause = Refusal.TOO_LARGE
-        elif slot <= self._memory.capacity:
-            cause = Refusal.PINNED
-        elif self._has_no_memory:
-            cause = Refusal.NO_MEMORY
-        else:
-            cause = self._budget.why_refused(self.tenant, slot - self._memory.capacity)
-        self.counts[f"refused_{cause}"] += 1
-        if cause is Refusal.TOO_LARGE:
-            return Status.TOO_LARGE
-        self.counts["no_room"] += 1
-        self._index.remember(key, Cause.QUOTA)
-        return Status.NO_ROOM
+    def _capacity(self) -> int:
+        return self._memory.capacity
+
+    def _remember(self, key: bytes, cause: Cause) -> None:
+        self._index.remember(key, cause)
+
+    def save(self, batch: Batch) -> Saved:
+        keys, areas = batch.keys, batch.areas
+        parents = [batch.parent, *keys] if batch.parent is not None else [b""] * len(keys)
+        found = self.begin_all(keys, list(areas.lengths), batch.is_rcache)
+        written = []
+        for begun, area, parent in zip(found, areas, parents, strict=False):
+            if isinstance(begun, Reservation):
+                view = self.view(begun.offset, begun.length)
+                view[:] = area
+                written.append(Written(begun, xxhash.xxh3_128_digest(view.data), parent))
+        published = iter(self.publish_all(written))
+        statuses, entries = bytearray(), []
+        for begun, area in zip(found, areas, strict=False):
+            if isinstance(begun, Reservation):
+                status, entry = next(published)
+            elif isinstance(begun, NoRoom):
+                statuses.append(begun.status)
+                break
+            else:
+                is_same = begun.length == len(area) and begun.checksum == xxhash.xxh3_128_digest(area.data)
+                status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, begun
+            statuses.append(status)
+            entries.append(entry)
+        return Saved(statuses, HeldEntries(self, entries), statuses.count(Status.STORED))
 
     def publish(self, written: Written) -> Published:
-        """Makes a written block readable."""
         with self._lock:
             return self._publish(written)
 
     def publish_all(self, written: list[Written]) -> list[Published]:
-        """As `publish` for each in order."""
         with self._lock:
             return list(map(self._publish, written))
 
@@ -203,26 +192,19 @@ class TenantPool:
         return Published(Status.STORED, self._index.add(written))
 
     def abandon(self, reservation: Reservation) -> None:
-        """Gives memory back unwritten."""
         with self._lock:
             self._memory.free(reservation.offset)
 
-    def distrust(self, entry: Entry) -> bool:
-        """Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again."""
-        if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length).data) == entry.checksum:
-            return False
+    def _spoil(self, entry: Block) -> bool:
+        assert isinstance(entry, Entry)
         with self._lock:
-            if entry.is_live:
-                self.counts["corrupt"] += 1
-                self._index.forget(entry, Cause.CORRUPT)
-                entry.is_spoiled = True
-        return True
+            if not entry.is_live:
+                return False
+            self._index.forget(entry, Cause.CORRUPT)
+            entry.is_spoiled = True
+            return True
 
     def evict(self, size: int) -> int:
-        """Drops blocks of `size` bytes, or all that are not pinned. Bytes freed.
-
-        First the segments of least use, which go back to the node, then single blocks, least useful first.
-        """
         with self._lock:
             freed = 0
             while (segment := self._memory.coldest_segment(is_idle=True)) is not None:
@@ -236,10 +218,6 @@ class TenantPool:
             return freed
 
     def shrink(self, size: int) -> None:
-        """Gives `size` bytes back to the node, or somewhat more: whole segments, those of least use first.
-
-        Others may use them at once. What is being read of them stays readable until then.
-        """
         while size > 0:
             with self._lock:
                 segment = self._memory.coldest_segment()
@@ -266,10 +244,6 @@ class TenantPool:
     # Room
 
     def make_room_ahead(self, slot: int, count: int) -> bool:
-        """Evicts some of what a batch of `count` blocks would evict, before it comes. Whether more is to go.
-
-        At most a small share of the memory is kept free.
-        """
         with self._lock:
             share = int(min(self._budget.quota(self.tenant), self._memory.capacity) * _AHEAD_SHARE)
             lacking = min(count, share // slot) * slot - self._memory.room(slot)
@@ -290,7 +264,9 @@ class TenantPool:
             if is_rcache and self._has_many_copies(slot):
                 gone = self._evict(self._index.orders.copies(), wanted)
                 if not gone:  # all copies are being read: one more only where nobody uses the memory
-                    return self._memory.allocate(slot, 1) or (self._memory.allocate(slot, 1) if self._grow() else [])
+                    while not (offsets := self._memory.allocate(slot, 1)) and self._grow():
+                        pass
+                    return offsets
             else:
                 offsets = self._memory.allocate(slot, 1 if is_rcache else max(1, wanted // slot))
                 if offsets:
@@ -341,7 +317,6 @@ class TenantPool:
     # Knowing
 
     def warm(self) -> None:
-        """Takes all memory the quota allows and has the kernel provide its pages now; for a thread of its own."""
         while True:
             with self._lock:
                 if not self._grow():
@@ -350,12 +325,10 @@ class TenantPool:
                 return
 
     def block_keys(self) -> list[bytes]:
-        """The keys of all blocks, oldest first: a prefix before what follows it."""
         with self._lock:
             return list(self._index.entries)
 
     def usage(self) -> dict[str, int]:
-        """Blocks, bytes in use, bytes of segments, bytes of read cache, quota."""
         with self._lock:
             return {
                 "blocks": len(self._index.entries),
@@ -366,12 +339,10 @@ class TenantPool:
             }
 
     def close(self) -> None:
-        """Closes the segments' descriptors; mappings of clients stay valid until they unmap."""
         with self._lock:
             self._memory.close()
 
     def check(self) -> None:
-        """States the invariants: index, queues and slabs list the same blocks; chains are linked both ways."""
         with self._lock:
             self._memory.check(list(self._index.entries.values()))
             self._budget.check()

@@ -19,8 +19,8 @@ import xxhash
 from ems.common.breaker import Breaker
 from ems.wire.messages import SUM_BYTES, Cause
 from kvloom.pool.node import Fetched, Outgoing, Route
-from kvloom.pool.storage.entries import Entry, Reservation, Written
-from kvloom.pool.storage.store import TenantPool
+from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.storage.pool import Pool
 from kvloom.pool.stores.engine import Engine, EngineError
 
 _WORKERS = 4  # calls at once, abandoned ones included
@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    pool: TenantPool
-    entry: Entry
+    pool: Pool
+    entry: Block
 
 
 class _Answer(NamedTuple, Generic[T]):
@@ -66,11 +66,11 @@ class EngineTier:
         with self._lock:
             return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
 
-    def fetch(self, pool: TenantPool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
         """Brings those blocks that the store has into the pool, as copies; they are pinned."""
         names = _names(pool.tenant, keys)
         problem, values = self._call(lambda: self._engine.get(names), deadline_s)
-        entries: list[Entry] = []
+        entries: list[Block] = []
         for key, value in zip(keys, values or [], strict=False):
             if value is not None:
                 one, entry = _keep(pool, key, value)
@@ -86,7 +86,7 @@ class EngineTier:
         _problem, found = self._call(lambda: self._engine.has(names), deadline_s)
         return found or [False] * len(keys)
 
-    def push_later(self, pool: TenantPool, entry: Entry, parent: bytes, deadline_s: float) -> bool:
+    def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
         """Stores a block in the background; False when too many wait for that until the deadline.
 
         Takes over one pin; the store keeps no chains.
@@ -203,17 +203,17 @@ def _names(tenant: str, keys: list[bytes]) -> list[str]:
     return [f"ems:{tenant}:{key.hex()}" for key in keys]
 
 
-def _keep(pool: TenantPool, key: bytes, value: memoryview) -> tuple[Cause, Entry | None]:
+def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | None]:
     """Publishes a value of the store if its checksum holds. Returns what went wrong, and the block, pinned."""
     data = value[SUM_BYTES:]
     if len(data) == 0:
         pool.counts["corrupt_on_wire"] += 1
         return Cause.CORRUPT, None
     begun = pool.begin(key, len(data), is_rcache=True)
-    if isinstance(begun, Entry):
-        return Cause.NONE, begun
-    if not isinstance(begun, Reservation):
+    if isinstance(begun, NoRoom):
         return Cause.NO_ROOM, None
+    if not isinstance(begun, Reservation):
+        return Cause.NONE, begun
     view = pool.view(begun.offset, begun.length).data
     view[:] = data
     checksum = bytes(value[:SUM_BYTES])

@@ -1,0 +1,1 @@
+"""The index of a tenant's blocks in C++."""

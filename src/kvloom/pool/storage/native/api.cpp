@@ -1,0 +1,326 @@
+// What Python calls: a few flat functions over Pool, each of which locks it for as long as it looks something up or
+// changes it, and never while it copies or sums. Python lets go of its own lock for all of them.
+#include <atomic>
+
+#include "batch.hpp"
+
+using ems::Sum;
+using ems::Xxh3;
+using pool::Batch;
+using pool::Begun;
+using pool::Entry;
+using pool::Id;
+using pool::Key;
+using pool::kNone;
+using pool::Outcome;
+using pool::Pool;
+using pool::Published;
+using pool::Save;
+
+namespace {
+
+// What Python reads without a call.
+struct Glance {
+    std::atomic<uint64_t> num_evicted{0};
+    std::atomic<uint64_t> num_given_back{0};  // segments
+    std::atomic<uint64_t> num_left{0};        // of these, those that Python has not closed
+};
+
+}  // namespace
+
+extern "C" {
+
+struct PoolHandle {
+    Pool pool;
+    Glance glance;
+};
+
+struct Described {
+    Key key;
+    Sum sum;
+    Key parent;
+    uint64_t offset;
+    uint64_t born;
+    uint32_t length;
+    uint32_t slot;
+    uint32_t pins;
+    uint8_t is_rcache;
+    uint8_t is_home;
+    uint8_t is_live;
+    uint8_t has_parent;
+};
+
+struct Usage {
+    int64_t num_blocks;
+    int64_t used_bytes;
+    int64_t capacity;
+    int64_t rcache_bytes;
+    int64_t num_missing;
+    int64_t num_slabs;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Holds the pool; what Python reads is up to date when it lets go.
+class Held {
+  public:
+    explicit Held(PoolHandle* handle) : handle_(*handle), lock_(handle->pool.lock) {}
+    ~Held() {
+        handle_.glance.num_evicted = handle_.pool.num_evicted;
+        handle_.glance.num_given_back = handle_.pool.memory.num_given_back();
+        handle_.glance.num_left = handle_.pool.memory.left().size();
+    }
+
+  private:
+    PoolHandle& handle_;
+    std::lock_guard<std::mutex> lock_;
+};
+
+Outcome begin_or_stop(PoolHandle* handle, Save* save) {
+    const Held held(handle);
+    if (save->batch == nullptr) {
+        save->batch = new Batch;
+    }
+    return pool::begin(handle->pool, *save, *save->batch);
+}
+
+void end(Save* save) {
+    save->num_done = static_cast<int64_t>(save->batch->begun.size());
+    delete save->batch;
+    save->batch = nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+PoolHandle* pool_open(int64_t segment_bytes, int64_t slab_bytes, int is_lru, uint64_t seed) {
+    return new PoolHandle{{segment_bytes, slab_bytes, is_lru != 0, seed}, {}};
+}
+
+void pool_close(PoolHandle* handle) { delete handle; }
+
+const Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
+
+// Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
+int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) {
+    if (begin_or_stop(handle, save) == pool::kNeedsMemory) {
+        return pool::kNeedsMemory;
+    }
+    const std::vector<Sum> sums = pool::fill(*xxh3, *save, *save->batch);
+    const Held held(handle);
+    for (size_t i = 0; i < sums.size(); i++) {
+        const Published done = pool::settle(handle->pool, *save, static_cast<int64_t>(i), save->batch->begun[i], sums[i]);
+        save->statuses[i] = done.status;
+        save->ids[i] = done.id;
+    }
+    end(save);
+    return pool::kDone;
+}
+
+// The first half of a save, for who writes the bytes himself: `offsets` where a status is kStored.
+int pool_begin(PoolHandle* handle, Save* save) {
+    if (begin_or_stop(handle, save) == pool::kNeedsMemory) {
+        return pool::kNeedsMemory;
+    }
+    for (size_t i = 0; i < save->batch->begun.size(); i++) {
+        const Begun& begun = save->batch->begun[i];
+        save->statuses[i] = begun.status;
+        save->ids[i] = begun.id;
+        save->offsets[i] = begun.offset;
+    }
+    end(save);
+    return pool::kDone;
+}
+
+// Gives up a batch that was told to come again.
+void pool_abandon_batch(PoolHandle* handle, Save* save) {
+    const Held held(handle);
+    for (const Begun& begun : save->batch->begun) {
+        if (begun.status == pool::kStored) {
+            handle->pool.memory.free(begun.offset);
+        } else if (begun.status == pool::kDuplicate) {
+            handle->pool.unpin(begun.id);
+        }
+    }
+    end(save);
+}
+
+// Makes reserved memory that holds its block's bytes readable: its status and the block of its key, pinned.
+int pool_publish(PoolHandle* handle, const Described* block, const Key* parent, Id* id) {
+    const Held held(handle);
+    const Published done = handle->pool.publish({block->key, block->offset, block->length, block->slot,
+                                                 block->is_rcache != 0, block->sum, parent});
+    *id = done.id;
+    return done.status;
+}
+
+// Gives reserved memory back unwritten.
+void pool_abandon(PoolHandle* handle, uint64_t offset) {
+    const Held held(handle);
+    handle->pool.memory.free(offset);
+}
+
+// Pins the blocks of the longest prefix of `keys` that is here; how many. offsets, lengths, sums: [num] each.
+int64_t pool_pin_prefix(PoolHandle* handle, const Key* keys, int64_t num, Id* ids, int64_t* offsets, int64_t* lengths,
+                        Sum* sums) {
+    const Held held(handle);
+    for (int64_t i = 0; i < num; i++) {
+        ids[i] = handle->pool.find(keys[i]);
+        if (ids[i] == kNone) {
+            return i;
+        }
+        handle->pool.pin(ids[i]);
+        const Entry& entry = handle->pool.entries[ids[i]];
+        offsets[i] = static_cast<int64_t>(entry.offset);
+        lengths[i] = entry.length;
+        sums[i] = entry.sum;
+    }
+    return num;
+}
+
+// Pins each block that is here; kNone for the others.
+void pool_pin_each(PoolHandle* handle, const Key* keys, int64_t num, Id* ids) {
+    const Held held(handle);
+    for (int64_t i = 0; i < num; i++) {
+        ids[i] = handle->pool.find(keys[i]);
+        if (ids[i] != kNone) {
+            handle->pool.pin(ids[i]);
+        }
+    }
+}
+
+// One more pin for a block that is pinned; no use of it.
+void pool_pin_again(PoolHandle* handle, Id id) {
+    const Held held(handle);
+    handle->pool.entries[id].pins++;
+}
+
+void pool_unpin(PoolHandle* handle, const Id* ids, int64_t num) {
+    const Held held(handle);
+    for (int64_t i = 0; i < num; i++) {
+        handle->pool.unpin(ids[i]);
+    }
+}
+
+// Of each key whether it is here.
+void pool_has(PoolHandle* handle, const Key* keys, int64_t num, uint8_t* has) {
+    const Held held(handle);
+    for (int64_t i = 0; i < num; i++) {
+        has[i] = handle->pool.find(keys[i]) != kNone;
+    }
+}
+
+// Length of the prefix of `keys` that is here.
+int64_t pool_count_prefix(PoolHandle* handle, const Key* keys, int64_t num) {
+    const Held held(handle);
+    int64_t count = 0;
+    while (count < num && handle->pool.find(keys[count]) != kNone) {
+        count++;
+    }
+    return count;
+}
+
+int pool_why_missing(PoolHandle* handle, const Key* key) {
+    const Held held(handle);
+    return handle->pool.why_missing(*key);
+}
+
+void pool_remember(PoolHandle* handle, const Key* key, int cause) {
+    const Held held(handle);
+    handle->pool.remember(*key, static_cast<uint8_t>(cause));
+}
+
+// A pinned block, as it is now.
+void pool_describe(PoolHandle* handle, Id id, Described* out) {
+    const Held held(handle);
+    const Entry& entry = handle->pool.entries[id];
+    *out = {entry.key,  entry.sum,       {},
+            entry.offset, entry.born,    entry.length,
+            entry.slot, entry.pins,      static_cast<uint8_t>(entry.is_rcache),
+            static_cast<uint8_t>(entry.is_home), static_cast<uint8_t>(entry.is_live), entry.parent != kNone};
+    if (entry.parent != kNone) {
+        out->parent = handle->pool.entries[entry.parent].key;
+    }
+}
+
+// Whether a block's home has it too; nothing, if it is another block by now.
+void pool_set_home(PoolHandle* handle, Id id, uint64_t born, int is_home) {
+    const Held held(handle);
+    Entry& entry = handle->pool.entries[id];
+    if (entry.born == born) {
+        entry.is_home = is_home != 0;
+    }
+}
+
+// Forgets a pinned block whose bytes changed; 0 when it was forgotten before.
+int pool_spoil(PoolHandle* handle, Id id) {
+    const Held held(handle);
+    if (!handle->pool.entries[id].is_live) {
+        return 0;
+    }
+    handle->pool.spoil(id);
+    return 1;
+}
+
+int pool_make_room_ahead(PoolHandle* handle, uint32_t slot, int64_t count, int64_t share, int may_grow) {
+    const Held held(handle);
+    return handle->pool.make_room_ahead(slot, count, share, may_grow != 0);
+}
+
+void pool_grow(PoolHandle* handle, int64_t size, uint8_t* segment) {
+    const Held held(handle);
+    handle->pool.memory.grow(size, segment);
+}
+
+int64_t pool_evict(PoolHandle* handle, int64_t size, int64_t* closed_bytes) {
+    const Held held(handle);
+    return handle->pool.evict(size, *closed_bytes);
+}
+
+// Gives the segment of least use back; its bytes, -1 = there is none.
+int64_t pool_shrink(PoolHandle* handle) {
+    const Held held(handle);
+    const int64_t segment = handle->pool.memory.coldest_segment(false);
+    return segment < 0 ? -1 : handle->pool.give_back(segment);
+}
+
+// The next segment that nobody uses any more, once each; -1 = none.
+int64_t pool_take_left(PoolHandle* handle) {
+    const Held held(handle);
+    std::vector<uint32_t>& left = handle->pool.memory.left();
+    if (left.empty()) {
+        return -1;
+    }
+    const int64_t segment = left.back();
+    left.pop_back();
+    return segment;
+}
+
+void pool_usage(PoolHandle* handle, Usage* out) {
+    const Held held(handle);
+    const pool::Memory& memory = handle->pool.memory;
+    *out = {static_cast<int64_t>(handle->pool.size()), memory.used_bytes(), memory.capacity(),
+            handle->pool.rcache_bytes, memory.num_missing(), memory.num_slabs()};
+}
+
+// The keys of all blocks, oldest first, `most` at most; how many.
+int64_t pool_keys(PoolHandle* handle, Key* keys, int64_t most) {
+    const Held held(handle);
+    int64_t count = 0;
+    for (Id id : handle->pool.by_birth()) {
+        if (count < most) {
+            keys[count++] = handle->pool.entries[id].key;
+        }
+    }
+    return count;
+}
+
+const char* pool_check(PoolHandle* handle) {
+    const Held held(handle);
+    return handle->pool.check();
+}
+
+}  // extern "C"

@@ -1,0 +1,157 @@
+// Which block goes when room is needed: S3-FIFO or least recently used, an order for each size class, of the tenant's own
+// blocks apart from copies of other nodes'. evict.py says why and is what this is compared with.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "entries.hpp"
+
+namespace pool {
+
+class Order {
+  public:
+    explicit Order(bool is_lru) : is_lru_(is_lru) {}
+
+    size_t size() const { return small_.size() + main_.size(); }
+
+    void add(Entries& entries, Id id) {
+        Entry& entry = entries[id];
+        entry.uses = 0;
+        entry.is_small = !is_lru_ && !ghosts_.remove(entry.key_hash);
+        queue_of(entry).push_back(entries, id);
+    }
+
+    void touch(Entries& entries, Id id) {
+        if (is_lru_) {
+            main_.move_to_back(entries, id);
+        } else if (entries[id].uses < kMaxUses) {
+            entries[id].uses++;
+        }
+    }
+
+    void remove(Entries& entries, Id id) {
+        const Entry& entry = entries[id];
+        queue_of(entry).remove(entries, id);
+        if (entry.is_small) {
+            ghosts_.put(entry.key_hash, 0);
+            ghosts_.shrink_to(std::max<size_t>(16, size()));
+        }
+    }
+
+    // The block that should go; kNone when all are pinned. It ages what it passes, kMaxPassed at most.
+    Id victim(Entries& entries) {
+        if (is_lru_) {
+            return first_unpinned(entries, main_);
+        }
+        size_t left = kMaxPassed;
+        const size_t total = size();
+        for (size_t n = std::min(small_.size(), left); n > 0; n--, left--) {
+            if (small_.size() * kSmallShare < total) {
+                break;  // what is left in the small queue is new: give it time to be used
+            }
+            const Id id = small_.first();
+            Entry& entry = entries[id];
+            if (entry.pins > 0) {
+                small_.move_to_back(entries, id);
+            } else if (entry.uses > 0) {
+                small_.remove(entries, id);
+                entry.uses = 0;
+                entry.is_small = false;
+                main_.push_back(entries, id);
+            } else {
+                return id;
+            }
+        }
+        for (size_t n = std::min((kMaxUses + 1) * main_.size(), left); n > 0; n--) {
+            const Id id = main_.first();
+            Entry& entry = entries[id];
+            if (entry.uses == 0 && entry.pins == 0) {
+                return id;
+            }
+            entry.uses = entry.uses > 0 ? entry.uses - 1 : 0;
+            main_.move_to_back(entries, id);
+        }
+        const Id id = first_unpinned(entries, main_);
+        return id != kNone ? id : first_unpinned(entries, small_);
+    }
+
+  private:
+    static constexpr uint8_t kMaxUses = 3;      // more hits than this do not make a block stay longer
+    static constexpr size_t kSmallShare = 10;   // the small queue holds at least one in ten
+    static constexpr size_t kMaxPassed = 4096;  // in one call: well below a millisecond
+
+    Queue& queue_of(const Entry& entry) { return entry.is_small ? small_ : main_; }
+
+    static Id first_unpinned(const Entries& entries, const Queue& queue) {
+        Id id = queue.first();
+        while (id != kNone && entries[id].pins > 0) {
+            id = entries[id].next_in_queue;
+        }
+        return id;
+    }
+
+    bool is_lru_;
+    Queue small_, main_;
+    Remembered ghosts_;
+};
+
+class Orders {
+  public:
+    explicit Orders(bool is_lru) : is_lru_(is_lru) {}
+
+    Order& of(const Entry& entry) { return of(entry.slot, entry.is_rcache); }
+
+    Order& of(uint32_t slot, bool is_rcache) {
+        auto& orders = is_rcache ? copies_ : own_;
+        auto found = orders.find(slot);
+        if (found == orders.end()) {
+            found = orders.emplace(slot, std::make_unique<Order>(is_lru_)).first;
+        }
+        return *found->second;
+    }
+
+    // Those of one class, copies first.
+    std::vector<Order*> of_slot(uint32_t slot) {
+        std::vector<Order*> found;
+        for (auto* orders : {&copies_, &own_}) {
+            if (auto at = orders->find(slot); at != orders->end()) {
+                found.push_back(at->second.get());
+            }
+        }
+        return found;
+    }
+
+    std::vector<Order*> copies() { return heaviest_first(copies_); }
+
+    // All, copies first.
+    std::vector<Order*> every() {
+        std::vector<Order*> found = heaviest_first(copies_);
+        for (Order* order : heaviest_first(own_)) {
+            found.push_back(order);
+        }
+        return found;
+    }
+
+  private:
+    using Map = std::map<uint32_t, std::unique_ptr<Order>>;
+
+    static std::vector<Order*> heaviest_first(const Map& orders) {
+        std::vector<std::pair<uint64_t, Order*>> found;
+        for (const auto& [slot, order] : orders) {
+            found.emplace_back(uint64_t{slot} * order->size(), order.get());
+        }
+        std::stable_sort(found.begin(), found.end(), [](auto& a, auto& b) { return a.first > b.first; });
+        std::vector<Order*> sorted;
+        for (const auto& each : found) {
+            sorted.push_back(each.second);
+        }
+        return sorted;
+    }
+
+    bool is_lru_;
+    Map copies_, own_;
+};
+
+}  // namespace pool

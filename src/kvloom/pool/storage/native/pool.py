@@ -1,0 +1,324 @@
+"""NativePool: a tenant's blocks kept in C++: one call a batch looks up, places, copies, sums, publishes and pins.
+
+What needs the node or the system stays here: the budget, the segments, the counters.
+"""
+
+import ctypes
+import logging
+import secrets
+import threading
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.keys import KEY_BYTES
+from ems.runs import Areas, address_of
+from ems.wire.messages import Cause, Status
+from kvloom.pool.storage.allocator import slot_bytes
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Begun, Block, Geometry, NoRoom, Published, Reservation, Written
+from kvloom.pool.storage.native import library as c
+from kvloom.pool.storage.native.held import HeldBlocks, NativeBlock
+from kvloom.pool.storage.pool import Batch, Pool, Saved
+from kvloom.pool.storage.segments import Bytes, SharedMemory
+
+log = logging.getLogger(__name__)
+_AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
+Ids = npt.NDArray[np.uint32]
+
+
+class NativePool(Pool):
+    """All methods may be called from any thread."""
+
+    def __init__(
+        self,
+        tenant: str,
+        budget: Budget,
+        geometry: Geometry,
+        rcache_share: float,
+        how: tuple[c.Functions, bool],
+    ) -> None:
+        """As `Pool`. how: the library, and whether the least recently used goes first, instead of S3-FIFO."""
+        super().__init__(tenant, budget, geometry, rcache_share)
+        functions, is_lru = how
+        self.functions = functions
+        self._short, self._long = functions.short, functions.of_batches
+        self.handle = self._short.pool_open(geometry.segment_bytes, geometry.slab_bytes, is_lru, secrets.randbits(64))
+        self._glance: c.Glance = self._short.pool_glance(self.handle).contents
+        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never used again
+        self._growing = threading.Lock()  # one asks for memory, or gives some back, at a time
+
+    def __del__(self) -> None:
+        self._short.pool_close(self.handle)
+
+    @property
+    def counts(self) -> Counter[str]:
+        if self._glance.num_evicted:
+            self._counts["evicted"] = self._glance.num_evicted
+        return self._counts
+
+    # Reading
+
+    def hold_prefix(self, keys: list[bytes]) -> HeldBlocks:
+        held = HeldBlocks(self, len(keys))
+        held.pin(b"".join(keys))
+        return held
+
+    def pin_prefix(self, keys: list[bytes]) -> list[Block]:
+        return self.hold_prefix(keys).blocks()
+
+    def pin_each(self, keys: list[bytes]) -> list[Block | None]:
+        ids: Ids = np.empty(len(keys), np.uint32)
+        self._short.pool_pin_each(self.handle, b"".join(keys), len(keys), address_of(ids))
+        return [NativeBlock(self, id) if id != c.NONE else None for id in ids.tolist()]
+
+    def pin_again(self, entry: Block) -> None:
+        self._short.pool_pin_again(self.handle, _id(entry))
+
+    def unpin(self, entries: list[Block]) -> None:
+        self.unpin_all(np.array(list(map(_id, entries)), np.uint32))
+
+    def unpin_all(self, ids: Ids) -> None:
+        """Ends a pin of each."""
+        self._short.pool_unpin(self.handle, address_of(ids), len(ids))
+        self._close_left()
+
+    def count_prefix(self, keys: list[bytes]) -> int:
+        return int(self._short.pool_count_prefix(self.handle, b"".join(keys), len(keys)))
+
+    def missing(self, keys: list[bytes]) -> list[bytes]:
+        has = np.empty(len(keys), np.uint8)
+        self._short.pool_has(self.handle, b"".join(keys), len(keys), address_of(has))
+        return [key for key, is_here in zip(keys, has.tolist(), strict=True) if not is_here]
+
+    def why_missing(self, key: bytes) -> Cause:
+        return Cause(self._short.pool_why_missing(self.handle, key))
+
+    def view(self, offset: int, length: int) -> Bytes:
+        number, inner = self.locate(offset)
+        segment = self._segments[number]
+        assert segment is not None, "nothing is handed out of it"
+        return segment.data[inner : inner + length]
+
+    def segment_fd(self, segment: int) -> int | None:
+        found = self._segments[segment] if 0 <= segment < len(self._segments) else None
+        return found.fd if found is not None else None
+
+    @property
+    def num_given_back(self) -> int:
+        return self._glance.num_given_back
+
+    # Writing
+
+    def save(self, batch: Batch) -> Saved:
+        held = HeldBlocks(self, len(batch.keys))
+        areas = batch.areas.addresses()
+        statuses = self._write(held, batch, address_of(areas))
+        num_stored = statuses.count(Status.STORED)
+        held.keep(len(statuses))
+        if statuses and statuses[-1] == Status.NO_ROOM:
+            i = len(statuses) - 1
+            statuses[i] = self._refuse(batch.keys[i], slot_bytes(batch.areas.lengths[i]))
+        for i in [i for i, status in enumerate(statuses) if status == c.LEFT]:
+            statuses[i] = self._refuse(batch.keys[i], slot_bytes(batch.areas.lengths[i]))
+        return Saved(statuses, held, num_stored)
+
+    def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
+        held = HeldBlocks(self, len(keys))
+        statuses = self._write(held, Batch(keys, Areas({}, [], [], lengths), b"", is_rcache), None)
+        found: list[Begun] = []
+        for i, status in enumerate(statuses):
+            slot = slot_bytes(lengths[i])
+            if status == Status.STORED:
+                found.append(Reservation(keys[i], int(held.offsets[i]), lengths[i], slot, is_rcache[i]))
+            elif status == Status.NO_ROOM:
+                found.append(NoRoom(self._refuse(keys[i], slot)))
+            else:
+                found.append(NativeBlock(self, int(held.ids[i])))
+        return found
+
+    def _write(self, held: HeldBlocks, batch: Batch, areas: int | None) -> bytearray:
+        """A status a key; what it met into `held`. areas: where the bytes are; None = memory is only reserved."""
+        count = len(batch.keys)
+        keys, lengths = b"".join(batch.keys), np.array(batch.areas.lengths, np.int64)
+        is_rcache, statuses = np.array(batch.is_rcache, np.uint8), np.empty(count, np.uint8)
+        save = c.Save(
+            ctypes.cast(ctypes.c_char_p(keys), ctypes.c_void_p),
+            address_of(lengths),
+            address_of(is_rcache),
+            areas,
+            ctypes.cast(ctypes.c_char_p(batch.parent or None), ctypes.c_void_p),
+            address_of(statuses),
+            address_of(held.ids),
+            address_of(held.offsets),
+            count,
+            0,
+            self._budget.quota(self.tenant) * self._rcache_share,
+            self._budget.has_room(self.tenant),
+            batch.parent is not None,
+            None,
+        )
+        try:
+            while self._call(save, areas is None) == c.NEEDS_MEMORY:
+                save.may_grow = self._grow()
+        except BaseException:
+            if save.batch:
+                self._short.pool_abandon_batch(self.handle, save)
+            raise
+        self._close_left()
+        return bytearray(statuses[: save.num_done].tobytes())
+
+    def _call(self, save: c.Save, is_reserved_only: bool) -> int:
+        if is_reserved_only:
+            return int(self._long.pool_begin(self.handle, save))
+        return int(self._long.pool_save(self.handle, self.functions.xxh3, save))
+
+    def publish(self, written: Written) -> Published:
+        key, offset, length, slot, is_rcache = written.reservation
+        block = c.Described(
+            c.Key.from_buffer_copy(key),
+            c.Sum.from_buffer_copy(written.checksum),
+            offset=offset,
+            length=length,
+            slot=slot,
+            is_rcache=is_rcache,
+        )
+        id = ctypes.c_uint32()
+        parent = written.parent if len(written.parent) == KEY_BYTES else None
+        status = self._short.pool_publish(self.handle, block, parent, id)
+        self._close_left()
+        if status == c.LEFT:
+            status = self._refuse(key, slot)
+        return Published(Status(status), NativeBlock(self, id.value))
+
+    def abandon(self, reservation: Reservation) -> None:
+        self._short.pool_abandon(self.handle, reservation.offset)
+        self._close_left()
+
+    def _spoil(self, entry: Block) -> bool:
+        return bool(self._short.pool_spoil(self.handle, _id(entry)))
+
+    def _capacity(self) -> int:
+        return self._usage().capacity
+
+    def _remember(self, key: bytes, cause: Cause) -> None:
+        self._short.pool_remember(self.handle, key, int(cause))
+
+    # Room
+
+    def evict(self, size: int) -> int:
+        closed = ctypes.c_int64()
+        with self._growing:
+            freed = int(self._long.pool_evict(self.handle, size, closed))
+            self._budget.give_back(self.tenant, closed.value)
+        self._close_left()
+        return freed
+
+    def shrink(self, size: int) -> None:
+        while size > 0:
+            with self._growing:
+                closed = int(self._long.pool_shrink(self.handle))
+                if closed < 0:
+                    return
+                self._budget.give_back(self.tenant, closed)
+            self._close_left()
+            size -= closed
+
+    def make_room_ahead(self, slot: int, count: int) -> bool:
+        share = int(min(self._budget.quota(self.tenant), self._capacity()) * _AHEAD_SHARE)
+        may_grow = self._budget.has_room(self.tenant)
+        outcome = self._long.pool_make_room_ahead(self.handle, slot, count, share, may_grow)
+        if outcome == c.NEEDS_MEMORY:
+            if self._grow():
+                return True
+            outcome = self._long.pool_make_room_ahead(self.handle, slot, count, share, False)
+        return bool(outcome == c.MORE)
+
+    def _grow(self) -> bool:
+        """Takes more memory, if the tenant may have it."""
+        with self._growing:
+            try:
+                is_grown = self._take_slab()
+            except OSError as error:
+                if not self._has_no_memory:
+                    log.warning("tenant %s: the system gives no more memory for blocks: %s", self.tenant, error)
+                self._has_no_memory = True
+                return False
+            self._has_no_memory = self._has_no_memory and not is_grown
+            return is_grown
+
+    def _take_slab(self) -> bool:
+        """What the last slab lacks, or one more. Raises OSError when the system has none."""
+        geometry, usage = self.geometry, self._usage()
+        size = self._budget.take(self.tenant, usage.num_missing or geometry.slab_bytes)
+        if not size:
+            return False
+        address = None
+        slabs_a_segment = geometry.segment_bytes // geometry.slab_bytes
+        if not usage.num_missing and usage.num_slabs == len(self._segments) * slabs_a_segment:
+            try:
+                segment = SharedMemory("ems-pool", geometry.segment_bytes, geometry.is_sealed, geometry.has_huge_pages)
+            except BaseException:
+                self._budget.give_back(self.tenant, size)
+                raise
+            self._segments.append(segment)
+            address = address_of(segment.data)
+        self._short.pool_grow(self.handle, size, address)
+        return True
+
+    def _close_left(self) -> None:
+        """Gives segments that nobody uses any more to the system."""
+        while self._glance.num_left:
+            number = self._short.pool_take_left(self.handle)
+            segment = self._segments[number] if number >= 0 else None
+            if segment is not None:
+                self._segments[number] = None
+                segment.close()
+
+    def warm(self) -> None:
+        geometry = self.geometry
+        slabs_a_segment = geometry.segment_bytes // geometry.slab_bytes
+        while self._grow():
+            number, index = divmod(self._usage().num_slabs - 1, slabs_a_segment)
+            segment = self._segments[number]
+            if segment is None or not segment.prefault(index * geometry.slab_bytes, geometry.slab_bytes):
+                return
+
+    # Knowing
+
+    def block_keys(self) -> list[bytes]:
+        most = self._usage().num_blocks
+        keys = ctypes.create_string_buffer(most * KEY_BYTES)
+        count = self._long.pool_keys(self.handle, keys, most)
+        return [keys.raw[i * KEY_BYTES : (i + 1) * KEY_BYTES] for i in range(count)]
+
+    def _usage(self) -> c.Usage:
+        usage = c.Usage()
+        self._short.pool_usage(self.handle, usage)
+        return usage
+
+    def usage(self) -> dict[str, int]:
+        usage = self._usage()
+        return {
+            "blocks": usage.num_blocks,
+            "used_bytes": usage.used_bytes,
+            "capacity_bytes": usage.capacity,
+            "rcache_bytes": usage.rcache_bytes,
+            "quota_bytes": self._budget.quota(self.tenant),
+        }
+
+    def close(self) -> None:
+        for segment in self._segments:
+            if segment is not None:
+                segment.close()
+
+    def check(self) -> None:
+        problem = self._long.pool_check(self.handle)
+        assert problem is None, problem.decode()
+        self._budget.check()
+
+
+def _id(entry: Block) -> int:
+    assert isinstance(entry, NativeBlock)
+    return entry.id

@@ -1,0 +1,217 @@
+"""The pool in C++ answers as the one in Python does, whatever is asked of it, and in whatever order."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ems.native.build import BLOCKS
+from ems.runs import Areas
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Block, Geometry, NoRoom, Reservation, Written
+from kvloom.pool.storage.evict import Lru, S3Fifo
+from kvloom.pool.storage.native.library import INDEX, functions
+from kvloom.pool.storage.native.pool import NativePool
+from kvloom.pool.storage.pool import Batch, Pool
+from kvloom.pool.storage.store import TenantPool
+
+SLAB, TOTAL = 1 << 16, 1 << 18
+KEYS = st.integers(0, 40).map(lambda n: bytes([n]) * 32)
+LENGTHS = st.sampled_from([100, 5000, 9000, 30000, SLAB + 1])
+pytestmark = pytest.mark.skipif(functions() is None, reason="there is no C++ compiler")
+
+
+def both(is_lru: bool, total: int = TOTAL) -> tuple[TenantPool, NativePool]:
+    made: list[Any] = []
+    for kind in ("python", "native"):
+        budget = Budget(total)
+        budget.set_limits("t", 0, total)
+        geometry = Geometry(1 << 17, SLAB)
+        if kind == "python":
+            made.append(TenantPool("t", budget, geometry, 0.25, Lru if is_lru else S3Fifo))
+        else:
+            made.append(NativePool("t", budget, geometry, 0.25, (functions(), is_lru)))
+    return made[0], made[1]
+
+
+def named(found: object) -> object:
+    """What a key met, without where it lies."""
+    if isinstance(found, NoRoom):
+        return found.status
+    return ("memory" if isinstance(found, Reservation) else "block", found.key, found.length, found.is_rcache)
+
+
+class SideBySideMachine(RuleBasedStateMachine):
+    """Both pools go through the same; what they say, keep, forget and count is the same after each step."""
+
+    @initialize(is_lru=st.booleans())
+    def open(self, is_lru: bool) -> None:
+        self.pools: tuple[Pool, Pool] = both(is_lru)
+        self.pins: list[list[list[Block]]] = [[], []]
+        self.reserved: list[list[Reservation]] = [[], []]
+        self.limit = TOTAL
+
+    def ask(self, call: Any) -> Any:
+        """The answer of both, which must be one."""
+        python, native = (call(pool) for pool in self.pools)
+        assert python == native
+        return python
+
+    @rule(
+        keys=st.lists(KEYS, min_size=1, max_size=12),
+        lengths=st.lists(LENGTHS, min_size=12, max_size=12),
+        is_alike=st.booleans(),
+        parent=KEYS | st.just(b"") | st.none(),
+        copies=st.sets(st.integers(0, 11), max_size=3),
+        changed=st.booleans(),
+        is_held=st.booleans(),
+    )
+    def save(self, keys, lengths, is_alike, parent, copies, changed, is_held) -> None:
+        lengths = [lengths[0 if is_alike else i] for i in range(len(keys))]
+        offsets = [sum(lengths[:i]) for i in range(len(keys))]
+        arena = np.arange(sum(lengths), dtype=np.uint8) + np.uint8(changed)
+        for key, offset in zip(keys, offsets, strict=True):
+            arena[offset] = key[0]
+        areas = Areas({0: arena}, [0] * len(keys), offsets, lengths)
+        batch = Batch(keys, areas, parent, [i in copies for i in range(len(keys))])
+        done = [pool.save(batch) for pool in self.pools]
+        assert done[0].statuses == done[1].statuses
+        assert done[0].num_stored == done[1].num_stored
+        found = [saved.held.blocks() for saved in done]
+        for pool, blocks in zip(self.pools, found, strict=True):
+            for block in blocks:
+                assert xxhash.xxh3_128_digest(pool.view(block.offset, block.length).data) == block.checksum
+        assert list(map(named, found[0])) == list(map(named, found[1]))
+        assert [block.parent_key for block in found[0]] == [block.parent_key for block in found[1]]
+        self.hold(found, is_held)
+
+    def hold(self, found: list[list[Block]], is_held: bool) -> None:
+        for pool, pins, blocks in zip(self.pools, self.pins, found, strict=True):
+            if is_held:
+                pins.append(blocks)
+            else:
+                pool.unpin(blocks)
+
+    @rule(keys=st.lists(KEYS, max_size=4), is_prefix=st.booleans(), is_held=st.booleans())
+    def pin(self, keys, is_prefix, is_held) -> None:
+        found = []
+        for pool in self.pools:
+            located = pool.pin_prefix(keys) if is_prefix else pool.pin_each(keys)
+            found.append([block for block in located if block is not None])
+        assert list(map(named, found[0])) == list(map(named, found[1]))
+        self.hold(found, is_held)
+
+    @rule(number=st.integers(0, 9))
+    def unpin(self, number) -> None:
+        for pool, pins in zip(self.pools, self.pins, strict=True):
+            if pins:
+                pool.unpin(pins.pop(number % len(pins)))
+
+    @rule(keys=st.lists(KEYS, min_size=1, max_size=3), length=LENGTHS, is_copy=st.booleans())
+    def begin(self, keys, length, is_copy) -> None:
+        found = [pool.begin_all(keys, [length] * len(keys), [is_copy] * len(keys)) for pool in self.pools]
+        assert list(map(named, found[0])) == list(map(named, found[1]))
+        for pool, reserved, each in zip(self.pools, self.reserved, found, strict=True):
+            reserved += [begun for begun in each if isinstance(begun, Reservation)]
+            pool.unpin([begun for begun in each if not isinstance(begun, Reservation | NoRoom)])
+
+    @rule(parent=KEYS | st.just(b""), is_kept=st.booleans())
+    def end(self, parent, is_kept) -> None:
+        if self.reserved[0] and is_kept:
+            done = []
+            for pool, reserved in zip(self.pools, self.reserved, strict=True):
+                begun = reserved.pop()
+                pool.view(begun.offset, begun.length)[:] = 7
+                checksum = xxhash.xxh3_128_digest(bytes([7]) * begun.length)
+                status, block = pool.publish(Written(begun, checksum, parent))
+                done.append((status, named(block), block.parent_key))
+                pool.unpin([block])
+            assert done[0] == done[1]
+        elif self.reserved[0]:
+            for pool, reserved in zip(self.pools, self.reserved, strict=True):
+                pool.abandon(reserved.pop())
+
+    @rule(size=st.integers(1, 1 << 16))
+    def evict(self, size) -> None:
+        self.ask(lambda pool: pool.evict(size))
+
+    @rule(length=st.sampled_from([4096, 8192, 30720]), count=st.integers(1, 20))
+    def make_room_ahead(self, length, count) -> None:
+        while self.ask(lambda pool: pool.make_room_ahead(length, count)):
+            pass
+
+    @rule(pages=st.integers(8, TOTAL // 4096))
+    def change_the_quota(self, pages) -> None:
+        for pool in self.pools:
+            pool._budget.set_limits("t", 0, pages * 4096)
+            for size in pool._budget.excess().values():
+                pool.shrink(size)
+
+    @rule(number=st.integers(0, 9))
+    def damage(self, number) -> None:
+        """A byte of a pinned block changes by itself."""
+        said = []
+        for pool, pins in zip(self.pools, self.pins, strict=True):
+            blocks = [block for each in pins for block in each]
+            if blocks:
+                block = blocks[number % len(blocks)]
+                pool.view(block.offset, block.length)[0] ^= 1
+                said.append(pool.distrust(block))
+        assert len(set(said)) <= 1
+
+    @invariant()
+    def they_keep_the_same(self) -> None:
+        every = [bytes([n]) * 32 for n in range(41)]
+        self.ask(lambda pool: pool.block_keys())
+        self.ask(lambda pool: pool.usage())
+        self.ask(lambda pool: pool.counts)
+        self.ask(lambda pool: pool.missing(every))
+        self.ask(lambda pool: pool.count_prefix(every))
+        self.ask(lambda pool: [pool.why_missing(key) for key in pool.missing(every)])
+        self.ask(lambda pool: pool.num_given_back)
+        self.ask(lambda pool: pool._budget.has_room("t"))
+        for pool in self.pools:
+            pool.check()
+
+    @invariant()
+    def what_is_pinned_is_the_same(self) -> None:
+        described = [
+            [(named(block), block.pins, block.parent_key, block.is_home) for each in pins for block in each]
+            for pins in self.pins
+        ]
+        assert described[0] == described[1]
+
+    def teardown(self) -> None:
+        for pool in getattr(self, "pools", ()):
+            pool.close()
+
+
+SideBySideMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TestSideBySide = SideBySideMachine.TestCase
+
+
+@pytest.mark.parametrize(("runtime", "kinds"), [("asan", "address,undefined"), ("tsan", "thread")])
+def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, tmp_path, monkeypatch):
+    said = subprocess.run(["c++", f"-print-file-name=lib{runtime}.so"], capture_output=True, text=True, check=False)
+    library = said.stdout.strip()
+    if not Path(library).is_absolute():
+        pytest.skip(f"the compiler has no lib{runtime}")
+    compiler = tmp_path / "c++"
+    flags = f"-g -fsanitize={kinds} -fno-sanitize-recover=all -Werror"
+    compiler.write_text(f'#!/bin/sh\nexec c++ {flags} "$@" -O1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert {each.path().is_relative_to(tmp_path) for each in (BLOCKS, INDEX)} == {True}
+    options = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
+    command = [sys.executable, "-m", "tests.support.pool_storm"]
+    done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,93 @@
+"""`python -m tests.support.pool_storm`: threads save, read, evict and give back in one native pool.
+
+For runs under a sanitizer. Ends with 1 when a byte is wrong or the pool does not hold.
+"""
+
+import random
+import sys
+import threading
+
+import numpy as np
+
+from ems.native.tensors import native_tensors
+from ems.runs import Areas, Blocks
+from ems.tensors import as_tensor
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Geometry
+from kvloom.pool.storage.native.pool import NativePool
+from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.pool import Batch
+
+SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60
+SIZES = (5000, 20000, 40000)  # the largest is summed in pieces
+
+
+class Storm:
+    """One pool, and what went wrong in its threads."""
+
+    def __init__(self) -> None:
+        self.budget = Budget(TOTAL)
+        self.budget.set_limits("t", 0, TOTAL)
+        self.pool = open_pool("t", PoolOptions(self.budget, Geometry(1 << 17, SLAB), 0.25, "s3fifo"))
+        assert isinstance(self.pool, NativePool), "there is no library"
+        self.errors: list[BaseException] = []
+
+    def run(self, seed: int) -> None:
+        """One thread's calls."""
+        try:
+            draw = random.Random(seed)
+            cache = as_tensor("t", np.random.default_rng(seed).integers(0, 256, (8, 1, 1, 40000), np.uint8))
+            assert cache is not None
+            moving = native_tensors([cache], [0])
+            assert moving is not None
+            for _ in range(ROUNDS):
+                self.turn(draw, moving)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def turn(self, draw, moving) -> None:
+        size, count = draw.choice(SIZES), draw.randint(1, 8)
+        keys = [draw.randint(0, 60).to_bytes(4, "big") * 8 for _ in range(count)]
+        arena = np.zeros(count * size, np.uint8)
+        areas = Areas({0: arena}, [0] * count, [i * size for i in range(count)], [size] * count)
+        moving.gather(
+            Blocks.of([(((i, 0, 1),),) for i in range(count)]),
+            Areas(
+                {0: np.empty(count * 40000, np.uint8)}, [0] * count, [i * 40000 for i in range(count)], [40000] * count
+            ),
+        )
+        for i, key in enumerate(keys):
+            arena[i * size : (i + 1) * size] = key[3]
+        self.pool.save(Batch(keys, areas, b"", [draw.random() < 0.2] * count)).held.release()
+        held = self.pool.hold_prefix(keys)
+        located = held.located()
+        for key, segment, offset, length in zip(keys, located.segments, located.offsets, located.lengths, strict=False):
+            view = self.pool.view(segment * (1 << 17) + offset, length)
+            assert (view == key[3]).all(), "wrong bytes"
+        held.release()
+        chance = draw.random()
+        if chance < 0.05:
+            self.pool.shrink(1)
+        elif chance < 0.1:
+            self.pool.evict(draw.randint(1, TOTAL // 4))
+        elif chance < 0.3:
+            self.pool.make_room_ahead(8192, 4)
+        elif chance < 0.5:
+            self.pool.unpin([block for block in self.pool.pin_each(keys) if block is not None])
+
+
+def main() -> int:
+    storm = Storm()
+    threads = [threading.Thread(target=storm.run, args=(seed,)) for seed in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    storm.pool.check()
+    for error in storm.errors:
+        print(repr(error), file=sys.stderr)
+    return bool(storm.errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
