@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _MAX_EVICTIONS = 4096  # to make room for one block
 _AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
-_AHEAD_BLOCKS = 8  # evicted at a time: a request that comes meanwhile waits for that long
+_AHEAD_BLOCKS = 64  # evicted at a time: a request that comes meanwhile waits for that long
 
 
 class TenantPool(Pool):

@@ -5,7 +5,7 @@ namespace pool {
 namespace {
 constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explained
 constexpr int kMaxEvictions = 4096;       // to make room for one block
-constexpr int64_t kAheadBlocks = 8;       // evicted at a time: a request that comes meanwhile waits for that long
+constexpr int64_t kAheadBlocks = 64;      // evicted at a time: a request that comes meanwhile waits for that long
 }  // namespace
 
 Id Pool::find(const Key& key) const {
