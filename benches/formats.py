@@ -14,9 +14,9 @@ import gguf
 import numpy as np
 
 from kvloom.bench.kernels import measure
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Layer, Rope
 from kvloom.checkpoints.quantized.blocks import KINDS, form_of
-from kvloom.checkpoints.source import RawTensor, Tensor
+from kvloom.checkpoints.source import RawTensor, Tensor, as_rows
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2048, 8192, 32, 8, 64, 128_256
@@ -26,8 +26,8 @@ _SCALES_AT = {"q6_k": (208,), "q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q
 
 def llama(num_layers: int) -> DecoderSpec:
     rope = Rope(tuple(float(500_000.0 ** (-2 * i / HEAD_DIM)) for i in range(HEAD_DIM // 2)))
-    sizes = (num_layers, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB)
-    return DecoderSpec("llama", *sizes, 8192, rope, 1e-5, True)
+    sizes = (HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB)
+    return DecoderSpec("llama", *sizes, 8192, (Layer(rope),) * num_layers, 1e-5, tie_embeddings=True)
 
 
 def q4_k_m(num_layers: int) -> KindOf:
@@ -36,7 +36,7 @@ def q4_k_m(num_layers: int) -> KindOf:
     def kind(name: str) -> str:
         if name == "embed":
             return "q6_k"
-        _, index, part = name.split(".")
+        _, index, *_, part = name.split(".")
         at, eighth = int(index), num_layers // 8
         has_more = at < eighth or at >= 7 * num_layers // 8 or (at - eighth) % 3 == 2
         return "q6_k" if part in ("v", "down") and has_more else "q4_k"
@@ -54,18 +54,24 @@ class RandomFile:
         return list(self._shapes)
 
     def form(self, name: str) -> str:
-        return form_of(self._kind_of(name)) if len(self._shapes[name]) == 2 else ""
+        return form_of(self._kind_of(name)) if self._is_matrix(name) else ""
+
+    def _is_matrix(self, name: str) -> bool:
+        return len(self._shapes[name]) == 2 and not name.endswith("router")  # files hold routers in float32
 
     def tensor(self, name: str) -> Tensor:
         shape = self._shapes[name]
-        if len(shape) == 1:
-            return RawTensor(name, shape, "f32", np.ones(shape, np.float32).view(np.uint8)[None])
+        if not self._is_matrix(name):
+            values = (
+                np.random.default_rng(0).standard_normal(shape, np.float32) / 8 if len(shape) > 1 else np.ones(shape)
+            )
+            return RawTensor(name, shape, "f32", as_rows(values.astype(np.float32).view(np.uint8).reshape(-1), shape))
         return RawTensor(name, shape, self._kind_of(name), random_rows(shape, self._kind_of(name)))
 
     @property
     def num_bytes(self) -> int:
         """Of the file."""
-        matrices = ((shape, self._kind_of(name)) for name, shape in self._shapes.items() if len(shape) == 2)
+        matrices = ((shape, self._kind_of(name)) for name, shape in self._shapes.items() if self._is_matrix(name))
         return sum(shape[0] * row_bytes(shape[1], kind) for shape, kind in matrices)
 
 

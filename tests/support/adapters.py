@@ -38,7 +38,7 @@ def make_adapter(
     tensors = {}
     for name, shape in shapes.items():
         part = name.rsplit(".", 1)[-1]
-        if not name.startswith("layers.") or part not in parts or len(shape) != 2:
+        if not name.startswith("layers.") or ".experts." in name or part not in parts or len(shape) != 2:
             continue
         own = config.get("rank_pattern", {}).get(PARTS[part].split(".")[1], rank)
         at = f"base_model.model.model.layers.{name.split('.')[1]}.{PARTS[part]}"

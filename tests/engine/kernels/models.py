@@ -75,7 +75,7 @@ SPECS = {
 SPECS |= {
     "mixture of experts": tiny_spec(
         "mixtral",
-        layers=(Layer(rope_of(32), has_experts=True), Layer(rope_of(32))),
+        layers=(Layer(rope_of(32)), Layer(rope_of(32), has_experts=True)),  # a narrower MLP before the shared one
         experts=Experts(5, 2, 40, shared=100),
     ),
     "gpt-oss": tiny_spec(
@@ -123,7 +123,7 @@ def random_weights(spec: DecoderSpec, seed: int = 0) -> MemoryWeights:
         if name.endswith("norm"):
             values[name] = 1 + 0.2 * noise
         elif name.endswith(".router"):  # whose choice others must find, too, where they round otherwise
-            values[name] = noise * 2 * shape[-1] ** -0.5
+            values[name] = noise * 4 * shape[-1] ** -0.5
         else:
             values[name] = noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)
     return MemoryWeights(values)

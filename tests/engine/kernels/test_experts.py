@@ -41,7 +41,7 @@ def weights_of(kinds: dict[str, str]) -> MemoryWeights:
     weights = random_weights(SPARSE)
     for name, value in weights.values.items():
         if name.endswith("router"):
-            value /= 2  # a softmax makes more of every rounding
+            value /= 4  # a softmax makes more of every rounding
         if name.endswith("router_bias"):
             value[NEVER] = -1e4
     blocks = {}

@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from kvloom.contract.errors import ModelError
+from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
+from kvloom.rank.loading import open_runner
+from tests.support.adapters import make_adapter
 from tests.support.checkpoints import run_step, save, tiny_model
 
 from .test_families import FILES, TOKENS
@@ -70,6 +74,26 @@ def test_experts_in_mxfp4_are_read_as_the_format_says(tmp_path):
     with torch.no_grad():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
+
+
+def test_a_folder_of_experts_is_served_by_the_kernels_and_an_adapter_of_experts_refused_by_name(tmp_path):
+    folder = save(tiny_model("qwen3 moe"), tmp_path / "model")
+    assert (
+        open_runner(EngineConfig(model=str(folder), num_blocks=8), [], lambda done, total: None).info.backend == "cpu"
+    )
+    shapes = open_checkpoint(folder).spec.tensor_shapes()
+    adapter = make_adapter(tmp_path / "adapter", shapes, parts=("q",))
+    assert read_adapter(adapter, shapes).modules.keys() == {"layers.0.q", "layers.1.q"}
+    path = adapter / "adapter_model.safetensors"
+    attention, tensors = load_file(path), {}
+    for own, problem in (
+        ("mlp.experts.1.gate_proj", "mlp.experts.1.gate_proj.lora_A.weight is none of lora_A"),
+        ("mlp.gate_proj", "mlp.gate_proj.lora_A.weight is of a layer that the base model does not have"),
+    ):
+        tensors = {key.replace("self_attn.q_proj", own): value for key, value in attention.items()}
+        save_file(tensors, path)
+        with pytest.raises(BadRequest, match=problem):
+            read_adapter(adapter, shapes)
 
 
 def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
