@@ -30,6 +30,7 @@ TABLES = ROOT / "tools" / "bugs"
 PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
 TEST_S, RUN_S, FIRST_S = 60, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
 SHOWN = 3000  # characters of what pytest said
+COMPILER = '#!/bin/sh\nexec g++ "$@" -O0\n'  # an optimiser takes longer than all that the tests then save
 PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
 
@@ -87,6 +88,8 @@ class Workshop:
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
+        (folder / "compiler").write_text(COMPILER)
+        (folder / "compiler").chmod(0o755)
 
     def try_out(self, bug: Bug) -> Outcome:
         with self._planted(bug):
@@ -130,6 +133,7 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
     paths = [str(folder / "src"), str(folder)]
     os.chdir(folder)
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "1000"}
+    os.environ["CXX"] = str(folder / "compiler")
     sys.path[:0] = paths
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]

@@ -1,6 +1,9 @@
 """LoRA in the backends: as merged weights, and the same bits in whatever company."""
 
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from .models import SPECS, MemoryWeights, all_logits, ragged, random_weights
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 LENGTHS = (1, 2, 5, 16, 17, 40)
+Merge = Callable[[str, int], tuple[Path, torch.Tensor]]
 CASES = [  # rank, parts, configuration, scale by part
     (4, ("q", "k", "v", "o", "gate", "up", "down"), {}, {"": 2.0}),
     (1, ("q", "v"), {"lora_alpha": 3}, {"": 3.0}),
@@ -54,18 +58,36 @@ def open_backend(kind, spec, weights):
 KINDS = ["reference", *(f"{weights} {isa}" for weights in ("bf16", "w8a8", "w4a8") for isa in AVAILABLE)]
 
 
+@functools.cache
+def weights_of(name: str) -> MemoryWeights:
+    return random_weights(SPECS[name])
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory) -> Iterator[Merge]:
+    """The adapter of a case for a model of SPECS, and the logits of its merged weights."""
+
+    @functools.cache
+    def merge(name: str, case: int) -> tuple[Path, torch.Tensor]:
+        rank, parts, config, scales = CASES[case]
+        spec, folder = SPECS[name], tmp_path_factory.mktemp("adapter")
+        make_adapter(folder, spec.tensor_shapes(), 5, rank, parts, size=0.5, **config)
+        truth = ReferenceBackend(spec, MemoryWeights(merged(weights_of(name).values, folder, scales)), 64)
+        return folder, all_logits(truth, *ragged(parts_of())).clone()
+
+    yield merge
+    weights_of.cache_clear()
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "w4a8" not in kind])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_an_adapter_is_what_its_merged_weights_are(tmp_path, name, kind, case):
-    rank, parts, config, scales = CASES[case]
-    spec, weights = SPECS[name], random_weights(SPECS[name])
-    folder = make_adapter(tmp_path, spec.tensor_shapes(), 5, rank, parts, size=0.5, **config)
-    truth = ReferenceBackend(spec, MemoryWeights(merged(weights.values, folder, scales)), 64)
-    backend = open_backend(kind, spec, weights)
+def test_an_adapter_is_what_its_merged_weights_are(merging, name, kind, case):
+    spec, (folder, want) = SPECS[name], merging(name, case)
+    backend = open_backend(kind, spec, weights_of(name))
     backend.add_adapter(3, read_adapter(folder, spec.tensor_shapes()))
     args = ragged(parts_of())
-    want, base = all_logits(truth, *args), all_logits(backend, *args).clone()
+    base = all_logits(backend, *args).clone()
     got = all_logits(backend, *ragged(parts_of(), [3] * len(LENGTHS))).clone()
     limit = 1e-4 if kind == "reference" else 0.03 if kind.startswith("bf16") else 0.07
     assert relative_error(got, want) < limit
