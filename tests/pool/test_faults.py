@@ -1,6 +1,6 @@
 """Faults with an oracle of true bytes: never a wrong byte, no wait past the deadline, nothing left behind.
 
-KVLOOM_POOL_KILLS is how many processes are killed in all (default 40; 200 is the full count).
+KVLOOM_POOL_KILLS is how many processes are killed in all (default 25; 200 is the full count).
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.support.pool_faults import AgentProcess, Oracle, run_until_killed
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S
 
-KILLS = int(os.environ.get("KVLOOM_POOL_KILLS", "40"))
+KILLS = int(os.environ.get("KVLOOM_POOL_KILLS", "25"))
 HASHES = list(range(1, 25))
 
 

@@ -18,8 +18,8 @@ from tests.support.servers import FakeServer, fake_server
 from tests.support.waiting import until
 from tests.wire.cases import CASES, MODEL, Case
 
-NUM_REQUESTS = 10_000
-NUM_WARM = 2_000
+NUM_REQUESTS = 6_000
+NUM_WARM = 1_500
 NUM_THREADS = 4
 TIMEOUT_S = 20.0
 MAX_GROWTH_BYTES = 24 << 20

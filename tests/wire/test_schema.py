@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.support.servers import fake_server
 
-NUM_EXAMPLES = 6
+NUM_EXAMPLES = 4
 LAST = ["/sleep", "/wake_up", "/stopService"]
 SETTINGS = settings(
     max_examples=NUM_EXAMPLES,
