@@ -83,6 +83,38 @@ def test_answers_are_the_same_with_and_without_all_logits(model, backend, monkey
     assert lean == answers()
 
 
+DRAWN = (
+    SamplingParams(temperature=1.0, seed=1, max_tokens=10),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=2, max_tokens=10),
+    SamplingParams(temperature=0, logprobs=1, max_tokens=10),
+    SamplingParams(temperature=1.3, min_p=0.02, seed=3, max_tokens=10),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=10, min_tokens=5),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=10, frequency_penalty=0.5),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=10, logit_bias={7: 3.0}),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=10, typical_p=0.8),
+    SamplingParams(temperature=1.0, seed=4, max_tokens=10, logprobs=0),
+    SamplingParams(temperature=0.9, top_k=7, seed=5, max_tokens=10),
+    SamplingParams(temperature=1.0, seed=6, max_tokens=10),
+    SamplingParams(temperature=1.1, top_p=0.8, seed=7, max_tokens=10, prompt_logprobs=0),
+)
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [0, 3])
+def test_what_is_drawn_for_all_at_once_is_what_each_would_have_drawn(model, monkeypatch, num_speculative_tokens):
+    requests = [Request(f"r{i}", (1, 2, 1, 2, 3 + i, 1, 2), params) for i, params in enumerate(DRAWN)]
+    config = EngineConfig(
+        model=model, backend="cpu", kv_cache_bytes=KV_BYTES, num_speculative_tokens=num_speculative_tokens
+    )
+
+    def answers() -> dict[str, list[Delta]]:
+        runner = open_runner(config, [100], lambda done, total: None)
+        return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
+
+    together = answers()
+    monkeypatch.setattr("kvloom.rank.runner.is_plain", lambda history: False)
+    assert together == answers()
+
+
 def test_work_behind_a_token_that_was_not_chosen_is_left_out(model):
     """An engine has sent it before it could know; the blocks of the work replace those of the one before it."""
     runner = opened(model, backend="reference")

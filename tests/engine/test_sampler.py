@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.kernels.backend import most_likely
-from kvloom.rank.sampler import History, log_softmax, num_candidates, sample, sample_top, uniforms
+from kvloom.rank.sampler import History, is_plain, log_softmax, num_candidates, sample, sample_top, uniforms
 
 EOS = [0]
 
@@ -254,6 +254,28 @@ def test_candidates_give_the_token_that_all_logits_give(params, tokens, num_prom
 )
 def test_only_rules_that_cannot_lift_a_token_go_without_all_logits(params, count):
     assert num_candidates(history(params, (5, 5, 6, 7), num_prompt=2), len(EOS), num_more=2) == count
+
+
+@pytest.mark.parametrize(
+    ("params", "plain"),
+    [
+        (SamplingParams(), True),
+        (SamplingParams(temperature=0.3, top_p=0.9, min_p=0.1, seed=4, stop=("x",), ignore_eos=True), True),
+        (SamplingParams(min_tokens=2), True),  # which it has
+        (SamplingParams(min_tokens=3), False),
+        (SamplingParams(temperature=0), False),
+        (SamplingParams(top_k=300), False),
+        (SamplingParams(typical_p=0.9), False),
+        (SamplingParams(repetition_penalty=0.9), False),
+        (SamplingParams(frequency_penalty=0.1), False),
+        (SamplingParams(presence_penalty=-0.1), False),
+        (SamplingParams(logit_bias={1: 1.0}), False),
+        (SamplingParams(watermark=True), False),
+        (SamplingParams(logprobs=0), False),
+    ],
+)
+def test_who_is_drawn_with_others_wants_nothing_but_temperature_top_p_and_min_p(params, plain):
+    assert is_plain(history(params, (5, 5, 6, 7), num_prompt=2)) == plain
 
 
 def test_the_most_likely_are_in_order_and_of_equal_ones_the_first():

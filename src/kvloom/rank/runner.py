@@ -27,7 +27,16 @@ from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.backend import Backend, Head, Ragged
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
-from kvloom.rank.sampler import History, describe, log_softmax, num_candidates, sample, sample_top
+from kvloom.rank.sampler import (
+    History,
+    describe,
+    is_plain,
+    log_softmax,
+    num_candidates,
+    plain_rules,
+    sample,
+    sample_top,
+)
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tiles import TiledBlocks
 
@@ -160,9 +169,14 @@ class ModelRunner:
         rows, states = np.array(wanted.rows, np.int32), np.array(wanted.states, np.int32)
         head = self._backend.step(self._inputs(works), rows, tops, states)
         self._pool(head, wanted.pooled, output)
+        drawn = self._draw(head, wanted.samples)
         row = 0
         for id, draft in wanted.samples:
-            self._sample(head, row, id, draft, output)
+            if row in drawn:
+                self._states[id].history.append(drawn[row])
+                output.samples.append(Sample(id, drawn[row]))
+            else:
+                self._sample(head, row, id, draft, output)
             row += len(draft) + 1
         for id, first, following in wanted.chunks:
             num_top = self._states[id].history.params.prompt_logprobs or 0
@@ -188,6 +202,22 @@ class ModelRunner:
 
     def _num_candidates(self, id: int, num_more: int) -> int:
         return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
+
+    def _draw(self, head: Head, samples: Sequence[tuple[int, list[int]]]) -> dict[int, int]:
+        """The next tokens of the plain sequences, all drawn at once, by the number of their rows."""
+        if self._backend.draw_rows is None:
+            return {}
+        rows, full, rules = [], [], []
+        row = num_full = 0
+        for id, draft in samples:
+            history = self._states[id].history
+            if not draft and head.tops[row] == 0 and is_plain(history):
+                rows.append(row)
+                full.append(num_full)
+                rules.append(plain_rules(history))
+            num_full += head.tops[row : row + len(draft) + 1].count(0)
+            row += len(draft) + 1
+        return dict(zip(rows, self._backend.draw_rows(head.full, full, rules), strict=True)) if rows else {}
 
     def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
         """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""

@@ -81,6 +81,20 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
     return count if count <= MAX_TOP else 0
 
 
+def is_plain(row: History) -> bool:
+    """Whether the next token is drawn of all logits as they come in, by temperature, top-p and min-p alone."""
+    params = row.params
+    is_cut = bool(params.is_greedy or params.top_k or params.typical_p < 1 or row.guide is not None)
+    is_changed = bool(params.logit_bias or params.watermark or _is_adjusted(row))
+    return not (is_cut or is_changed or params.logprobs is not None)
+
+
+def plain_rules(row: History) -> tuple[float, float, float, float]:
+    """What a backend draws the next token of a plain sequence by."""
+    params = row.params
+    return params.temperature, params.top_p, params.min_p, row.point()
+
+
 def sample(
     logits: Floats, row: History, eos_ids: Sequence[int], draw: Draw | None = None
 ) -> tuple[int, Logprob | None]:

@@ -276,6 +276,21 @@ def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
 
 
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40])  # by the caller alone, and by all threads
+def test_rows_drawn_together_are_drawn_as_one_by_one(num_rows):
+    spec = tiny_spec(vocab=1000)
+    drawing = CpuBackend(spec, random_weights(spec), 2, CpuOptions(num_threads=3))
+    generator = np.random.default_rng(7)
+    logits = 4 * generator.standard_normal((50, 1000), np.float32)
+    before = logits.copy()
+    rows = generator.permutation(50)[:num_rows].tolist()
+    kinds = [(0.7, 1.0, 0.0), (1.0, 0.9, 0.0), (1.3, 1.0, 0.1), (0.2, 0.5, 0.2)]
+    rules = [(*kinds[i % 4], float(generator.random())) for i in range(num_rows)]
+    want = [drawing.draw(logits[row], *rule) for row, rule in zip(rows, rules, strict=True)]
+    assert drawing.draw_rows(logits, rows, rules) == want
+    assert (logits == before).all()
+
+
 def test_drawn_tokens_follow_the_distribution(drawing):
     logits = torch.tensor([0.5, 0.3, 0.2, 0.0]).log().numpy()
     drawn = [drawing.draw(logits, 1.0, 1.0, 0.0, (i + 0.5) / 1000) for i in range(1000)]

@@ -66,6 +66,14 @@ class Draw(Protocol):
     def __call__(self, logits: Floats, temperature: float, top_p: float, min_p: float, point: float) -> int: ...
 
 
+class DrawRows(Protocol):
+    """Draw, of several rows of logits [n, vocab] at once: `rules` has its arguments behind the row, for each."""
+
+    def __call__(
+        self, logits: Floats, rows: Sequence[int], rules: Sequence[tuple[float, float, float, float]]
+    ) -> list[int]: ...
+
+
 class Backend(Protocol):
     """Owns the packed weights and the KV cache of one model on one device."""
 
@@ -80,6 +88,10 @@ class Backend(Protocol):
     @property
     def draw(self) -> Draw | None:
         """Its own way to draw a token, where it has a faster one than the sampler's."""
+
+    @property
+    def draw_rows(self) -> DrawRows | None:
+        """The same of several rows at once."""
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:

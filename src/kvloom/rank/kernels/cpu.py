@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ class CpuBackend:
         self.kv_bytes = self.kv.nbytes
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
-        self._weights = np.empty(-(-spec.vocab_size // 64) * 64, np.float32)
+        self._weights = np.empty((self.num_threads, -(-spec.vocab_size // 64) * 64), np.float32)
 
     def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
         """See kernels/backend.py. What Head holds is overwritten by the next step."""
@@ -179,6 +180,17 @@ class CpuBackend:
         rules = DrawRules(temperature, top_p, min_p, point)
         row = np.ascontiguousarray(logits)
         return int(self._lib.kvl_draw(row.ctypes.data, len(row), ctypes.byref(rules), self._weights.ctypes.data))
+
+    def draw_rows(
+        self, logits: Floats, rows: Sequence[int], rules: Sequence[tuple[float, float, float, float]]
+    ) -> list[int]:
+        """See kernels/backend.py. By all threads; logits are contiguous."""
+        numbers, given = np.array(rows, np.int32), np.array(rules, np.dtype(DrawRules))
+        tokens = np.empty(len(rows), np.int32)
+        wanted = (numbers.ctypes.data, given.ctypes.data, len(rows))
+        scratch = self._weights.ctypes.data
+        self._lib.kvl_draw_rows(self._model, logits.ctypes.data, logits.shape[1], *wanted, scratch, tokens.ctypes.data)
+        return [int(token) for token in tokens]
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:

@@ -111,6 +111,7 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
         "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),
+        "kvl_draw_rows": (None, [_POINTER, _POINTER, _I64, _POINTER, _POINTER, _I32, _POINTER, _POINTER]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
     }
     for name, (result, arguments) in signatures.items():

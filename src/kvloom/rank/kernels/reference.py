@@ -16,7 +16,7 @@ from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.messages import Progress
-from kvloom.rank.kernels.backend import Draw, Head, Ints, Ragged, most_likely
+from kvloom.rank.kernels.backend import Draw, DrawRows, Head, Ints, Ragged, most_likely
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
 
@@ -66,6 +66,7 @@ class ReferenceBackend:
 
     name = "reference"
     draw: Draw | None = None
+    draw_rows: DrawRows | None = None
 
     def __init__(
         self,

@@ -166,6 +166,11 @@ typedef struct {
 /* The token that `point` falls on. scratch: `count` floats rounded up to a multiple of 64. Runs on the caller's thread. */
 int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules, float *scratch);
 
+/* tokens[i] is what rules[i] draw from row rows[i] of logits [][count], for i < num_rows, as kvl_draw would; by all threads.
+ * scratch: as much for each thread as kvl_draw takes. */
+void kvl_draw_rows(kvl_model *model, const float *logits, int64_t count, const int32_t *rows, const kvl_draw_rules *rules,
+                   int32_t num_rows, float *scratch, int32_t *tokens);
+
 /* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
 double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);
 

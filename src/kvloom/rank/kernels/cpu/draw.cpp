@@ -3,8 +3,10 @@
 // Weights are relative to the largest, so they are in (0, 1]. They are summed block by block; blocks whose largest weight
 // is too small are skipped when the heaviest tokens are gathered, and only those are sorted.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
+#include "model.hpp"
 #include "simd.hpp"
 
 namespace kvl {
@@ -12,6 +14,7 @@ namespace {
 
 constexpr int kBlock = 64;               // weights whose sum and largest are kept: 4 registers
 constexpr float kFirstShare = 1 / 8.0f;  // tokens at least so likely, beside the likeliest, are looked at first
+constexpr int kAlone = 2;                // rows that are drawn sooner than another thread is woken
 constexpr float kNextShare = 1 / 16.0f;  // and this much less likely ones each time they are not enough
 
 struct Block {
@@ -120,4 +123,18 @@ int32_t kvl_draw(const float* logits, int64_t count, const kvl_draw_rules* rules
     const kvl::Weights weights = kvl::weigh(logits, count, rules->temperature, scratch);
     if (rules->top_p >= 1 && rules->min_p <= 0) return kvl::pick(weights, rules->point);
     return kvl::pick_likely(weights, rules->top_p, rules->min_p, rules->point);
+}
+
+void kvl_draw_rows(kvl_model* model, const float* logits, int64_t count, const int32_t* rows, const kvl_draw_rules* rules,
+                   int32_t num_rows, float* scratch, int32_t* tokens) {
+    std::atomic<int32_t> next{0};
+    const auto draw_some = [&](int thread) {
+        float* own = scratch + thread * kvl::round_up(count, kvl::kBlock);
+        for (int32_t i = next.fetch_add(1); i < num_rows; i = next.fetch_add(1))
+            tokens[i] = kvl_draw(logits + rows[i] * count, count, &rules[i], own);
+    };
+    if (num_rows <= kvl::kAlone)
+        draw_some(0);
+    else
+        model->pool.run(draw_some);
 }
