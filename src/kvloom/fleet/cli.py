@@ -41,7 +41,7 @@ def run(
     wanted = args.port if args.port is not None else options.get("port", _DEFAULT_PORT)
     with local.started(plan, wanted, dashboard, _tell) as running:
         print(f"{running.url} serves {args.replicas} replicas; Ray is at {running.ray_address}", flush=True)
-        problem = local.wait_for_end()
+        problem = local.wait_for_end(args.grace_s)
     if problem:
         raise UserError(problem)
 

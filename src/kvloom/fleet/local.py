@@ -8,9 +8,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
 
 from kvloom.contract.errors import ModelError
+from kvloom.fleet.orphans import adopt, end_all
 from kvloom.fleet.plan import Plan
 from kvloom.net.listening import bracketed, listen
 
@@ -31,6 +31,7 @@ from kvloom.fleet.app import ENGINES, application  # noqa: E402
 
 APP = "fleet"
 _POLL_S = 0.2
+_FAREWELL_S = 5.0  # what Ray's processes have to end by themselves
 _STORE_BYTES = 100 << 20  # Ray's shared memory; what passes through it are long prompts
 
 
@@ -53,6 +54,7 @@ def started(plan: Plan, port: int, has_dashboard: bool, tell: Callable[[str], No
         port = listener.getsockname()[1]
     with contextlib.ExitStack() as stack:
         tell("starting Ray")
+        adopt()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         stack.callback(_end)
         context = ray.init(
@@ -108,30 +110,39 @@ def why_not(text: str) -> str:
 
 
 def _end() -> None:
-    """Whatever has been started. Serve ends first, so that requests under way may."""
+    """Whatever has been started. Serve ends first, so that requests under way may, unless Ray is broken already."""
     if not ray.is_initialized():
         return
-    with contextlib.suppress(Exception):  # its controller may be gone already; Ray's own end takes all of it
-        serve.shutdown()
+    if _is_whole():
+        with contextlib.suppress(Exception):  # its controller may be gone already; Ray's own end takes all of it
+            serve.shutdown()
     ray.shutdown()
+    end_all(_FAREWELL_S)
 
 
-def wait_for_end() -> str:
-    """Until a signal, or until Ray's own processes are gone; "" or what is wrong."""
-    is_told = False
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal is_told
-        is_told = True
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
+def _is_whole() -> bool:
+    """Whether all of Ray's own processes live."""
     node = ray._private.worker._global_node
-    while not is_told:
-        if node is not None and node.remaining_processes_alive() is False:
-            return "a process of Ray has ended; the fleet ends with it"
+    return node is None or bool(node.remaining_processes_alive())
+
+
+def wait_for_end(grace_s: float) -> str:
+    """Until a signal, or until a process of Ray's own is gone; "" or what is wrong.
+
+    Without Ray's head replicas go on with what they have: they get `grace_s` for it.
+    """
+    told: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: told.append(number))
+    until_s = None
+    while not told and (until_s is None or time.monotonic() < until_s):
+        if until_s is None and not _is_whole():
+            until_s = time.monotonic() + grace_s
+            print(f"a process of Ray has ended; the fleet ends in {grace_s:g} s", file=sys.stderr, flush=True)
         time.sleep(_POLL_S)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *told: os._exit(1))  # the second is in a hurry
+        signal.signal(number, lambda number, frame: os._exit(1))  # the second is in a hurry
+    if until_s is not None:
+        return "a process of Ray has ended, and the fleet with it"
     print("stopping; once more stops at once", file=sys.stderr, flush=True)
     return ""
