@@ -105,3 +105,16 @@ def test_one_of_a_fleet_is_not_stopped_by_a_request():
             return await client.post("/stopService")
 
     assert asyncio.run(run()).status_code == 403
+
+
+def test_a_large_body_is_parsed_in_another_process():
+    async def run():
+        async with serving(Replicas()) as (ingress, client):
+            await ingress.load()
+            answer = await ask(client, prompt="x" * 500_000)
+            await asyncio.to_thread(ingress._parsing.close)
+            return answer
+
+    answer = asyncio.run(run())
+    assert answer.status_code == 400
+    assert "maximum context length is 256 tokens" in answer.json()["error"]["message"]
