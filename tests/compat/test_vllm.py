@@ -21,6 +21,7 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from tests.support.pool import running_agent
+from tests.support.waiting import until
 
 PYTHON = os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable
 if sys.executable == PYTHON and importlib.util.find_spec("vllm") is None:
@@ -63,15 +64,26 @@ class Told:
     counts: dict[str, float]
 
 
-def answer(model: Path, socket: Path) -> Told:
-    """What an engine of its own tells."""
-    transfer = {
+def connector(socket: Path) -> dict[str, object]:
+    """EMSConnector, as kv_transfer_config."""
+    return {
         "kv_connector": "EMSConnector",
         "kv_connector_module_path": "ems.integration.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"socket": str(socket), "timeout_ms": 5000},
     }
+
+
+def offloading(socket: Path) -> dict[str, object]:
+    """vLLM's own offloading to host memory, with EMS behind it."""
+    tier = {"type": "EmsTier", "module_path": "ems.integration.vllm_tier", "socket": str(socket), "timeout_ms": 5000}
+    spec = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 64 << 20, "secondary_tiers": [tier]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": spec}
+
+
+def answer(model: Path, transfer: dict[str, object]) -> Told:
+    """What an engine of its own tells."""
     settings = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "prompt": PROMPT}
     settings["kv_transfer_config"] = transfer
     settings["kv_events_config"] = {"enable_kv_cache_events": True, "publisher": "null"}
@@ -145,7 +157,7 @@ def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
     """vLLM, kvloom, kvloom, vLLM, and vLLM after damage, on one agent, with one model and one prompt."""
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         socket = agent.config.socket
-        cold = answer(model, socket)
+        cold = answer(model, connector(socket))
         assert cold.first[0] == 0
         expected = cold.first[1]
         assert cold.after_reset == (0, expected), "of old weights nothing is found"
@@ -156,13 +168,25 @@ def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
         assert kvloom_answer(model, socket) == (WHOLE, other[1])
         pool = agent.node.pools()[0]
         assert pool.usage()["blocks"] >= blocks_of_vllm + WHOLE // 32
-        warm = answer(model, socket)
+        warm = answer(model, connector(socket))
         assert warm.first == (WHOLE, expected)
         assert warm.after_reset == (0, expected)
         assert warm.counts["vllm:ems_loaded_blocks"] == WHOLE // 32
-        third = list(pool._index.values())[2]
+        third = list(pool._index.entries.values())[2]
         pool.view(third.offset, third.length)[100] ^= 1
-        num_cached, tokens = answer(model, socket).first
+        num_cached, tokens = answer(model, connector(socket)).first
         assert tokens == expected
         assert num_cached <= WHOLE
         assert pool.counts["corrupt"] == 1
+
+
+def test_vllms_own_offloading_goes_on_from_ems(model):
+    """Another engine finds in EMS what the first one's host memory held."""
+    with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
+        cold = answer(model, offloading(agent.config.socket))
+        assert cold.first[0] == 0
+        assert until(lambda: agent.node.pools()[0].usage()["blocks"]) >= WHOLE // 32
+        warm = answer(model, offloading(agent.config.socket))
+        assert warm.first == (WHOLE, cold.first[1])
+        assert warm.after_reset == (0, cold.first[1])
+        assert agent.node.pools()[0].counts["load_hits"] >= WHOLE // 32

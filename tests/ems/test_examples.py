@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "ems"
     [
         ("quickstart.py", "saved 2 of 2 blocks, loaded 2\nan unknown block: 0 of 1\n"),
         ("asynchronous.py", "EMS_INVALID_ARGUMENT - tonken_ids: unknown argument\n"),
+        ("values.py", "got 16 of 32 chunks; the others are untouched\nof another length: [False]\n"),
     ],
 )
 def test_example(name, expected):
@@ -27,7 +28,7 @@ def test_example(name, expected):
 
 
 def test_every_example_is_run():
-    assert sorted(path.name for path in FOLDER.glob("*.py")) == ["asynchronous.py", "quickstart.py", "ttft.py"]
+    assert sorted(path.name for path in FOLDER.glob("*.py")) == ["asynchronous.py", "quickstart.py", "ttft.py", "values.py"]
 
 
 @pytest.mark.real
