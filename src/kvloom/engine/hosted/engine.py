@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from msgspec import structs
+from msgspec.structs import replace
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
@@ -133,7 +133,7 @@ class HostedEngine:
         """End every request with an error. Returns the last deltas."""
         deltas, self._outbox = self._outbox, []
         for hosted in self._hosted.values():
-            deltas.append(structs.replace(hosted.live.delta(FinishReason.ERROR), error=error))
+            deltas.append(replace(hosted.live.delta(FinishReason.ERROR), error=error))
         self._counts.add("total_finished", len(self._hosted))
         self._hosted.clear()
         self._ids.clear()
@@ -295,7 +295,7 @@ class HostedEngine:
         self._retire(hosted, is_known)
 
     def _fail(self, hosted: _Hosted, error: str, is_known: bool, is_callers: bool = False) -> None:
-        delta = structs.replace(hosted.live.delta(FinishReason.ERROR), error=error, is_callers=is_callers)
+        delta = replace(hosted.live.delta(FinishReason.ERROR), error=error, is_callers=is_callers)
         self._end(hosted, delta, is_known)
 
     def _retire(self, hosted: _Hosted, is_known: bool) -> None:
