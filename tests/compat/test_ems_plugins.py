@@ -5,7 +5,9 @@ KVLOOM_LMCACHE_PYTHON, KVLOOM_SGLANG_PYTHON and KVLOOM_VLLM_PYTHON name interpre
 """
 
 import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +22,13 @@ pytestmark = [pytest.mark.compat, pytest.mark.timeout(300)]
 
 
 def run(package: str, script: str, *arguments: str) -> str:
-    """What a script printed, run by the interpreter that has the package."""
+    """What a script, or a module of the package, printed, run by the interpreter that has the package."""
     variable = f"KVLOOM_{package.upper()}_PYTHON"
     python = os.environ.get(variable)
     if python is None and importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; {variable} may name an interpreter that has it")
-    command = [python or sys.executable, str(PLUGINS / script), *arguments]
+    place = [str(PLUGINS / script)] if script.endswith(".py") else ["-m", script]
+    command = [python or sys.executable, *place, *arguments]
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("KVLOOM_PLUGINS_PATH", ""))))
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "LMCACHE_TRACK_USAGE": "false"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
@@ -52,3 +55,15 @@ def test_lmcaches_l2_outlives_its_process():
         assert "FOUND 0 0 0" in run("lmcache", "lmcache_l2.py", socket, "other", "fetch")
         assert agent.node.pools()[0].counts["load_hits"] == 24
     assert "FOUND 0 0 0" in run("lmcache", "lmcache_l2.py", socket, "m", "fetch"), "without an agent"
+
+
+def test_lmcaches_own_check_of_l2_adapters():
+    """Its bench stores, looks up and loads, four submits at a time, and verifies what comes back."""
+    with running_agent(pool_bytes=128 << 20, segment_bytes=16 << 20, slab_bytes=1 << 20) as agent:
+        adapter = {"module_path": "ems.integration.lmcache", "class_name": "EmsL2Adapter"}
+        settings = {"socket": str(agent.config.socket), "model_id": "m", "timeout_ms": 5000}
+        spec = json.dumps({"type": "plugin", **adapter, "adapter_params": settings})
+        options = ("--num-keys=8", "--rounds=2", "--in-flight=4", "--lookup-max-hit-rate=0.5", "--no-skip-verify")
+        told = run("lmcache", "lmcache.cli.main", "bench", "l2", "--l2-adapter", spec, *options)
+        assert re.findall(r"Total success: +(\d+)", told) == ["64", "32", "64"]
+        assert agent.node.pools()[0].counts["load_hits"] == agent.node.pools()[0].counts["load_keys"]

@@ -28,7 +28,12 @@ def test_example(name, expected):
 
 
 def test_every_example_is_run():
-    assert sorted(path.name for path in FOLDER.glob("*.py")) == ["asynchronous.py", "quickstart.py", "ttft.py", "values.py"]
+    assert sorted(path.name for path in FOLDER.glob("*.py")) == [
+        "asynchronous.py",
+        "quickstart.py",
+        "ttft.py",
+        "values.py",
+    ]
 
 
 @pytest.mark.real

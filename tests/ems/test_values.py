@@ -312,6 +312,18 @@ def test_without_an_agent_calls_say_where_they_looked(tmp_path):
         assert not pool.is_healthy(0.1)
 
 
+def test_an_agent_that_stands_still_is_not_healthy(tmp_path):
+    """Though a connection to it is open."""
+    with AgentProcess(tmp_path / "ems.sock") as process, ems.open_pool(a_config(), socket=process.socket) as pool:
+        assert pool.put(["a"], [b"1"]) == [STORED]
+        with process.stopped():
+            assert not pool.is_healthy(0.1)
+            with pytest.raises(EmsException) as caught:
+                pool.get(["a"], [bytearray(1)], CcKvOption(timeout=100))
+            assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
+        assert pool.is_healthy()
+
+
 def test_a_damaged_value_is_a_miss_and_is_forgotten(agent, pool):
     keys, values = ["a", "b", "c"], [b"1" * 100, b"2" * 100, b"3" * 100]
     pool.put(keys, values)

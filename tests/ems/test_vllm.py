@@ -181,6 +181,11 @@ def test_what_does_not_fit_is_refused_by_name(changes, field):
         module.EMSConnector(vllm_config("x", **changes), KVConnectorRole.SCHEDULER, kv_cache_config())
 
 
+def test_only_the_connector_hands_over():
+    with pytest.raises(ValueError, match=r"^adapter_params\.handover_ms: is not known"):
+        Settings.parse({"handover_ms": 1}, "adapter_params")
+
+
 def test_models_with_other_attention_are_refused():
     with stubbed_vllm() as module, pytest.raises(ValueError, match=r"^kv_cache_config"):
         module.EMSConnector(vllm_config("x"), KVConnectorRole.SCHEDULER, kv_cache_config(object()))

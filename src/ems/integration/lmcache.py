@@ -20,7 +20,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from ems.cc_v1.cc_config import CcConfig_v1
 from ems.circuit import Circuit
-from ems.common.exception import EmsException
+from ems.common.exception import EmsErrorCode, EmsException
 from ems.config import CcKvOption
 from ems.integration.settings import Settings
 from ems.values.moving import KvStatus
@@ -59,7 +59,7 @@ class EmsL2Adapter(L2AdapterInterface):
     # Stores
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        layouts = [(each.get_size(), _layout_of(each.get_shapes(), each.get_dtypes())) for each in objects]
+        layouts = [(each.get_size(), _layout_of_object(each)) for each in objects]
         with self._lock:
             self._layouts.update(
                 {(key.model_name, key.object_group_id): layout for key, layout in zip(keys, layouts, strict=True)}
@@ -101,7 +101,7 @@ class EmsL2Adapter(L2AdapterInterface):
     def _expected(self, key: Any, descriptions: dict[int, Any]) -> "tuple[int, str] | None":
         """Bytes and layout of an object that is to be loaded; None when nobody has told yet."""
         description = descriptions.get(key.object_group_id)
-        if description is None:
+        if description is None or not description.shapes:
             with self._lock:
                 return self._layouts.get((key.model_name, key.object_group_id))
         sizes = (s.numel() * d.itemsize for s, d in zip(description.shapes, description.dtypes, strict=True))
@@ -116,7 +116,7 @@ class EmsL2Adapter(L2AdapterInterface):
     # Loads
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        layouts = [_layout_of(each.get_shapes(), each.get_dtypes()) for each in objects]
+        layouts = list(map(_layout_of_object, objects))
         names = [_name(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         memory = [each.byte_array for each in objects]
 
@@ -144,20 +144,27 @@ class EmsL2Adapter(L2AdapterInterface):
                 results = future.result()
                 self._circuit.succeeded()
             except EmsException as error:
-                self._circuit.failed(str(error))
+                self._failed(error)
                 results = []
             finish(task, results)
 
         try:
             future = call() if self._circuit.is_up else None
         except EmsException as error:
-            self._circuit.failed(str(error))
+            self._failed(error)
             future = None
         if future is None:
             finish(task, [])
         else:
             future.add_done_callback(end)
         return task
+
+    def _failed(self, error: EmsException) -> None:
+        """A call failed; the pool is left alone for a while, unless it was asked wrongly."""
+        if error.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT:
+            log.error("a call of EMS was wrong: %s", error)
+        else:
+            self._circuit.failed(str(error))
 
     def _finish(self, task: int, count: int, hits: list[int], notifier: Any) -> None:
         bitmap = Bitmap(count)
@@ -182,6 +189,12 @@ class EmsL2Adapter(L2AdapterInterface):
 
 def _layout_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
     return "|".join(f"{dtype}{list(shape)}" for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+def _layout_of_object(memory: Any) -> str:
+    """Of a MemoryObj, which has several shapes or one."""
+    about = memory.metadata
+    return _layout_of(about.shapes or [about.shape], about.dtypes or [about.dtype])
 
 
 def _name(key: Any, layout: str) -> bytes:

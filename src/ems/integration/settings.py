@@ -21,6 +21,7 @@ from ems.values.pool import KvPool
 log = logging.getLogger(__name__)
 KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms", "handover_ms")
 _MAX_TIMEOUT_MS = 60_000
+_CONNECTOR = "kv_connector_extra_config"
 _PIECE_BYTES = 4 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
@@ -41,11 +42,12 @@ class Settings:
     handover_ms: int = 2000
 
     @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str = "kv_connector_extra_config") -> "Settings":
+    def parse(cls, values: Mapping[str, Any], where: str = _CONNECTOR) -> "Settings":
         """where: of the engine's configuration they are. Raises ValueError naming the key that is unknown or wrong."""
-        unknown = sorted(values.keys() - set(KEYS))
+        known = KEYS if where == _CONNECTOR else KEYS[:-1]
+        unknown = sorted(values.keys() - set(known))
         if unknown:
-            raise ValueError(f"{where}.{unknown[0]}: is not known; known are {', '.join(KEYS)}")
+            raise ValueError(f"{where}.{unknown[0]}: is not known; known are {', '.join(known)}")
         for name in KEYS[:-2]:
             if not isinstance(values.get(name, ""), str):
                 raise ValueError(f"{where}.{name}: must be a string")

@@ -190,3 +190,8 @@ def has(link: Link, batch: Batch) -> list[bool]:
             raise WireError("expected which keys are there")
         found += answer.found
     return list(map(bool, found))
+
+
+def ping(link: Link, batch: Batch) -> None:
+    """Returns when the agent has answered."""
+    link.call(m.Ping(), batch.deadline_s)

@@ -119,7 +119,7 @@ class KvPool:
     def is_healthy(self, timeout_s: float = 1.0) -> bool:
         """Whether the pool answers in time. Never raises."""
         try:
-            self._call(Batch([], [], [], _DEFAULT, time.monotonic() + timeout_s), [], moving.has)
+            self._call(Batch([], [], [], _DEFAULT, time.monotonic() + timeout_s), [], moving.ping)
         except EmsException:
             return False
         return True

@@ -112,6 +112,11 @@ def without_an_agent() -> None:
     except ValueError as error:
         told = str(error)
     assert told.startswith("secondary_tiers.sokcet: is not known"), told
+    try:
+        tier("x", np.zeros((CHUNKS, BYTES), np.int8), settings={"handover_ms": 1})
+    except ValueError as error:
+        told = str(error)
+    assert told.startswith("secondary_tiers.handover_ms: is not known"), told
 
 
 if __name__ == "__main__":
