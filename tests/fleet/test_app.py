@@ -49,12 +49,11 @@ def test_the_ranks_of_a_replica_are_placed_together(tmp_path):
     assert config.placement_group_strategy == "STRICT_PACK"
 
 
-@pytest.mark.parametrize(
-    ("policy", "name"), [("prefix", "kvloom.fleet.routing.router:KvRouter"), ("power-of-two", "PowerOfTwo")]
-)
-def test_the_router_is_the_one_asked_for(policy, name):
+@pytest.mark.parametrize(("policy", "is_of_two"), [("prefix", False), ("power-of-two", True)])
+def test_the_router_decides_as_asked(policy, is_of_two):
     config = deployments(router={"policy": policy})["engines"]._deployment_config.request_router_config
-    assert name in str(config.request_router_class)
+    assert config.request_router_class == "kvloom.fleet.routing.router:KvRouter"
+    assert config.request_router_kwargs["is_of_two"] is is_of_two
 
 
 def test_several_ingresses_count_what_the_others_gave():

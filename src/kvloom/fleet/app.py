@@ -28,7 +28,6 @@ from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
-ROUTERS = {"prefix": "kvloom.fleet.routing.router:KvRouter"}
 _ID_CHARS = 8  # of a node's id, which are told
 _STATS_S = 1.0  # how often replicas tell routers how they are
 
@@ -91,15 +90,14 @@ def _scaling(scaling: Autoscaling) -> dict[str, Any]:
 
 
 def _router_config(args: FleetArgs) -> RequestRouterConfig:
-    if args.router.policy not in ROUTERS:
-        return RequestRouterConfig(request_routing_stats_period_s=_STATS_S)
     return RequestRouterConfig(
-        request_router_class=ROUTERS[args.router.policy],
+        request_router_class="kvloom.fleet.routing.router:KvRouter",
         request_router_kwargs={
             "factor": args.router.guard_factor,
             "slack_tokens": args.router.guard_tokens,
             "load_cost": args.router.load_cost,
             "is_alone": args.ingresses == 1,
+            "is_of_two": args.router.policy == "power-of-two",
         },
         request_routing_stats_period_s=_STATS_S,
     )

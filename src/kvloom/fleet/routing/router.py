@@ -1,5 +1,6 @@
 """KvRouter: Serve's router before the engines. What it decides is in choice.py, what it knows in knowledge.py."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +17,19 @@ class KvRouter(RequestRouter):
     """Runs on the router's loop of an ingress; the hint is the second argument of each call that streams."""
 
     def initialize_state(
-        self, factor: float = 2.0, slack_tokens: int = 2048, load_cost: float = 0.15, is_alone: bool = True
+        self,
+        factor: float = 2.0,
+        slack_tokens: int = 2048,
+        load_cost: float = 0.15,
+        is_alone: bool = True,
+        is_of_two: bool = False,
     ) -> None:
-        """`is_alone`: there is one ingress, so that replicas have nothing but what this router gave them."""
+        """`is_alone`: there is one ingress, so that replicas have nothing but what this router gave them.
+
+        `is_of_two`: as Serve's own router: two at random, of which Serve takes the one with fewer requests.
+        """
         self._rules = Rules(Guard(factor, slack_tokens), load_cost)
-        self._is_alone = is_alone
+        self._is_alone, self._is_of_two = is_alone, is_of_two
         self._knowledge, self._ledger = Knowledge(), Ledger()
         self._keys: dict[str, str] = {}  # of the ledger, by Serve's id of a call
         self._stats: dict[str, Mapping[str, Any]] = {}  # as last reported, by replica
@@ -30,7 +39,7 @@ class KvRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """A list of one for each replica, the best first."""
+        """A list of one for each replica, the best first; or of the two that were drawn."""
         self._learn_begun()
         self._turn += 1
         if pending_request is not None:
@@ -38,6 +47,8 @@ class KvRouter(RequestRouter):
         hint = _hint_of(pending_request)
         found = {_name(replica.replica_id): replica for replica in candidate_replicas}
         wanted = {id: replica for id, replica in found.items() if self._may_take(id, hint)}
+        if self._is_of_two:
+            return [[found[id] for id in random.sample(list(wanted or found), min(2, len(wanted or found)))]]
         candidates = [self._candidate(id, hint) for id in wanted or found]
         return [[found[id]] for id in choose(candidates, hint.num_tokens, self._rules, self._turn)]
 
