@@ -198,6 +198,24 @@ SideBySideMachine.TestCase.settings = settings(max_examples=60, stateful_step_co
 TestSideBySide = SideBySideMachine.TestCase
 
 
+def test_a_table_finds_all_that_it_was_given():
+    """Buckets are split one by one as blocks come: none of them loses one, and none is found that has gone."""
+    _python, native = both(is_lru=False, total=1 << 24)
+    keys = [number.to_bytes(32, "big") for number in range(3000)]
+    for start in range(0, 3000, 500):
+        found = native.begin_all(keys[start : start + 500], [100] * 500, [False] * 500)
+        written = [Written(begun, bytes(16)) for begun in found if isinstance(begun, Reservation)]
+        native.unpin([block for _status, block in native.publish_all(written)])
+    assert native.missing(keys) == []
+    assert native.block_keys() == keys
+    assert native.evict(1000 * 4096) == 1000 * 4096
+    gone = native.missing(keys)
+    assert len(gone) == 1000
+    assert native.count_prefix([key for key in keys if key not in set(gone)]) == 2000
+    native.check()
+    native.close()
+
+
 @pytest.mark.parametrize(("runtime", "kinds"), [("asan", "address,undefined"), ("tsan", "thread")])
 def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, tmp_path, monkeypatch):
     said = subprocess.run(["c++", f"-print-file-name=lib{runtime}.so"], capture_output=True, text=True, check=False)

@@ -280,11 +280,17 @@ int64_t pool_evict(PoolHandle* handle, int64_t size, int64_t* closed_bytes) {
     return handle->pool.evict(size, *closed_bytes);
 }
 
-// Gives the segment of least use back; its bytes, -1 = there is none.
-int64_t pool_shrink(PoolHandle* handle) {
+// Gives the segment of least use back, which is written to `segment`; its bytes. -1 = there is none; -2 = some of its
+// blocks are forgotten, and it is to be called again for the others, with the same `segment`, which is -1 at first.
+int64_t pool_shrink(PoolHandle* handle, int64_t* segment) {
     const Held held(handle);
-    const int64_t segment = handle->pool.memory.coldest_segment(false);
-    return segment < 0 ? -1 : handle->pool.give_back(segment);
+    if (*segment < 0) {
+        *segment = handle->pool.memory.coldest_segment(false);
+    }
+    if (*segment < 0) {
+        return -1;
+    }
+    return handle->pool.empty_some(*segment) ? -2 : handle->pool.memory.give_back(*segment);
 }
 
 // The next segment that nobody uses any more, once each; -1 = none.

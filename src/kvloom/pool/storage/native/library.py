@@ -14,6 +14,7 @@ INDEX = Library("libkvloom_pool", Path(__file__).parent)
 NONE = 0xFFFF_FFFF  # instead of a block's number
 LEFT = 255  # a status: its memory is being given back meanwhile
 DONE, MORE, NEEDS_MEMORY = 0, 1, 2
+AGAIN = -2  # instead of bytes that were given back: to be called again
 
 Key = c_uint8 * KEY_BYTES
 Sum = c_uint8 * SUM_BYTES
@@ -128,7 +129,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_make_room_ahead": (c_int, [c_void_p, c_uint32, c_int64, c_int64, c_int]),
     "pool_grow": (None, [c_void_p, c_int64, c_void_p]),
     "pool_evict": (c_int64, [c_void_p, c_int64, POINTER(c_int64)]),
-    "pool_shrink": (c_int64, [c_void_p]),
+    "pool_shrink": (c_int64, [c_void_p, POINTER(c_int64)]),
     "pool_take_left": (c_int64, [c_void_p]),
     "pool_usage": (None, [c_void_p, POINTER(Usage)]),
     "pool_keys": (c_int64, [c_void_p, c_void_p, c_int64]),

@@ -5,6 +5,7 @@ namespace pool {
 namespace {
 constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explained
 constexpr int kMaxEvictions = 4096;       // to make room for one block
+constexpr size_t kForgottenAtOnce = 2048;  // of a segment that is given back, between two turns of others
 constexpr int64_t kAheadBlocks = 64;      // evicted at a time: a request that comes meanwhile waits for that long
 }  // namespace
 
@@ -328,10 +329,12 @@ int64_t Pool::evict(int64_t size, int64_t& closed_bytes) {
     return freed;
 }
 
-// Gives a segment back with all its blocks; those that are being read stay readable until then. Its bytes.
-int64_t Pool::give_back(int64_t segment) {
-    std::vector<Id> unpinned;
-    for (Id id : memory.blocks_of(segment)) {
+// Forgets some blocks of a segment; those that are being read stay readable until then. Whether there are more.
+bool Pool::empty_some(int64_t segment) {
+    std::vector<Id> blocks = memory.blocks_of(segment), unpinned;
+    const bool has_more = blocks.size() > kForgottenAtOnce;
+    blocks.resize(std::min(blocks.size(), kForgottenAtOnce));
+    for (Id id : blocks) {
         forget(id, kEvicted);
         num_evicted++;
         if (entries[id].pins == 0) {
@@ -339,6 +342,13 @@ int64_t Pool::give_back(int64_t segment) {
         }
     }
     free_all(unpinned);
+    return has_more;
+}
+
+// Gives a segment back with all its blocks. Its bytes.
+int64_t Pool::give_back(int64_t segment) {
+    while (empty_some(segment)) {
+    }
     return memory.give_back(segment);
 }
 

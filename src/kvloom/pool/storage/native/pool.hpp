@@ -82,6 +82,7 @@ class Pool {
     // Room
     Outcome make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool may_grow);
     int64_t evict(int64_t size, int64_t& closed_bytes);
+    bool empty_some(int64_t segment);
     int64_t give_back(int64_t segment);
 
     const char* check();

@@ -218,7 +218,9 @@ class NativePool(Pool):
     def shrink(self, size: int) -> None:
         while size > 0:
             with self._growing:
-                closed = int(self._long.pool_shrink(self.handle))
+                segment = ctypes.c_int64(-1)
+                while (closed := int(self._long.pool_shrink(self.handle, segment))) == c.AGAIN:
+                    pass
                 if closed < 0:
                     return
                 self._budget.give_back(self.tenant, closed)

@@ -1,0 +1,100 @@
+"""A pool of a million blocks: `python -m benches.pool_million`.
+
+Fills a pool with 4 KiB blocks whose bytes nobody writes, goes on saving into it while it is full, reads, changes the
+block size, and gives segments back. A JSON line: the longest call of each kind in milliseconds, resident bytes of the
+index a block, and the seconds until all of it is gone.
+"""
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import TypeVar
+
+import psutil
+
+from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.entries import Geometry, Reservation, Written
+from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.pool import Pool
+
+BATCH, BLOCK, SLAB, SEGMENT = 64, 4096, 16 << 20, 64 << 20
+
+
+T = TypeVar("T")
+
+
+class Times:
+    """The longest call of each kind."""
+
+    def __init__(self) -> None:
+        self.longest_s: defaultdict[str, float] = defaultdict(float)
+
+    def of(self, name: str, call: Callable[[], T]) -> T:
+        """The call's answer."""
+        start_s = time.thread_time()  # of the processor: others use it too
+        answer = call()
+        self.longest_s[name] = max(self.longest_s[name], time.thread_time() - start_s)
+        return answer
+
+
+def put(pool: Pool, times: Times, first: int, length: int = BLOCK) -> list[bytes]:
+    """A batch as a session saves it, without its bytes."""
+    keys = [os.urandom(24) + number.to_bytes(8, "big") for number in range(first, first + BATCH)]
+    found = times.of("begin", lambda: pool.begin_all(keys, [length] * BATCH, [False] * BATCH))
+    written = [
+        Written(begun, bytes(16), keys[i - 1] if i else b"")
+        for i, begun in enumerate(found)
+        if isinstance(begun, Reservation)
+    ]
+    published = times.of("publish", lambda: pool.publish_all(written))
+    blocks = [block for _status, block in published]
+    times.of("unpin", lambda: pool.unpin(blocks))
+    while times.of("make_room_ahead", lambda: pool.make_room_ahead(length, BATCH)):
+        pass
+    return keys
+
+
+def use(pool: Pool, count: int) -> dict[str, object]:
+    """Fills the pool and goes on; the row but for its end."""
+    times, before = Times(), psutil.Process().memory_info().rss
+    last: list[list[bytes]] = []
+    for first in range(0, count, BATCH):
+        last = [*last[-99:], put(pool, times, first)]
+    num_blocks = pool.usage()["blocks"]
+    row: dict[str, object] = {"bench": "pool_million", "blocks": num_blocks}
+    row["bytes_a_block"] = round((psutil.Process().memory_info().rss - before) / num_blocks)
+    for turn in range(200):
+        put(pool, times, count + turn * BATCH)
+        for keys in last[:10]:
+            held = times.of("pin", lambda keys=keys: pool.hold_prefix(keys))
+            held.release()
+    for turn in range(200):
+        put(pool, times, 2 * count + turn * BATCH, 4 * BLOCK)
+    times.of("shrink", lambda: pool.shrink(1))
+    return row | {f"{name}_ms": round(took * 1e3, 2) for name, took in times.longest_s.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    count = parser.parse_args().blocks
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)  # as the agent has it
+    total = -(-count * BLOCK // SEGMENT) * SEGMENT
+    budget = Budget(total)
+    budget.set_limits("t", 0, total)
+    pool = open_pool("t", PoolOptions(budget, Geometry(SEGMENT, SLAB), 0.25, "s3fifo"))
+    row = use(pool, count)
+    start_s = time.perf_counter()
+    pool.close()
+    del pool
+    row["stop_s"] = round(time.perf_counter() - start_s, 3)
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
