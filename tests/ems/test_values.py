@@ -14,7 +14,6 @@ import torch
 
 import ems
 from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KvPool, KvStatus
-from ems.values.moving import groups_of
 from kvloom.pool.agent import Agent
 from tests.support.pool import running_agent, two_agents
 from tests.support.pool_faults import AgentProcess
@@ -388,19 +387,3 @@ def test_beside_ems_init_in_embedded_mode():
     with ems.embedded("16M"), ems.open_pool(a_config()) as pool:
         assert pool.put(["a"], [b"1"]) == [STORED]
         assert pool.exists(["a"], [1]) == [True]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "max_bytes", "groups"),
-    [
-        ([], 100, []),
-        ([64], 10, [1]),
-        ([64, 64, 64], 128, [2, 1]),
-        ([200, 1, 1], 64, [1, 1, 1]),
-        ([1] * 130, 1 << 20, [64, 64, 2]),
-    ],
-)
-def test_batches_are_cut_into_groups(sizes, max_bytes, groups):
-    made = groups_of(sizes, max_bytes)
-    assert list(map(len, made)) == groups
-    assert [i for group in made for i in group] == list(range(len(sizes)))
