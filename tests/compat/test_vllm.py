@@ -20,7 +20,7 @@ from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
-from tests.support.pool import running_agent
+from tests.support.pool import blocks_of, running_agent
 from tests.support.waiting import until
 
 PYTHON = os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable
@@ -175,7 +175,7 @@ def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
         assert warm.first == (WHOLE, expected)
         assert warm.after_reset == (0, expected)
         assert warm.counts["vllm:ems_loaded_blocks"] == WHOLE // 32
-        third = list(pool._index.entries.values())[2]
+        third = blocks_of(pool)[2]
         pool.view(third.offset, third.length)[100] ^= 1
         num_cached, tokens = answer(model, connector(socket)).first
         assert tokens == expected

@@ -15,7 +15,7 @@ import torch
 import ems
 from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KvPool, KvStatus
 from kvloom.pool.agent import Agent
-from tests.support.pool import running_agent, two_agents
+from tests.support.pool import blocks_of, running_agent, two_agents
 from tests.support.pool_faults import AgentProcess
 from tests.support.waiting import until
 
@@ -254,8 +254,8 @@ def test_values_are_independent_unless_they_are_a_chain(agent, pool):
     keys = [f"c{i}" for i in range(100)]
     pool.put(keys, values_of(100, 100), is_chain=True)
     pool.put(["x", "y"], [b"1", b"2"])
-    entries = list(agent.node.pools()[0]._index.entries.values())
-    assert [entry.parent for entry in entries] == [None, *entries[:99], None, None]
+    blocks = blocks_of(agent.node.pools()[0])
+    assert [block.parent_key for block in blocks] == [b"", *(block.key for block in blocks[:99]), b"", b""]
 
 
 def test_values_of_other_nodes_are_found_one_by_one():
@@ -263,7 +263,7 @@ def test_values_of_other_nodes_are_found_one_by_one():
         keys, values = [f"k{i}" for i in range(40)], values_of(40, 3000)
         assert all(status.is_success for status in here.put(keys[::2], values[::2]))
         pool = first.node.pools()[0]
-        until(lambda: all(entry.is_home or not entry.is_rcache for entry in pool._index.entries.values()))
+        until(lambda: all(block.is_home or not block.is_rcache for block in blocks_of(pool)))
         expected = [i % 2 == 0 for i in range(40)]
         assert there.exists(keys, [3000] * 40) == expected
         local = there.exists(keys, [3000] * 40, CcKvOption(read_local_only=True))
@@ -327,7 +327,7 @@ def test_a_damaged_value_is_a_miss_and_is_forgotten(agent, pool):
     keys, values = ["a", "b", "c"], [b"1" * 100, b"2" * 100, b"3" * 100]
     pool.put(keys, values)
     node = agent.node.pools()[0]
-    damaged = list(node._index.entries.values())[1]
+    damaged = blocks_of(node)[1]
     node.view(damaged.offset, damaged.length)[50] ^= 1
     targets = [bytearray(100) for _ in keys]
     assert pool.get(keys, targets) == [True, False, True]

@@ -12,6 +12,7 @@ import pytest
 from ems.integration.adapters import Adapters
 from ems.integration.stored import Stored, StoredBlock
 from kvloom.pool.agent import Agent
+from tests.support.pool import blocks_of
 from tests.support.pool_faults import AgentProcess
 from tests.support.vllm_engine import Engine, engine
 from tests.support.vllm_stub import BLOCK_SIZE, FakeRequest, Step, stubbed_vllm
@@ -250,7 +251,7 @@ def test_several_loads_fail_alone(agent):
         one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
         one.compute(FakeRequest("b", list(other)), [5, 6, 7, 8, 9])
         pool = agent.node.pools()[0]
-        damaged = next(iter(pool._index.entries.values()))
+        damaged = blocks_of(pool)[0]
         pool.view(damaged.offset, damaged.length)[3] ^= 1
         requests = [FakeRequest("c", list(PROMPT)), FakeRequest("d", list(other))]
         places = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
