@@ -9,8 +9,9 @@ import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.pooling import gguf_pooling, prompts_of
+from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.errors import ModelError
+from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.pooling import POOLINGS
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
@@ -70,6 +71,30 @@ def test_they_are_the_states_of_transformers(runner: ModelRunner, pooling: str):
         assert len(vector) == runner.info.hidden_size == 64
         difference = torch.tensor(vector) - truth
         assert float(difference.norm() / truth.norm()) < tolerance, len(ids)
+
+
+@pytest.mark.parametrize("kind", [REFERENCE, KERNELS], ids=["reference", "cpu"])
+def test_a_checkpoint_without_a_head_makes_embeddings_and_nothing_else(kind, tmp_path):
+    model = tiny_model("qwen3")
+    path = save(model.model, tmp_path)
+    assert json.loads((path / "config.json").read_text(encoding="utf-8"))["architectures"] == ["Qwen3Model"]
+    runner = open_runner(EngineConfig(model=str(path), num_blocks=40, **kind), [], lambda done, total: None)
+    tolerance = 2e-4 if runner.info.backend == "reference" else 0.05
+    for vector, truth in zip(vectors(engine_of(runner), "last"), wanted(model, "last"), strict=True):
+        assert float((torch.tensor(vector) - truth).norm() / truth.norm()) < tolerance
+    with pytest.raises(BadRequest, match="cannot do it: its checkpoint has no head, it makes embeddings") as caught:
+        check_capable(runner.info.lacks, NOTHING, {"generation": True})
+    assert caught.value.field == "prompt"
+    check_capable(runner.info.lacks, NOTHING, {"pooling": "last"})
+
+
+@pytest.mark.parametrize("key", [{"use_bidirectional_attention": True}, {"is_causal": False}])
+def test_a_model_that_looks_both_ways_is_refused(key, tmp_path):
+    path = save(tiny_model("qwen3"), tmp_path)
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | key), encoding="utf-8")
+    with pytest.raises(ModelError, match="qwen3 whose tokens see those behind them"):
+        open_checkpoint(path)
 
 
 def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: str):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
-from kvloom.checkpoints.families import family_of
+from kvloom.checkpoints.families import family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
@@ -26,6 +26,7 @@ class Checkpoint:
     eos_ids: frozenset[int]
     bos_id: int | None
     pooling: str
+    has_head: bool = True  # else it makes embeddings and no text; spec.tie_embeddings is set then
     stamp: Stamp = field(default_factory=list)  # of the files, before they were opened
 
 
@@ -51,8 +52,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     names = config.get("architectures") or [config.get("model_type", "")]
     if not isinstance(names, list) or not names:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
-    family = family_of(str(names[0]), str(folder / "config.json"))
-    spec = family.spec(config)
+    name = str(names[0])
+    family, with_head = family_of(name, str(folder / "config.json")), has_head(name)
+    spec = family.spec(config if with_head else {**config, "tie_word_embeddings": True})
     layout = folder_layout(family, scheme)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
@@ -63,6 +65,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
         folder_pooling(folder),
+        with_head,
     )
 
 

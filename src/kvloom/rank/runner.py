@@ -69,6 +69,7 @@ class ModelFacts:
     eos_ids: Sequence[int]
     hidden_size: int
     pooling: str  # of RankInfo
+    lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
 
 
 class ModelRunner:
@@ -96,6 +97,7 @@ class ModelRunner:
             hidden_size=facts.hidden_size,
             pooling=facts.pooling,
             held_as=backend.held_as,
+            lacks=facts.lacks,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]

@@ -142,7 +142,8 @@ def test_a_folder_that_cannot_be_is_refused_in_a_sentence(name, change, fields, 
 @pytest.mark.parametrize(
     ("key", "value", "problem"),
     [
-        ("expert_count", 0, "num_local_experts must be a positive whole number, got 0"),
+        ("expert_count", 0, "tensor blk.0.ffn_gate.weight is missing"),  # a dense model's file says so
+        ("expert_count", -1, "num_local_experts must be a positive whole number, got -1"),
         ("expert_count", 7, r"ffn_gate_inp.weight has shape \[5, 64\], the configuration asks for \[7, 64\]"),
         ("expert_used_count", 9, "num_experts_per_tok is 9, more than the 5"),
         ("expert_feed_forward_length", 95, r"ffn_gate_exps.weight has shape \[5, 96, 64\]"),

@@ -38,6 +38,11 @@ FAMILIES: dict[str, Family] = {
     "OlmoeForCausalLM": OLMOE,
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GptOssForCausalLM": GPT_OSS,
+    "LlamaModel": LLAMA,  # without a head from here on: they make embeddings
+    "MistralModel": MISTRAL,
+    "Qwen2Model": QWEN2,
+    "Qwen3Model": QWEN3,
+    "Gemma2Model": GEMMA2,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "qwen2": QWEN2,
@@ -54,6 +59,11 @@ FAMILIES: dict[str, Family] = {
     "granitemoe": GRANITE_MOE,
     "gpt-oss": GPT_OSS,
 }
+
+
+def has_head(architecture: str) -> bool:
+    """Whether its folders hold what makes logits of states."""
+    return not architecture.endswith("Model")
 
 
 def family_of(architecture: str, file: str) -> Family:

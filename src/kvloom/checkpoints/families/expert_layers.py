@@ -20,12 +20,13 @@ class Mixture:
     weighs_chosen: bool | None = True
     has_bias: bool = False
     has_shared: bool = False
+    is_optional: bool = False  # files of dense models may say that they have 0
 
 
 def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> Experts | None:
     """None where the configuration tells of none. Raises ModelError naming the key."""
     key = next((key for key in _COUNTS if config.get(key) is not None), None)
-    if key is None:
+    if key is None or (mixture.is_optional and config[key] == 0):
         return None
     number, per_token = count(config, key), count(config, "num_experts_per_tok")
     if number * num_layers > MOST_EXPERTS:

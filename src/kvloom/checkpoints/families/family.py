@@ -61,6 +61,8 @@ class Family:
             raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
+        if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+            raise ModelError(f"{self.name} whose tokens see those behind them (is_causal false) is not supported")
         if config.get("clip_qkv") is not None:
             raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
         if config.get("mlp_bias") or (config.get("attention_bias") and not self.qkv_bias):

@@ -3,7 +3,7 @@
 from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
 
-LLAMA = Family("llama", permuted_gguf=True, mixture=Mixture())  # GGUF files call Mixtral llama, too
+LLAMA = Family("llama", permuted_gguf=True, mixture=Mixture(is_optional=True))  # GGUF files call Mixtral llama, too
 SMOLLM3 = Family(
     "smollm3",
     permuted_gguf=True,
