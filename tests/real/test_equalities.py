@@ -16,15 +16,15 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 PROMPTS = (
     "The capital of France is",
-    "def fibonacci(n):\n    ",
+    "def fibonacci(n):\n    if n < 2:\n        return",
     "Once upon a time, in a village by the sea, there lived an old woman who",
-    "Water boils at one hundred degrees because",
+    "Water boils at one hundred degrees where the sea is, and at less in",
 )
 PARAMS = (
-    SamplingParams(temperature=0, max_tokens=13),
-    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=13),
-    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=13, repetition_penalty=1.1),
-    SamplingParams(temperature=0, max_tokens=13, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=8),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=8),
+    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=8, repetition_penalty=1.1),
+    SamplingParams(temperature=0, max_tokens=8, frequency_penalty=0.5),
 )
 
 
@@ -107,9 +107,9 @@ def test_preempted_and_resumed_equals_undisturbed(model, requests, alone):
 
 REPEATING = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"
 GUESSED = (
-    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
-    SamplingParams(temperature=0.4, seed=3, max_tokens=14, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=10, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
 )
 
 
