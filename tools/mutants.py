@@ -28,7 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "bugs"
 PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
-TEST_S, RUN_S, FIRST_S = 60, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
+TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
 SHOWN = 3000  # characters of what pytest said
 COMPILER = '#!/bin/sh\nexec g++ "$@" -O0\n'  # an optimiser takes longer than all that the tests then save
 PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
