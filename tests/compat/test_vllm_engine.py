@@ -179,7 +179,10 @@ def smollm2(tmp_path_factory) -> Path:
     except ModelError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("smollm2") / "m"
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    packed = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    fields = {name: value for name, value in packed.config.to_dict().items() if name != "quantization_config"}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)).to(torch.bfloat16)
+    model.load_state_dict(packed.state_dict())
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
     return folder
