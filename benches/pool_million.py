@@ -22,22 +22,27 @@ from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
 
 BATCH, BLOCK, SLAB, SEGMENT = 64, 4096, 16 << 20, 64 << 20
+PAUSE_S = 0.005
 
 
 T = TypeVar("T")
 
 
 class Times:
-    """The longest call of each kind."""
+    """The longest call of each kind, and how many took longer than a pause may."""
 
     def __init__(self) -> None:
         self.longest_s: defaultdict[str, float] = defaultdict(float)
+        self.num_calls = self.num_long = 0
 
     def of(self, name: str, call: Callable[[], T]) -> T:
         """The call's answer."""
         start_s = time.thread_time()  # of the processor: others use it too
         answer = call()
-        self.longest_s[name] = max(self.longest_s[name], time.thread_time() - start_s)
+        took_s = time.thread_time() - start_s
+        self.longest_s[name] = max(self.longest_s[name], took_s)
+        self.num_calls += 1
+        self.num_long += took_s > PAUSE_S
         return answer
 
 
@@ -74,7 +79,8 @@ def use(pool: Pool, count: int) -> dict[str, object]:
             held.release()
     for turn in range(200):
         put(pool, times, 2 * count + turn * BATCH, 4 * BLOCK)
-    times.of("shrink", lambda: pool.shrink(1))
+    row |= {"calls": times.num_calls, "calls_over_5_ms": times.num_long}
+    times.of("shrink", lambda: pool.shrink(1))  # in several turns
     return row | {f"{name}_ms": round(took * 1e3, 2) for name, took in times.longest_s.items()}
 
 
