@@ -12,6 +12,7 @@ from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.fleet.routing.knowledge import packed
 from kvloom.rank.fake import fake_answer
 from tests.fleet.fleets import Replicas, fleet_of
+from tests.support.waiting import WAIT_S
 
 PROMPT = tuple(range(65, 65 + 40))
 
@@ -107,8 +108,9 @@ def test_who_goes_away_ends_the_call():
         engine = fleet_of(replicas)
         with engine.open([request()]) as feed:
             await feed.get()
-        await asyncio.sleep(0.01)
-        assert not engine._tasks
+        async with asyncio.timeout(WAIT_S):
+            while engine._tasks:
+                await asyncio.sleep(0)
 
     replicas = Replicas()
     asyncio.run(leave(replicas))
