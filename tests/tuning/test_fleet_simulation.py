@@ -62,7 +62,8 @@ def test_a_fleet_of_one_is_an_engine(routing: str, trace: list[Arrival]):
 def test_every_request_ends_once_with_all_its_tokens_or_an_error(
     trace: list[Arrival], routing: str, num_replicas: int, num_prefill: int, failures: list[Failure]
 ):
-    shape = Shape(num_replicas, routing, num_prefill, 8, 1e9, tuple(failures))
+    known = tuple(Failure(each.at_s, each.replica % num_replicas, each.down_s) for each in failures)
+    shape = Shape(num_replicas, routing, num_prefill, 8, 1e9, known)
     found = simulate_fleet(trace, CONFIG, TIMES, shape)
     for run, arrival in zip(found.times, trace, strict=True):
         assert run.ended_s is not None
@@ -203,6 +204,7 @@ def test_the_fewest_replicas_are_found(needed: int, most: int):
         (lambda: Slo(tpot_ms=float("nan")), "slo_tpot_ms: must be above 0, got nan"),
         (lambda: Slo(percent=101), "slo_percentile: must be above 0, at most 100, got 101"),
         (lambda: Shape(0), "replicas: must be at least 1, got 0"),
+        (lambda: Shape(2, failures=(Failure(1, 2, 1),)), "fail: must name one of the replicas 0 to 1, got 2"),
         (lambda: Shape(1, "best"), "routing: must be one of prefix, power_of_two, round_robin, got 'best'"),
     ],
 )
@@ -241,6 +243,9 @@ def test_the_command_line_says_how_many_replicas_an_slo_needs(files, tmp_path):
     assert "prefix: no number up to 3 keeps the SLO" in done.stdout
     done = CliRunner().invoke(app, [*files, "--fleet", "--replicas", "2", "--fail", "0.1:1:0.2", "--prefill", "1"])
     assert done.exit_code == 0, done.output
+    assert "within" not in done.stdout  # there is no SLO to be within
+    done = CliRunner().invoke(app, [*files, "--fleet", "--slo-ttft-ms", "500", "--fail", "0.1:2:0.2", "--json"])
+    assert [each["num_replicas"] for each in json.loads(done.stdout)["points"]] == [3]  # the third must be there
 
 
 @pytest.mark.parametrize(
@@ -255,9 +260,32 @@ def test_the_command_line_says_how_many_replicas_an_slo_needs(files, tmp_path):
         ),
         (["--fleet", "--replicas", "2", "--fail", "-1:0:1"], "fail: is SECOND:REPLICA:DOWN_SECONDS, none below 0"),
         (["--fleet", "--slo-ttft-ms", "-1"], "slo_ttft_ms: must be above 0, got -1"),
+        (["--fleet", "--replicas", "2", "--fail", "1:9:3"], "fail: must name one of the replicas 0 to 1, got 9"),
+        (
+            ["--fleet", "--slo-ttft-ms", "1", "--max-replicas", "4", "--fail", "1:4:3"],
+            "fail: must name one of the replicas 0 to 3, got 4",
+        ),
     ],
 )
 def test_the_command_line_refuses_by_name(files, more: list[str], problem: str):
     with pytest.raises(BadRequest) as told:
         CliRunner().invoke(app, [*files, *more], catch_exceptions=False)
     assert str(told.value).startswith(problem)
+
+
+@pytest.mark.parametrize("more", [[], ["--fleet", "--replicas", "2"]])
+def test_prompts_beyond_the_context_are_left_out_and_told(files, more: list[str]):
+    trace = Path(files[1])
+    line = json.dumps({"arrival_s": 0, "prompt_tokens": 64, "output_tokens": 2})
+    trace.write_text(trace.read_text() + "\n" + line)
+    done = CliRunner().invoke(app, [*files, *more])
+    assert done.exit_code == 0, done.output
+    assert "1 of 31 requests have prompts of 64 tokens and more" in " ".join(done.stderr.split())
+    trace.write_text(line)
+    with pytest.raises(BadRequest, match="trace: 1 of 1 requests have prompts of 64 tokens and more"):
+        CliRunner().invoke(app, [*files, *more], catch_exceptions=False)
+
+
+def test_a_trace_that_is_not_there_is_told_before_other_mistakes(files):
+    with pytest.raises(BadRequest, match=r"gone\.jsonl: cannot be read"):
+        CliRunner().invoke(app, ["simulate", "gone.jsonl", *files[2:], "--fleet"], catch_exceptions=False)

@@ -21,12 +21,13 @@ from kvloom.tuning import options
 from kvloom.tuning.dataset import MAX_ROW_TOKENS, RowRules, convert, read_rows, read_texts, write_rows
 from kvloom.tuning.engine_test import print_figures
 from kvloom.tuning.fleet.cli import FleetOptions, run_fleet
+from kvloom.tuning.machine import Machine
 from kvloom.tuning.simulate import Simulated
 from kvloom.tuning.simulate import simulate as run_simulation
 from kvloom.tuning.steptime import load_times, measure, save_times
 from kvloom.tuning.sweep import CONFIG, PLOT, TABLE, Aim, Tuned
 from kvloom.tuning.sweep import tune as run_tuning
-from kvloom.tuning.trace import read_trace
+from kvloom.tuning.trace import read_trace, servable
 from kvloom.tuning.tune import Workload
 
 console = Console()
@@ -80,12 +81,12 @@ def simulate(
     plot: options.Plot = None,
 ) -> None:
     """Replay a trace of requests against the scheduler, without a model: what a policy, a size or a fleet would do."""
+    arrivals = read_trace(trace, limit)
     slo = (slo_ttft_ms, slo_tpot_ms, slo_percentile)
     many = FleetOptions(replicas, max_replicas, routing, prefill, prefill_from, pool_gb_s, fail, slo, plot)
     if not fleet:
         many.check_unused()
     asked = many.asked(as_json) if fleet else None
-    arrivals = read_trace(trace, limit)
     base = _engine_config(config, model, backend)
     if not times.exists():
         with _bar() as bar:
@@ -101,6 +102,9 @@ def simulate(
         "max_gap_s": None if max_gap_ms is None else max_gap_ms / 1e3,
     }
     engine = replace(base, **{name: value for name, value in overrides.items() if value is not None})
+    arrivals, note = servable(arrivals, Machine(engine, measured).max_seq_len)
+    if note:
+        Console(stderr=True).print(note, highlight=False)
     started_s = time.perf_counter()
     with _bar() as bar:
         if asked is not None:

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -72,6 +72,22 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
     if not found:
         raise BadRequest(str(path), "holds no request")
     return found
+
+
+def servable(trace: Sequence[Arrival], max_seq_len: int) -> tuple[list[Arrival], str]:
+    """The requests that an engine of this context takes, and what is to be said of the others; "" = there are none.
+
+    Raises BadRequest when it takes none.
+    """
+    found = [arrival for arrival in trace if arrival.prompt_tokens < max_seq_len]
+    where = "max_seq_len of --times, maxSeqLen of --config, what --num-blocks hold"
+    note = (
+        f"{len(trace) - len(found)} of {len(trace)} requests have prompts of {max_seq_len} tokens and more, "
+        f"the engine's context ({where}): a server refuses them"
+    )
+    if not found:
+        raise BadRequest("trace", note)
+    return found, note if len(found) < len(trace) else ""
 
 
 def job_of(index: int, arrival: Arrival) -> Job:

@@ -52,7 +52,10 @@ class FleetOptions:
             raise BadRequest("replicas", "or a limit (slo_ttft_ms, slo_tpot_ms) is required with --fleet")
         failures = tuple(map(failure_of, self.fail or ()))
         parts = (self.prefill, self.prefill_from, 1e9 * self.pool_gb_s, failures)
-        shape = Shape(self.replicas or 1, "prefix", *parts)
+        least = 1 + max((failure.replica for failure in failures), default=0)
+        if self.replicas is None and least > self.max_replicas:
+            raise BadRequest("fail", f"must name one of the replicas 0 to {self.max_replicas - 1}, got {least - 1}")
+        shape = Shape(self.replicas or least, "prefix", *parts)
         routings = routings_of(self.routing or ["prefix"])
         return Asked(shape, routings, self.replicas, self.max_replicas, Slo(*self.slo), self.plot, as_json)
 
@@ -104,7 +107,7 @@ def run_fleet(
             mine = [at(routing, asked.num_replicas)]
             needed[routing] = asked.num_replicas if mine[0].is_within else None
         else:
-            needed[routing], mine = fewest(partial(at, routing), asked.most)
+            needed[routing], mine = fewest(partial(at, routing), asked.most, asked.shape.num_replicas)
         points += mine
     if asked.plot is not None:
         title = f"Replicas for {len(trace)} requests"

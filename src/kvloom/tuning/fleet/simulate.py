@@ -26,7 +26,7 @@ class Failure:
     """At `at_s` of the trace a replica is lost, with all that it holds, and comes back `down_s` later."""
 
     at_s: float
-    replica: int  # counted round the number of replicas
+    replica: int  # of those that answer, from 0
     down_s: float
 
 
@@ -50,6 +50,10 @@ class Shape:
             raise BadRequest("replicas", f"must be at least 1, got {self.num_replicas}")
         if self.routing not in ROUTINGS:
             raise BadRequest("routing", f"must be one of {', '.join(ROUTINGS)}, got {self.routing!r}")
+        for failure in self.failures:
+            if failure.replica >= self.num_replicas:
+                last = self.num_replicas - 1
+                raise BadRequest("fail", f"must name one of the replicas 0 to {last}, got {failure.replica}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +207,7 @@ class _Fleet:
     # -- replicas
 
     def _fail(self, failure: Failure, now_s: float) -> None:
-        name = self._answering[failure.replica % len(self._answering)]
+        name = self._answering[failure.replica]
         if name in self._down:
             return
         self._down.add(name)

@@ -43,10 +43,11 @@ class Point:
     hit_rate: float
     num_failed: int
     tokens_per_s: float
-    is_within: bool
+    is_within: bool | None  # None = there is no SLO
 
     def row(self) -> dict[str, object]:
         """For people."""
+        within = {} if self.is_within is None else {"within": "yes" if self.is_within else "no"}
         return {
             "routing": self.routing,
             "replicas": self.num_replicas,
@@ -55,7 +56,7 @@ class Point:
             "hit rate": round(self.hit_rate, 3),
             "failed": self.num_failed,
             "tok/s": round(self.tokens_per_s, 1),
-            "within": "yes" if self.is_within else "no",
+            **within,
         }
 
 
@@ -64,14 +65,15 @@ def point_of(routing: str, num_replicas: int, found: FleetSimulated, slo: Slo) -
     tpot = sorted(found.tpot_ms)
     worst = percentile(ttft, slo.percent) if ttft else 0.0, percentile(tpot, slo.percent) if tpot else 0.0
     limits = (slo.ttft_ms, slo.tpot_ms)
-    is_within = all(limit is None or value <= limit for value, limit in zip(worst, limits, strict=True))
+    is_kept = all(limit is None or value <= limit for value, limit in zip(worst, limits, strict=True))
     failed = found.figures.num_failed
     speed = found.figures.generate_speed
-    return Point(routing, num_replicas, *worst, found.hit_rate, failed, speed, is_within and not failed)
+    is_within = None if limits == (None, None) else is_kept and not failed
+    return Point(routing, num_replicas, *worst, found.hit_rate, failed, speed, is_within)
 
 
-def fewest(at: Callable[[int], Point], most: int) -> tuple[int | None, list[Point]]:
-    """The fewest replicas up to `most` that keep the SLO, and all points that were looked at, in order of replicas.
+def fewest(at: Callable[[int], Point], most: int, least: int = 1) -> tuple[int | None, list[Point]]:
+    """The fewest replicas from `least` to `most` that keep the SLO, and all points looked at, in order of replicas.
 
     Doubles until the SLO is kept, then halves the interval: more replicas are taken to be no worse.
     """
@@ -80,9 +82,9 @@ def fewest(at: Callable[[int], Point], most: int) -> tuple[int | None, list[Poin
     def is_within(count: int) -> bool:
         if count not in points:
             points[count] = at(count)
-        return points[count].is_within
+        return bool(points[count].is_within)
 
-    low, high = 0, 1
+    low, high = least - 1, least
     while not is_within(high):
         if high == most:
             return None, [points[count] for count in sorted(points)]
