@@ -55,6 +55,20 @@ def test_an_id_that_is_used_again_at_once_gets_nothing_of_the_request_before():
     with_engine(body)
 
 
+def test_an_id_that_is_used_again_at_once_for_what_can_never_run_is_refused():
+    """What is said of the request before comes first."""
+
+    async def body(engine: EngineThread) -> None:
+        for _ in range(20):
+            async with aclosing(engine.stream(endless("a"))) as deltas:
+                async for _ in deltas:
+                    break
+            with pytest.raises(BadRequest, match="prompt: is empty"):
+                await collect(engine, Request("a", ()))
+
+    with_engine(body)
+
+
 def test_who_leaves_ends_nobody_else_s_request_of_a_name_that_had_been_his():
     async def body(engine: EngineThread) -> None:
         short = Request("a", PROMPT, SamplingParams(max_tokens=1))

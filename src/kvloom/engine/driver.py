@@ -176,6 +176,7 @@ class Driver:
                 self._engine.add(message.request)
                 self._completed.added(message.request)
             except ServingError as error:
+                self._deliver(self._engine.take_deltas())  # among them may be the end of one before of that name
                 self._post([(message.request.id, error)])
         elif isinstance(message, Drop):
             self._engine.abort(message.request_id)
