@@ -85,7 +85,7 @@ PURE := kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/scheme
 PURE_TESTS := engine/test_ahead engine/test_cost engine/test_pace engine/test_suspicion engine/test_blocks engine/test_scheduler engine/test_policies engine/test_speculation engine/test_swap \
-  engine/test_transfers engine/test_stop engine/test_detok engine/test_memory net/test_sites \
+  engine/test_transfers engine/test_giving engine/test_stop engine/test_detok engine/test_memory net/test_sites \
   pool/test_properties pool/test_allocator ems/test_breaker ems/test_packing ems/test_wire gewu/test_frames \
   gewu/test_crashes gewu/test_schema gewu/test_qos gewu/test_room gewu/test_sessions \
   gewu/test_memory server/test_chat_output engine/weights/test_blocks engine/weights/test_quantized_folders

@@ -121,6 +121,9 @@ def raw(op: int, values: tuple) -> m.Message:
         (m.PeerPut, ("t", KEY, [0], bytes(16), b"")),
         (m.PeerPut, ("t", KEY, [1], bytes(17), b"")),
         (m.PeerPut, ("t", KEY, [1], bytes(16), b"", KEY + KEY)),
+        (m.Pick, (bytes(31), False)),
+        (m.Has, (KEY + b"1", False)),
+        (m.Present, (b"\0\1\2",)),
     ],
 )
 def test_a_message_out_of_its_limits_is_malformed(cls, values):
@@ -142,6 +145,9 @@ def test_a_message_out_of_its_limits_is_malformed(cls, values):
         m.PeerBlocks([m.MAX_BLOCK_BYTES, 0], bytes(32)),
         m.PeerPut("t", KEY, [1], bytes(16)),
         m.Hello("a" * 512, KEY),
+        m.Pick(KEY * m.MAX_KEYS, True),
+        m.Has(b""),
+        m.Present(b"\0\1"),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -224,6 +230,19 @@ def test_names_differ_by_tenant_and_layout_and_chunks_of_one_group_are_blocks():
     assert len({space.of_hash(1, 4) for space in spaces}) == len(spaces)
     assert spaces[0].of_chunk(1, [4]) == spaces[0].of_hash(1, 4)
     assert spaces[0].of_chunk(1, [4, 2]) != spaces[0].of_chunk(1, [2, 4])
+
+
+def test_names_of_values_differ_by_key_length_layout_tenant_and_model():
+    other = replace(IDENTITY, model_id="n")
+    names = [
+        keys.ValueNames(salt, identity, layout).of_value(key, length)
+        for salt in (b"salt", b"other")
+        for identity in (IDENTITY, other)
+        for layout in ("", "NHD")
+        for key in (b"", b"\0", b"\0\0")
+        for length in (1, 2)
+    ]
+    assert len(set(names)) == len(names)
 
 
 def test_a_proof_holds_for_one_role_one_id_and_one_pair_of_nonces():

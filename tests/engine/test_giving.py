@@ -10,6 +10,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.giving import check_giving
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from tests.engine.test_kvtier import answer, keys_of, prompt
+from tests.support.crashes import at_steps, mortal_engine, step
 from tests.support.engines import fake_runner, in_process, run_all
 from tests.support.tiers import tiered_engine
 
@@ -104,6 +105,18 @@ def test_a_rank_that_dies_meanwhile_ends_the_wait_and_not_the_answer():
     deltas = engine.suspend() + engine.resume({})
     assert [(delta.finish_reason, num_given(delta)) for delta in deltas] == [(FinishReason.LENGTH, 0)]
     assert not engine.has_work
+
+
+def test_a_rank_that_dies_while_it_computes_the_prompt_is_followed_by_one_that_gives_all_of_it():
+    stored: dict[bytes, list[int]] = {}
+    engine, executor = mortal_engine(at_steps({3}), stored, max_tokens_per_step=10, max_batch=2)
+    engine.add(GIVEN)
+    told: list[Delta] = []
+    while engine.has_work:
+        told += step(engine, executor)
+    assert engine.stats().total_crashes == 1
+    assert [num_given(delta) for delta in told] == [7]
+    assert set(keys_of(GIVEN)) <= stored.keys()
 
 
 def test_an_engine_that_fails_ends_it_once():

@@ -167,6 +167,7 @@ def test_guarantees_are_kept_for_their_tenants():
     assert budget.set_limits("b", 0, 100 * page)
     assert not budget.set_limits("c", 70 * page, 70 * page)
     assert [budget.take("b", 25 * page) // page for _ in range(4)] == [25, 25, 10, 0]
+    assert (budget.has_room("a"), budget.has_room("b")) == (True, False)
     assert [budget.take("a", 25 * page) // page for _ in range(3)] == [25, 15, 0]
     budget.check()
 

@@ -187,6 +187,10 @@ def test_words_that_are_not_filled_are_refused():
         check_sizes(scheme, "up", (100, 64))
 
 
+def test_mxfp4_is_of_experts_alone():
+    assert scheme_of({"quantization_config": {"quant_method": "mxfp4"}}, "config.json").layout == "mxfp4_experts"
+
+
 def test_a_folder_that_is_not_quantised_has_no_scheme():
     assert scheme_of({"architectures": ["LlamaForCausalLM"]}, "config.json") is None
 
