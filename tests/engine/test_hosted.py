@@ -85,7 +85,9 @@ def test_answers_go_on_in_the_next_process_as_if_nothing_had_happened(folder):
         assert await running == undisturbed
         stats = engine.stats()
         assert (stats.total_crashes, stats.total_restarts, stats.total_resumed) == (1, 1, len(MIX))
-        assert (stats.num_running, stats.num_waiting, stats.total_finished) == (0, 0, 2 * len(MIX))
+        while engine.stats().total_finished < 2 * len(MIX):
+            await asyncio.sleep(0.002)
+        assert (engine.stats().num_running, engine.stats().num_waiting) == (0, 0)
 
     with_engine(folder, body)
 
@@ -144,7 +146,9 @@ def test_a_process_that_dies_while_idle_is_replaced(folder):
     with_engine(folder, body)
 
 
-def test_who_is_not_waited_for_any_longer_ends_and_leaves_nothing(folder):
+def test_who_is_not_waited_for_any_longer_ends_and_leaves_nothing(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.02")  # nothing comes to its end by itself meanwhile
+
     async def body(engine: EngineThread) -> None:
         async with aclosing(engine.stream(Request("left", PROMPT, replace(GREEDY, max_tokens=1900)))) as stream:
             async for _ in stream:

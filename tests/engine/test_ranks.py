@@ -26,7 +26,7 @@ from kvloom.rank.parallel.shard import ShardedWeights, shard_spec
 from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import run_all
 from tests.support.executors import opened
-from tests.support.pool import running_agent
+from tests.support.pool import blocks_of, running_agent
 
 NUM_KILLS = int(os.environ.get("KVLOOM_TEST_RANK_KILLS", "6"))
 LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order
@@ -78,9 +78,7 @@ def test_each_rank_keeps_its_part_of_a_block_in_the_pool(tmp_path):
         )
         want, cold = run(config)
         pool = agent.node.pools()[0]
-        entries = [entry for entry in pool.pin_each(pool.block_keys()) if entry is not None]
-        pool.unpin(entries)
-        first = next(entry for entry in entries if entry.parent is None)  # one rank's part of a request's first block
+        first = blocks_of(pool)[0]  # one rank's part of a request's first block
         pool.view(first.offset, first.length)[:] ^= 255
         assert pool.distrust(first)
         again, warm = run(config)

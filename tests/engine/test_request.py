@@ -50,7 +50,7 @@ def test_temperature_zero_and_top_k_one_are_greedy(fields, is_greedy):
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"backend": "tpu"}, "backend"),
+        ({"backend": "t p u"}, "backend"),
         ({"model": "", "backend": "auto"}, "model"),
         ({"backend": "fake", "dtype": "int3"}, "dtype"),
         ({"backend": "fake", "max_batch": 0}, "max_batch"),

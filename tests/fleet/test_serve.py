@@ -65,18 +65,24 @@ def test_everything_listens_on_loopback(fleet):
 
 
 def test_a_chat_stays_where_its_prefix_is(fleet):
+    def cached() -> dict[str, int]:
+        return {each["name"]: each["cached_tokens"] for each in fleet.replicas()}
+
+    fleet.wait_replicas(2)
+    before = cached()
     prompt = "a long prefix that fills some blocks " * 8
     for turn in range(4):
         prompt += fleet.complete(prompt, seed=turn, max_tokens=16)["choices"][0]["text"]
 
     def hits() -> list[int]:
-        return [each["cached_tokens"] for each in fleet.replicas()]
+        return [count - before[name] for name, count in cached().items()]
 
     until(lambda: sum(hits()) >= 3 * 280)
     assert sorted(hits())[0] == 0, "the other replica has computed a part of it"
 
 
 def test_metrics_sum_and_name_the_replicas(fleet):
+    fleet.wait_replicas(2)
     fleet.complete("count me", seed=1, max_tokens=8)
 
     def families() -> dict:
@@ -88,9 +94,12 @@ def test_metrics_sum_and_name_the_replicas(fleet):
         each = [sample.value for sample in found["replica_generation_tokens"] if sample.name.endswith("_total")]
         return len(each) == 2 and sum(each) == found["generation_tokens"][0].value > 0
 
+    def is_named() -> bool:
+        names = {sample.labels["replica"] for sample in families()["replica_ready"] if sample.value}
+        return names == {each["name"] for each in fleet.replicas()}
+
     until(is_told)
-    names = {sample.labels["replica"] for sample in families()["replica_ready"]}
-    assert names == {each["name"] for each in fleet.replicas()}
+    until(is_named)
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))

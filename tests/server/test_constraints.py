@@ -59,7 +59,8 @@ HONOURED: list[tuple[dict[str, Any], str]] = [
     ({"output_format": {"type": "json_schema", "schema": NUMBERS}}, TWO),
 ]
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    *(({name: {"a": 1}}, name) for name in _NEUTRAL),
+    *(({name: {"a": 1}}, name) for name in _NEUTRAL if name != "kv_transfer_params"),
+    ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
     ({"structured_outputs": {"regex": TWO, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
     ({"structured_outputs": {"regexp": TWO}}, "regexp"),
     ({"response_format": {"type": "json_object", "shema": NUMBERS}}, "shema"),

@@ -39,7 +39,7 @@ def is_alive(pid: int) -> bool:
     """Whether it runs; not as a child that nobody has asked for."""
     try:
         return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -85,7 +85,7 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
             new = [i for i in full if pool.publish(seq.block_table[i], seq.hashes[i])]
             num_given = seq.giving.num_blocks if seq.giving else 0
             fresh.append([seq.block_table[i] for i in new if i >= num_given])
-            seq.num_published = num_full
+        seq.num_published = num_full
     return [blocks for blocks in fresh if blocks]
 
 
@@ -120,7 +120,7 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
     held = dict(Counter(transferred))
     for seq in seqs:
         assert (seq.status is Status.LOADING) == bool(seq.loading)
-        assert (seq.status is Status.RUNNING) == bool(seq.block_table)
+        assert seq.status is Status.RUNNING or not seq.block_table
         assert len(seq.block_table) == num_blocks_of(seq.next_start, block_size)
         assert 0 <= seq.num_computed <= len(seq.token_ids)
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
