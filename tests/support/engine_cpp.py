@@ -20,9 +20,11 @@ SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREAD_SANITIZER = ("-fsanitize=thread",)
 
 
-def write_config(folder: Path) -> Path:
-    """A config.json of the mock model."""
-    return _write(folder, mock_document())
+def write_config(folder: Path, **schedule: int) -> Path:
+    """A config.json of the mock model; `schedule`: other values of its ScheduleParam."""
+    document = mock_document()
+    document["ScheduleParam"] |= schedule
+    return _write(folder, document)
 
 
 def write_real_config(folder: Path, model: Path) -> Path:
