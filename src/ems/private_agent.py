@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 AGENT = (sys.executable, "-m", "kvloom", "pool", "agent")
-_START_S = 20.0
+_START_S = 60.0  # the first time on a machine it compiles its C++
 _STOP_S = 5.0
 _POLL_S = 0.01
 

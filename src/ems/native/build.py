@@ -33,14 +33,22 @@ class Library:
         """Where a wheel has it."""
         return self.folder / "lib" / f"{self.name}.so"
 
+    @property
+    def is_there(self) -> bool:
+        """Whether `path` compiles nothing."""
+        return self.prebuilt.exists() or self._kept().exists()
+
     def path(self) -> Path:
         """Of the library, compiled first if need be. Raises BuildError."""
         if self.prebuilt.exists():
             return self.prebuilt
-        path = _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
+        path = self._kept()
         if not path.exists():
             self.compile(path)
         return path
+
+    def _kept(self) -> Path:
+        return _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
 
     def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
         """Compiles it to `path`, whole or not at all: two that do so at once do not meet. Raises BuildError."""

@@ -47,6 +47,11 @@ def load(library: Library, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDL
         return _loaded[library.name]
 
 
+def is_to_be_compiled(library: Library) -> bool:
+    """Whether the next `load` takes a compiler's time."""
+    return os.environ.get(_OFF) != "0" and library.name not in _loaded and not library.is_there
+
+
 def _open(library: Library, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | None:
     try:
         if xxh3() is None:

@@ -18,7 +18,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.pool.doctor import is_answered
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"
-_START_S = 20.0
+_START_S = 60.0  # the first time on a machine it compiles its C++
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 

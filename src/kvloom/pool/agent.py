@@ -32,6 +32,7 @@ from kvloom.pool.node import Node
 from kvloom.pool.node_http import NodeHttp
 from kvloom.pool.session import ClientSession
 from kvloom.pool.snapshot import Snapshots
+from kvloom.pool.storage.opening import prepare
 from kvloom.pool.storage.segments import allow_descriptors, huge_pages_in_use
 from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
@@ -237,6 +238,7 @@ def serve(config: AgentConfig) -> None:
     stop_read, stop_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, _STOP))
+    prepare()
     agent = Agent(config)
     agent.start()
     if agent.config.has_huge_pages:

@@ -1,14 +1,18 @@
 """Opens a tenant's pool: in C++ where there is a compiler or a wheel that brought the library, else in Python."""
 
+import logging
 from typing import NamedTuple
 
+from ems.native.library import is_to_be_compiled
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.evict import ORDERS
-from kvloom.pool.storage.native.library import functions
+from kvloom.pool.storage.native.library import INDEX, functions
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.storage.store import TenantPool
+
+log = logging.getLogger(__name__)
 
 
 class PoolOptions(NamedTuple):
@@ -18,6 +22,13 @@ class PoolOptions(NamedTuple):
     geometry: Geometry
     rcache_share: float
     eviction: str
+
+
+def prepare() -> None:
+    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    if is_to_be_compiled(INDEX):
+        log.info("compiling %s, once on this machine", INDEX.name)
+    functions()
 
 
 def open_pool(tenant: str, options: PoolOptions) -> Pool:
