@@ -146,18 +146,16 @@ def test_a_process_that_dies_while_idle_is_replaced(folder):
     with_engine(folder, body)
 
 
-def test_who_is_not_waited_for_any_longer_ends_and_leaves_nothing(folder, monkeypatch):
-    monkeypatch.setenv("FAKE_VLLM_STEP_S", "0.02")  # nothing comes to its end by itself meanwhile
-
+def test_who_is_not_waited_for_any_longer_ends_and_leaves_nothing(folder):
     async def body(engine: EngineThread) -> None:
         async with aclosing(engine.stream(Request("left", PROMPT, replace(GREEDY, max_tokens=1900)))) as stream:
             async for _ in stream:
                 break
-        aborted = asyncio.ensure_future(deltas_of(engine, Request("told", PROMPT, replace(GREEDY, max_tokens=1900))))
-        while engine.stats().num_running + engine.stats().num_waiting == 0:
-            await asyncio.sleep(0.002)
-        engine.abort("told")
-        assert (await aborted)[-1].finish_reason is FinishReason.ABORT
+        told = Request("told", PROMPT, replace(GREEDY, max_tokens=1900))
+        async with aclosing(engine.stream(told)) as stream:
+            await anext(stream)
+            engine.abort("told")
+            assert [delta async for delta in stream][-1].finish_reason is FinishReason.ABORT
         while engine.stats().total_finished < 2:
             await asyncio.sleep(0.002)
         assert engine.stats().num_running == 0
