@@ -2,8 +2,8 @@
 
 import json
 import os
+import random
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,19 +15,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvloom.contract.request import SamplingParams
-from kvloom.rank.fake import fake_answer
 from tests.fleet.fleets import with_missing_adapter
+from tests.fleet.mixed import Kill, answers, mixed, truth
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
 NUM_KILLS = int(os.environ.get("KVLOOM_FLEET_KILLS", "1"))
-
-
-def truth(prompt: str, seed: int, num_tokens: int = 60) -> str:
-    params = SamplingParams(temperature=1, seed=seed, ignore_eos=True)
-    ids = fake_answer(list(prompt.encode()), params, seed, num_tokens)
-    return bytes(token for token in ids if token < 256).decode()
 
 
 def test_it_answers_as_one_server_does_whole_and_streamed(fleet):
@@ -103,21 +96,12 @@ def test_metrics_sum_and_name_the_replicas(fleet):
 
 
 @pytest.mark.parametrize("number", range(NUM_KILLS))
-def test_a_replica_killed_in_mid_stream_costs_no_token(fleet, number):
+def test_a_replica_killed_at_any_moment_costs_no_token(fleet, number):
     fleet.wait_replicas(2)
-    moves = fleet.feed()["moves"]
-    victims = fleet.engine_pids()
-    is_killed = threading.Event()
-
-    def kill(event: int) -> None:
-        if event == 5 and not is_killed.is_set():
-            is_killed.set()
-            os.kill(sorted(victims)[number % 2], signal.SIGKILL)
-
-    prompts = [f"{number} prompt {i} " * (1 + i) for i in range(8)]
-    with ThreadPoolExecutor(len(prompts)) as threads:
-        texts = list(threads.map(lambda i: fleet.stream(prompts[i], kill, seed=i), range(len(prompts))))
-    assert texts == [truth(prompt, i) for i, prompt in enumerate(prompts)]
+    moves, draw = fleet.feed()["moves"], random.Random(number)
+    asks = mixed(f"kill {number}", draw)
+    kill = Kill(draw.choice(sorted(fleet.engine_pids())), at=draw.randrange(1, 500))
+    assert answers(fleet, asks, kill) == [ask.truth() for ask in asks]
     assert fleet.feed()["moves"] > moves
     assert fleet.feed()["lost"] == 0
 
