@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import deque
 from dataclasses import replace
 
 import msgspec
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 from kvloom.cli import app
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.messages import Batch, StepOutput
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
-from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.link.executor import InProcessExecutor, max_submitted
 from kvloom.engine.schedule.cost import Load
 from kvloom.rank.fake import ByteTokenizer, FakeRunner
 from kvloom.tuning.simulate import simulate
@@ -31,6 +33,22 @@ def make_times(num_blocks: int = 200, **fields) -> StepTimes:
     return StepTimes(**parts | fields, model="fake", num_blocks=num_blocks, block_size=BLOCK, max_seq_len=64)
 
 
+class LateExecutor(InProcessExecutor):
+    """As a rank process: a batch is run when the one before it has ended, and is there already."""
+
+    def __init__(self, runner: FakeRunner, max_submitted: int) -> None:
+        super().__init__(runner, max_submitted)
+        self._batches: deque[Batch] = deque()
+
+    def submit(self, batch: Batch) -> None:
+        assert len(self._batches) < self.max_submitted
+        self._batches.append(batch)
+
+    def collect(self) -> StepOutput:
+        super().submit(self._batches.popleft())
+        return super().collect()
+
+
 class EngineAtItsOwnTime:
     """A real engine over the fake model whose clock is the sum of its steps."""
 
@@ -39,7 +57,9 @@ class EngineAtItsOwnTime:
         sizes = {"num_blocks": num_blocks, "block_size": BLOCK, "max_seq_len": 64}
         times = {"fake_step_s": STEP_S, "fake_token_s": TOKEN_S}
         runner = FakeRunner(EngineConfig(backend="fake", **sizes, **times), self.pass_time)
-        self.engine = Engine(config, InProcessExecutor(runner), ByteTokenizer(), clock=lambda: self.now_s)
+        self.engine = Engine(
+            config, LateExecutor(runner, max_submitted(config)), ByteTokenizer(), clock=lambda: self.now_s
+        )
         self.trace, self.ended_s = trace, {}
 
     def pass_time(self, seconds: float) -> None:
@@ -81,12 +101,21 @@ ARRIVALS = st.lists(
 
 
 @settings(max_examples=80, deadline=None)
-@given(ARRIVALS, st.integers(16, 60), st.sampled_from([0, 1, 3]), st.booleans(), st.sampled_from([0.0, 0.01]))
-def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, policy, is_continuous, fair_token_s):
-    config = EngineConfig(
-        backend="fake", max_batch=4, max_tokens_per_step=16, prefill_policy=policy, decode_policy=policy,
-        is_continuous=is_continuous, fair_token_s=fair_token_s,
-    )  # fmt: skip
+@given(
+    ARRIVALS,
+    st.integers(16, 60),
+    st.fixed_dictionaries(
+        {
+            "prefill_policy": st.sampled_from([0, 1, 3]),
+            "is_continuous": st.booleans(),
+            "fair_token_s": st.sampled_from([0.0, 0.01]),
+            "run_ahead": st.booleans(),
+        }
+    ),
+)
+def test_every_request_ends_when_it_does_in_the_engine(trace, num_blocks, options):
+    policy = options["prefill_policy"]
+    config = EngineConfig(backend="fake", max_batch=4, max_tokens_per_step=16, decode_policy=policy, **options)
     real = EngineAtItsOwnTime(trace, num_blocks, config)
     ended_s = real.run()
     found = simulate(trace, config, make_times(num_blocks))

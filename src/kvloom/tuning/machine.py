@@ -1,10 +1,13 @@
 """Machine: a simulated engine. Plans, blocks and policies are the engine's; a step takes what StepTimes foretell."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
+from kvloom.engine.link.executor import max_submitted
+from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
 from kvloom.engine.schedule.commit import apply_step, commit_step, release_seq, swap_out
 from kvloom.engine.schedule.cost import load_of
@@ -50,6 +53,15 @@ class Took:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that a rank has been given, and what it takes."""
+
+    plan: Plan
+    compute_s: float = 0.0
+    copy_s: float = 0.0
+
+
 @dataclass(slots=True)
 class _Live:
     job: Job
@@ -71,6 +83,9 @@ class Machine:
         self._pool = BlockPool(self.num_blocks, config.enable_prefix_cache, config.num_host_blocks or 0)
         self._policy = policy_of(config.prefill_policy, config.decode_policy)
         self._turns = Turns(config.fair_token_s)
+        self._most_under_way = max_submitted(config)
+        self._may_run_ahead = config.num_speculative_tokens == 0
+        self._under_way: deque[_UnderWay] = deque()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self._live: dict[int, _Live] = {}  # in order of arrival
         self.now_s = 0.0
@@ -99,7 +114,7 @@ class Machine:
     def add(self, job: Job, hashes: Sequence[bytes] = ()) -> None:
         """It waits from now on. `hashes`: of its first blocks, where they are known."""
         seq = Seq(job.id, list(job.tokens), len(job.tokens), salt=job.salt, hashes=list(hashes))
-        seq.priority = job.priority
+        seq.priority, seq.may_run_ahead = job.priority, self._may_run_ahead
         wanted = min(job.num_output, self.max_output or job.num_output)
         seq.max_len = min(self.max_seq_len, len(job.tokens) + wanted)
         seq.turn = self._turns.turn(job.arrival_s, seq.max_len, job.tenant, job.priority, job.slo_s)
@@ -116,23 +131,43 @@ class Machine:
         self._pool.release(blocks or [])
 
     def step(self) -> list[Took]:
-        """Compute what a step computes; the clock goes on. Returns the tokens that are there at its end."""
+        """Compute what a step computes; the clock goes on. Returns the tokens that are there at its end.
+
+        As in the engine, the step behind one of decodes is planned when that one begins: who comes meanwhile is in
+        none of the two.
+        """
+        if not self._under_way:
+            self._submit(self._next_plan())
+        while len(self._under_way) < self._most_under_way and may_follow(self._under_way[-1].plan):
+            plan = self._next_plan()
+            if must_wait(plan):
+                break
+            self._submit(plan)
+        first = self._under_way.popleft()
+        self.now_s += first.compute_s + first.copy_s
+        if first.plan.steps:
+            self._pace.learn(first.plan, first.compute_s)
+        return self._commit(first.plan)
+
+    def _next_plan(self) -> Plan:
         costs = SwapCosts(self._times.swap_block_s, self._times.token_s or None)
         now = Circumstances(self._policy, self._oldest_wait_s(), costs)
         seqs = [live.seq for live in self._live.values()]
-        plan = plan_step(seqs, self._pool, self._pace.limited(self._limits, seqs), now)
+        return plan_step(seqs, self._pool, self._pace.limited(self._limits, seqs), now)
+
+    def _submit(self, plan: Plan) -> None:
         copies = swap_out(plan, self._pool)
         works = apply_step(plan, self._pool)
         num_copies = len(copies) + sum(len(work.loads) for work in works)
         if plan.steps:
-            compute_s = self._times.step_s(load_of(plan))
-            self.now_s += compute_s + num_copies * self._times.swap_block_s
-            self._pace.learn(plan, compute_s)
+            copy_s = num_copies * self._times.swap_block_s
+            self._under_way.append(_UnderWay(plan, self._times.step_s(load_of(plan)), copy_s))
             self.counts.num_steps += 1
+        else:
+            self._under_way.append(_UnderWay(plan))
         self.counts.num_preempted += len(plan.preempted)
         self.counts.num_swapped += len(plan.swapped)
         self._count_cached(plan)
-        return self._commit(plan)
 
     def lose(self) -> list[Job]:
         """All that it holds is gone; what had not ended."""
@@ -140,6 +175,7 @@ class Machine:
         for live in self._live.values():
             release_seq(live.seq, self._pool, Status.FINISHED)
         self._live.clear()
+        self._under_way.clear()
         self._pool.forget_all()
         return jobs
 
