@@ -37,6 +37,18 @@ def test_roles_are_deployments():
     assert {name: each.num_replicas for name, each in found.items()} == {"ingress": 1, "engines": 2, "prefill": 1}
 
 
+def test_each_role_is_scaled_by_what_it_does():
+    prefill = {"maxReplicas": 4, "queuedTokensPerReplica": 500, "upDelayS": 1}
+    found = deployments(roles={"prefill": prefill, "decode": {"maxReplicas": 3, "requestsPerReplica": 8}}, kvPool=True)
+    configs = {name: found[name]._deployment_config.autoscaling_config for name in ("prefill", "engines")}
+    told = {
+        name: (config.max_replicas, config.target_ongoing_requests, config.policy.policy_function.rpartition(":")[2])
+        for name, config in configs.items()
+    }
+    assert told == {"prefill": (4, 500, "on_queued_tokens"), "engines": (3, 8, "on_requests")}
+    assert configs["prefill"].upscale_delay_s == 1
+
+
 def test_the_ranks_of_a_replica_are_placed_together(tmp_path):
     document = mock_document()
     document["ModelDeployParam"]["ModelParam"][0]["worldSize"] = 2

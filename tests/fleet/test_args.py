@@ -15,19 +15,50 @@ from kvloom.fleet.plan import Plan, Roll, make_plan
     ("given", "problem"),
     [
         ({"replicas": 0}, "args.replicas: expected `int` >= 1"),
-        ({"replicas": "two"}, "args.replicas: expected `int`, got `str`"),
+        ({"replicas": "two"}, "args.replicas: expected `int | null`, got `str`"),
         ({"replica": 2}, "args: object contains unknown field `replica`"),
         ({"autoscaling": {"minReplicas": 1}}, "args.autoscaling: object missing required field `maxReplicas`"),
         ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "args.autoscaling.minReplicas: must be at most"),
         ({"router": {"policy": "random"}}, "args.router.policy: must be prefix or power-of-two, got 'random'"),
         ({"router": {"guardFactor": 0.5}}, "args.router.guardFactor: expected `float` >= 1"),
         ({"roles": {"prefill": 1, "decode": 1}}, "args.kvPool: must be true with roles"),
+        ({"roles": {"prefill": 0, "decode": 1}}, "args.roles.prefill: expected `int` >= 1"),
+        ({"roles": {"prefill": {}, "decode": 1}}, "args.roles.prefill: object missing required field `maxReplicas`"),
+        (
+            {"roles": {"prefill": 1, "decode": {"maxReplicas": 1, "minReplicas": 2}}, "kvPool": True},
+            "args.roles.decode.minReplicas: must be at most maxReplicas, 1, got 2",
+        ),
+        (
+            {"roles": {"prefill": 1, "decode": {"maxReplicas": 1, "queuedTokensPerReplica": 9}}},
+            "args.roles.decode: object contains unknown field `queuedTokensPerReplica`",
+        ),
+        (
+            {"roles": {"prefill": 1, "decode": 1}, "kvPool": True, "autoscaling": {"maxReplicas": 2}},
+            "args.autoscaling: is had by each role where there are roles",
+        ),
+        ({"replicas": 2, "autoscaling": {"maxReplicas": 2}}, "args.replicas: is not had together with autoscaling"),
+        ({"replicas": 2, "roles": {"prefill": 1, "decode": 1}}, "args.replicas: is not had together with roles"),
     ],
 )
 def test_a_wrong_value_is_told_with_its_path(given, problem):
     with pytest.raises(BadRequest) as caught:
-        parse_args(given)
+        make_plan(parse_args(given))
     assert str(caught.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("given", "least", "most"),
+    [
+        ({}, 1, 1),
+        ({"replicas": 3}, 3, 3),
+        ({"autoscaling": {"minReplicas": 0, "maxReplicas": 4}}, 0, 4),
+        ({"roles": {"prefill": 1, "decode": 2}}, 2, 3),
+        ({"roles": {"prefill": {"maxReplicas": 3}, "decode": {"minReplicas": 2, "maxReplicas": 5}}}, 2, 8),
+    ],
+)
+def test_so_many_replicas_answer_at_least_and_so_many_there_are_at_most(given, least, most):
+    args = parse_args(given)
+    assert (args.least_replicas, args.most_replicas, args.may_be_empty) == (least, most, least == 0)
 
 
 @pytest.mark.parametrize(

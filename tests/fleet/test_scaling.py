@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvloom.fleet.scaling import METRIC, on_queued_tokens, wanted
+from kvloom.fleet.scaling import METRIC, on_queued_tokens, on_requests, wanted
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,14 @@ def test_serve_is_told_a_number_within_its_bounds(queued, number):
         capacity_adjusted_max_replicas=4,
     )
     assert on_queued_tokens(context) == (number, {})
+
+
+@pytest.mark.parametrize(("requests", "number"), [(0, 1), (8, 1), (8.5, 2), (17, 3), (100, 4)])
+def test_who_decodes_is_scaled_by_requests(requests, number):
+    context = SimpleNamespace(
+        total_num_requests=requests,
+        config=SimpleNamespace(get_target_ongoing_requests=lambda: 8),
+        capacity_adjusted_min_replicas=1,
+        capacity_adjusted_max_replicas=4,
+    )
+    assert on_requests(context) == (number, {})

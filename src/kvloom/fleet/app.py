@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvloom.contract.errors import ModelError
 from kvloom.fleet.agent import NodeAgent
-from kvloom.fleet.args import Autoscaling, FleetArgs, parse_args
+from kvloom.fleet.args import Autoscaling, DecodeScaling, FleetArgs, Scaling, parse_args
 from kvloom.fleet.engine import Ways
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.lost import Call, ReplicaLost
@@ -40,8 +40,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def application(plan: Plan) -> serve.Application:
     """Of a plan that is made."""
     args, roles = plan.args, plan.args.roles
-    number = args.replicas if roles is None else roles.decode
-    engines = _engines(plan, ENGINES, "" if roles is None else "decode", number)
+    engines = _engines(plan, ENGINES, "" if roles is None else "decode", args.answering)
     prefill = None if roles is None else _engines(plan, PREFILL, "prefill", roles.prefill)
     options = {
         "name": INGRESS,
@@ -54,7 +53,7 @@ def application(plan: Plan) -> serve.Application:
     return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines, prefill)
 
 
-def _engines(plan: Plan, name: str, role: str, number: int) -> serve.Application:
+def _engines(plan: Plan, name: str, role: str, number: int | Scaling) -> serve.Application:
     """`number` replicas, or as many as they are scaled to. The ranks of one are on one node."""
     args = plan.args
     options: dict[str, Any] = {
@@ -69,22 +68,27 @@ def _engines(plan: Plan, name: str, role: str, number: int) -> serve.Application
     if plan.world_size > 1:
         bundle = {"CPU": args.cpus_per_rank} | ({"GPU": args.gpus_per_rank} if args.gpus_per_rank else {})
         options |= {"placement_group_bundles": [bundle] * plan.world_size, "placement_group_strategy": "STRICT_PACK"}
-    options |= {"num_replicas": number} if args.autoscaling is None else _scaling(args.autoscaling)
+    options |= _scaling(number) if isinstance(number, Scaling) else {"num_replicas": number}
     return serve.deployment(ServedReplica).options(**options).bind(plan, role)
 
 
-def _scaling(scaling: Autoscaling) -> dict[str, Any]:
+def _scaling(scaling: Scaling) -> dict[str, Any]:
+    policy, target = "on_requests", 1
+    if isinstance(scaling, Autoscaling):
+        policy, target = "on_queued_tokens", scaling.queued_tokens_per_replica
+    elif isinstance(scaling, DecodeScaling):
+        target = scaling.requests_per_replica
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the interval, whose successor is no setting of an app
         config = AutoscalingConfig(
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
-            target_ongoing_requests=scaling.queued_tokens_per_replica,
+            target_ongoing_requests=target,
             upscale_delay_s=scaling.up_delay_s,
             downscale_delay_s=scaling.down_delay_s,
             metrics_interval_s=1,
             look_back_period_s=5,
-            policy=AutoscalingPolicy(policy_function="kvloom.fleet.scaling:on_queued_tokens"),
+            policy=AutoscalingPolicy(policy_function=f"kvloom.fleet.scaling:{policy}"),
         )
     return {"autoscaling_config": config}
 

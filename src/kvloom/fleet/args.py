@@ -14,21 +14,32 @@ Positive = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Autoscaling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """Replicas between two bounds, so that each has about so many tokens of prompts before it."""
+class Scaling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """Replicas between two bounds."""
 
     max_replicas: Positive
     min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
-    queued_tokens_per_replica: Positive = 4096
     up_delay_s: Amount = 5.0  # how long more are wanted before they are started
     down_delay_s: Amount = 300.0
+
+
+class Autoscaling(Scaling, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """So that each has about so many tokens of prompts before it."""
+
+    queued_tokens_per_replica: Positive = 4096
+
+
+class DecodeScaling(Scaling, forbid_unknown_fields=True, frozen=True, rename="camel"):
+    """So that each has about so many requests under way: what it does is answer, whatever their prompts were."""
+
+    requests_per_replica: Positive = 32
 
 
 class Roles(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Replicas for prompts alone, and for all else; a prompt of `threshold` tokens and more goes to the former."""
 
-    prefill: Positive
-    decode: Positive
+    prefill: Positive | Autoscaling
+    decode: Positive | DecodeScaling
     threshold: Positive = 1024
 
 
@@ -59,7 +70,7 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     max_seq_len: Positive | None = None
     max_batch: Positive | None = None
     num_blocks: Positive | None = None
-    replicas: Positive = 1
+    replicas: Positive | None = None  # 1, where neither roles nor autoscaling say more
     autoscaling: Autoscaling | None = None
     roles: Roles | None = None
     ingresses: Positive = 1
@@ -74,6 +85,27 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     host: str | None = None  # these two: where Ray's proxy listens, for `kvloom fleet run`
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
 
+    @property
+    def answering(self) -> int | Scaling:
+        """Replicas that answer: their number, or how they are scaled."""
+        return self.roles.decode if self.roles else self.autoscaling or self.replicas or 1
+
+    @property
+    def least_replicas(self) -> int:
+        """That answer, before anybody asks."""
+        return self.answering.min_replicas if isinstance(self.answering, Scaling) else self.answering
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether none of those runs while nobody asks."""
+        return self.least_replicas == 0
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may be at once, of all kinds."""
+        kinds = (self.answering, self.roles.prefill if self.roles else 0)
+        return sum(kind.max_replicas if isinstance(kind, Scaling) else kind for kind in kinds)
+
 
 def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
     """Raises BadRequest with the path of the wrong value, `above` it stands where the arguments do."""
@@ -84,18 +116,24 @@ def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
         found = _AT.search(text)
         path = above + (found["path"] if found else "")
         raise BadRequest(path, _small(text[: found.start()] if found else text)) from None
-    _check(args, above)
     return args
 
 
-def _check(args: FleetArgs, above: str) -> None:
+def check_args(args: FleetArgs, above: str) -> None:
     """Values that depend on each other. Raises BadRequest."""
-    scaling = args.autoscaling
-    if scaling is not None and scaling.min_replicas > scaling.max_replicas:
-        problem = f"must be at most maxReplicas, {scaling.max_replicas}, got {scaling.min_replicas}"
-        raise BadRequest(f"{above}.autoscaling.minReplicas", problem)
-    if args.roles is not None and scaling is not None:
-        raise BadRequest(f"{above}.autoscaling", "is not had together with roles: their numbers are fixed")
+    roles = {} if args.roles is None else {"roles.prefill": args.roles.prefill, "roles.decode": args.roles.decode}
+    for path, scaling in {"autoscaling": args.autoscaling, **roles}.items():
+        if isinstance(scaling, Scaling) and scaling.min_replicas > scaling.max_replicas:
+            problem = f"must be at most maxReplicas, {scaling.max_replicas}, got {scaling.min_replicas}"
+            raise BadRequest(f"{above}.{path}.minReplicas", problem)
+    if args.roles is not None and args.autoscaling is not None:
+        raise BadRequest(
+            f"{above}.autoscaling",
+            "is had by each role where there are roles: give roles.prefill and roles.decode a maxReplicas",
+        )
+    if args.replicas is not None and (args.roles is not None or args.autoscaling is not None):
+        by = "roles" if args.roles is not None else "autoscaling"
+        raise BadRequest(f"{above}.replicas", f"is not had together with {by}, which say how many there are")
     if args.roles is not None and not args.kv_pool:
         raise BadRequest(f"{above}.kvPool", "must be true with roles: blocks go from prefill to decode by EMS")
     if args.router.policy not in ("prefix", "power-of-two"):

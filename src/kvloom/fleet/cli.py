@@ -40,7 +40,7 @@ def run(
     local = _local()
     wanted = args.port if args.port is not None else options.get("port", _DEFAULT_PORT)
     with local.started(plan, wanted, dashboard, _tell) as running:
-        print(f"{running.url} serves {args.replicas} replicas; Ray is at {running.ray_address}", flush=True)
+        print(f"{running.url} serves {_replicas(args)}; Ray is at {running.ray_address}", flush=True)
         problem = local.wait_for_end(args.grace_s)
     if problem:
         raise UserError(problem)
@@ -52,6 +52,14 @@ def check(fleet: Annotated[Path, typer.Argument(help="A fleet.yaml.")]) -> None:
     args, _ = read_fleet_file(fleet)
     make_plan(args, f"{fleet}: applications[0].args")
     print(f"{fleet} is right")
+
+
+def _replicas(args: FleetArgs) -> str:
+    """How many, in words."""
+    least, most = args.least_replicas, args.most_replicas
+    is_fixed = isinstance(args.answering, int) and (args.roles is None or isinstance(args.roles.prefill, int))
+    number = f"{most}" if is_fixed else f"{least} to {most}"
+    return f"{number} replica{'' if number == '1' else 's'}"
 
 
 def _local() -> Any:

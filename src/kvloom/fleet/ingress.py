@@ -74,8 +74,7 @@ class Ingress:
         about = await self._about()
         card = self._config.models[0]
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
-        scaling = self._plan.args.autoscaling
-        manners = Manners(self._plan.args.patience_s, scaling is not None and scaling.min_replicas == 0)
+        manners = Manners(self._plan.args.patience_s, self._plan.args.may_be_empty)
         self._engine = FleetEngine(about, self._fleet.ways, manners)
         service = GenerationService(card, self._engine, tokenizer, self._models.admission)
         self._models.add(service)

@@ -75,10 +75,7 @@ def started(plan: Plan, port: int, has_dashboard: bool, tell: Callable[[str], No
 def _num_cpus(plan: Plan) -> int:
     """Enough in Ray's books for every replica that there may be: on one machine they share what it has."""
     args = plan.args
-    most = args.autoscaling.max_replicas if args.autoscaling else args.replicas
-    if args.roles:
-        most = args.roles.prefill + args.roles.decode
-    return max(os.cpu_count() or 1, int(most * args.cpus_per_rank * plan.world_size) + 1)
+    return max(os.cpu_count() or 1, int(args.most_replicas * args.cpus_per_rank * plan.world_size) + 1)
 
 
 def _wait(plan: Plan, tell: Callable[[str], None]) -> None:
@@ -92,7 +89,7 @@ def _wait(plan: Plan, tell: Callable[[str], None]) -> None:
             texts = [status.message, *(each.message for each in status.deployments.values())]
             raise ModelError(why_not("\n".join(texts)))
         states = status.deployments[ENGINES].replica_states if status and ENGINES in status.deployments else {}
-        now = f"{states.get('RUNNING', 0)} of {plan.args.replicas} replicas are ready"
+        now = f"{states.get('RUNNING', 0)} of {plan.args.least_replicas} replicas are ready"
         if now != before and states:
             tell(now)
         before = now

@@ -13,7 +13,7 @@ from kvloom.checkpoints.fingerprint import stamp
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import RankInfo
-from kvloom.fleet.args import FleetArgs
+from kvloom.fleet.args import FleetArgs, check_args
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
 
@@ -60,6 +60,7 @@ class Plan:
 
 def make_plan(args: FleetArgs, above: str = "args") -> Plan:
     """Raises BadRequest, also for what a fleet does not serve."""
+    check_args(args, above)
     settings = read_settings(Path(args.config) if args.config else None, os.environ)
     settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
     settings.override_model(weight_format=args.weight_format)

@@ -1,4 +1,4 @@
-"""How many replicas are wanted, by the tokens of prompts that wait. Pure; Serve asks it, and waits out its delays."""
+"""How many replicas are wanted, by tokens of prompts that wait, or by requests. Pure; Serve waits out its delays."""
 
 import math
 from collections.abc import Mapping
@@ -16,5 +16,15 @@ def on_queued_tokens(context: Any) -> tuple[int, Mapping[str, Any]]:
     """Serve's form of a policy: the number of replicas, and a state to be kept, which is empty."""
     told = (context.aggregated_metrics or {}).get(METRIC, {})
     number = wanted(sum(told.values()), context.total_num_requests, context.config.get_target_ongoing_requests())
+    return _within(context, number)
+
+
+def on_requests(context: Any) -> tuple[int, Mapping[str, Any]]:
+    """The same by requests under way and those that wait for a replica, as Serve counts both."""
+    number = math.ceil(context.total_num_requests / context.config.get_target_ongoing_requests())
+    return _within(context, number)
+
+
+def _within(context: Any, number: int) -> tuple[int, Mapping[str, Any]]:
     low, high = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     return min(max(number, low), high), {}
