@@ -34,7 +34,8 @@ export class Replicas {
     this.body.replaceChildren(...rows);
     const sum = (name) => models.reduce((found, model) => found + model[name], 0);
     const lost = sum("lost");
+    const moved = sum("moves") === 1 ? "1 request" : `${number(sum("moves"))} requests`;
     byId("replicas-moves").textContent =
-      `${number(sum("moves"))} requests went on at another replica${lost ? `; ${number(lost)} could not` : ""}.`;
+      `${moved} went on at another replica${lost ? `; ${number(lost)} could not` : ""}.`;
   }
 }
