@@ -79,3 +79,31 @@ def test_silence_is_an_empty_step_and_what_comes_ends_it():
         feed.__exit__()
 
     reading(read, "a")
+
+
+def test_who_follows_is_told_of_what_is_there_and_of_what_comes_and_takes_it_without_waiting():
+    async def read(feeds: Feeds, feed: Feed) -> None:
+        found: list[Step | None] = []
+        feeds.put([("a", Delta("a", "before"))])
+        feed.follow(lambda: found.append(feed.take()))
+        assert [texts(step) for step in found] == [[(0, "before")]]
+        assert feed.take() == []
+        feeds.put([("a", Delta("a", "end", finish_reason=FinishReason.EOS))])
+        assert texts(found[-1]) == [(0, "end")]
+        assert feed.take() is None
+
+    reading(read, "a")
+
+
+def test_who_follows_hears_of_an_error_behind_what_was_said():
+    async def read(feeds: Feeds, feed: Feed) -> None:
+        feeds.put([("a", Delta("a", "said"))])
+        feeds.put([("a", Delta("a", finish_reason=FinishReason.ERROR, error="it broke"))])
+        heard: list[bool] = []
+        feed.follow(lambda: heard.append(True))
+        assert heard == [True]
+        assert texts(feed.take()) == [(0, "said")]
+        with pytest.raises(GenerationFailed, match="it broke"):
+            feed.take()
+
+    reading(read, "a")

@@ -9,10 +9,10 @@ from pathlib import Path
 from kvloom.contract.errors import Unavailable
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import Delta, FinishReason
-from kvloom.fleet.engine import FleetEngine, Manners, Ways
+from kvloom.fleet.engine import FleetEngine, Manners, Way, Ways
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.routing.board import Board, View
-from kvloom.fleet.wire import About, Hello, decode_hint, decode_request, encode, fault, pieces
+from kvloom.fleet.wire import About, Brought, Ended, Hello, decode_asked, decode_hint, encode, fault
 from kvloom.rank.fake import VOCAB_SIZE, fake_answer
 from tests.support.configs import mock_document
 
@@ -34,7 +34,7 @@ class Replicas:
 
     async def call(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         number = len(self.requests)
-        self.requests.append(request := decode_request(data))
+        self.requests.append(request := decode_asked(data).request)
         self.hints.append(decode_hint(hint))
         dies = self.dies_after[number] if number < len(self.dies_after) else None
         layout = self.layouts[number] if number < len(self.layouts) else "w8a8"
@@ -53,10 +53,12 @@ class Replicas:
                 if dies is not None and index - len(before) >= dies:
                     raise ReplicaLost("killed")
                 end = FinishReason.LENGTH if index + 1 == len(whole) else None
-                yield encode(pieces([Delta(request.id, chr(token % 128), (token,), finish_reason=end)]))
+                delta = Delta(request.id, chr(token % 128), (token,), finish_reason=end)
+                yield encode(Brought(index - len(before), [delta]))
                 if self.only_first:
                     return
                 await asyncio.sleep(0)
+            yield encode(Ended(len(whole) - len(before)))
         except (GeneratorExit, asyncio.CancelledError):
             self.num_cancelled += 1
             raise
@@ -65,7 +67,7 @@ class Replicas:
 def fleet_of(replicas: Replicas, prefill: Replicas | None = None, threshold: int = 0, **manners: float) -> FleetEngine:
     board = Board()
     board.views = [View("replica-0")]
-    ways = Ways(replicas.call, board, prefill and prefill.call, prefill and Board(), threshold)
+    ways = Ways(Way(replicas.call, board), prefill and Way(prefill.call, Board()), threshold)
     return FleetEngine(About("replica-0", "w8a8", "1", "n", 1, 256, INFO), ways, Manners(**manners))
 
 

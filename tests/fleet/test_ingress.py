@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from kvloom.fleet.args import FleetArgs
-from kvloom.fleet.engine import Ways
+from kvloom.fleet.engine import Way, Ways
 from kvloom.fleet.ingress import Fleet, Ingress, share_of
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.plan import make_plan
@@ -33,7 +33,7 @@ async def serving(replicas: Replicas, plan=PLAN, num_failures: int = 0):
 
     board = Board()
     board.views = [View("r0")]
-    ingress = Ingress(plan, Fleet(describe, Ways(replicas.call, board)), "n")
+    ingress = Ingress(plan, Fleet(describe, Ways(Way(replicas.call, board))), "n")
     transport = httpx.ASGITransport(ingress.app())
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
         yield ingress, client

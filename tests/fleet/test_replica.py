@@ -13,7 +13,7 @@ from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.figures import sum_of
 from kvloom.fleet.plan import make_plan
 from kvloom.fleet.replica import EngineReplica
-from kvloom.fleet.wire import Fault, Hello, Pieces, decode_about, decode_item, encode
+from kvloom.fleet.wire import Asked, Brought, Ended, Fault, Hello, decode_about, decode_item, encode
 from kvloom.rank.fake import fake_answer
 from tests.fleet.fleets import with_missing_adapter
 
@@ -46,47 +46,48 @@ async def items(stream):
     return [decode_item(data) async for data in stream]
 
 
-def pieces(found):
-    return [piece for item in found if isinstance(item, Pieces) for piece in item.pieces]
+def deltas(found):
+    return [delta for item in found if isinstance(item, Brought) for delta in item.deltas]
 
 
 def test_a_stream_greets_then_brings_the_answer(loop, replica):
-    first, *rest = loop.run(items(replica.stream(encode(ask()))))
+    first, *rest = loop.run(items(replica.stream(encode(Asked(ask())))))
     assert first == Hello("r1", replica.about().layout)
-    found = pieces(rest)
-    assert [token for piece in found for token in piece.token_ids] == fake_answer(PROMPT, ask().params, 5, 30)
-    assert [piece.finish_reason for piece in found if piece.finish_reason] == [FinishReason.LENGTH]
+    found = deltas(rest)
+    assert rest[-1] == Ended(len(found))
+    assert [token for delta in found for token in delta.token_ids] == fake_answer(PROMPT, ask().params, 5, 30)
+    assert [delta.finish_reason for delta in found if delta.finish_reason] == [FinishReason.LENGTH]
 
 
 def test_what_is_fast_goes_together(loop, replica):
-    found = loop.run(items(replica.stream(encode(ask()))))
+    found = loop.run(items(replica.stream(encode(Asked(ask())))))
     assert 2 < len(found) < 30
 
 
 def test_it_goes_on_with_another_ones_answer(loop, replica):
     whole = fake_answer(PROMPT, ask().params, 5, 30)
-    found = pieces(loop.run(items(replica.stream(encode(ask(answer=tuple(whole[:7])))))))
-    assert [token for piece in found for token in piece.token_ids] == whole[7:]
+    found = deltas(loop.run(items(replica.stream(encode(Asked(ask(answer=tuple(whole[:7]))))))))
+    assert [token for delta in found for token in delta.token_ids] == whole[7:]
 
 
 def test_a_prefill_ends_with_the_first_token_and_says_no_end(loop, replica):
-    found = pieces(loop.run(items(replica.prefill(encode(ask())))))
+    found = deltas(loop.run(items(replica.prefill(encode(Asked(ask()))))))
     whole = fake_answer(PROMPT, ask().params, 5, 30)
-    tokens = [token for piece in found for token in piece.token_ids]
+    tokens = [token for delta in found for token in delta.token_ids]
     assert tokens == whole[: len(tokens)]
     assert 1 <= len(tokens) < 30
-    assert not any(piece.finish_reason for piece in found)
+    assert not any(delta.finish_reason for delta in found)
     assert replica.queued_tokens == 0
 
 
 def test_a_request_that_can_never_run_is_told_as_it_would_be_by_one_server(loop, replica):
-    found = loop.run(items(replica.stream(encode(ask(prompt_ids=())))))
+    found = loop.run(items(replica.stream(encode(Asked(ask(prompt_ids=()))))))
     assert found[1:] == [Fault("BadRequest", "is empty: give at least one token", "prompt")]
 
 
 def test_who_goes_away_leaves_nothing(loop, replica):
     async def leave():
-        async with aclosing(replica.stream(encode(ask()))) as stream:
+        async with aclosing(replica.stream(encode(Asked(ask())))) as stream:
             await anext(stream)
             assert replica.queued_tokens == len(PROMPT)
 
@@ -95,6 +96,7 @@ def test_who_goes_away_leaves_nothing(loop, replica):
 
 
 def test_a_report_is_plain_and_adds_up(loop, replica):
+    loop.run(items(replica.stream(encode(Asked(ask())))))
     report = replica.report()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(report)) == report
     both = sum_of([report["figures"], report["figures"]])

@@ -116,6 +116,12 @@ def test_a_call_that_is_no_request_is_routed_too():
     assert asked.routing_context.should_backoff
 
 
+def test_a_mailbox_is_had_at_the_replica_that_is_meant():
+    both = replica("a"), replica("b")
+    asked = SimpleNamespace(args=[b"", encode(Hint("", 0, only="b"))], routing_context=SimpleNamespace())
+    assert [ranks(router(*both), both, asked) for _ in range(3)] == [[["b"]]] * 3
+
+
 def test_other_ingresses_load_counts_where_there_are_some():
     loaded, free = replica("a"), replica("b")
     loaded.routing_stats["queued_tokens"] = 5000

@@ -196,7 +196,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, array_like=True, frozen=True):
     """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
 
     `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the

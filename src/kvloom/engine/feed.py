@@ -28,6 +28,7 @@ class Feed:
         self._error: ServingError | None = None  # behind what is unread
         self._is_silence_due = False
         self._reader: asyncio.Future[None] | None = None
+        self._heard: Callable[[], None] | None = None
         self._num_open = len(requests)
         self._heard_s = 0.0
         self._ticking: asyncio.TimerHandle | None = None
@@ -70,11 +71,21 @@ class Feed:
 
         Raises BadRequest when a request can never run, GenerationFailed when the model failed under it.
         """
-        if not self._num_open:
-            return None
-        while not (self._unread or self._error or self._is_silence_due):
+        while self._num_open and not (self._unread or self._error or self._is_silence_due):
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
+        return self.take()
+
+    def follow(self, heard: Callable[[], None] | None) -> None:
+        """Instead of waiting in `get`: `heard` is called whenever something has come, now if it has; `take` has it."""
+        self._heard = heard
+        if self._unread or self._error:
+            self._wake()
+
+    def take(self) -> Step | None:
+        """As `get`, but an empty step when nothing has come."""
+        if not self._num_open:
+            return None
         step, self._unread, self._is_silence_due = self._unread, [], False
         if step:
             self._heard_s = time.monotonic()
@@ -87,6 +98,8 @@ class Feed:
 
     def _wake(self) -> None:
         """The reader goes on when the loop has done what it is at, and so finds all of a step."""
+        if self._heard is not None:
+            self._heard()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 

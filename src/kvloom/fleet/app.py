@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from kvloom.contract.errors import ModelError
 from kvloom.fleet.agent import NodeAgent
 from kvloom.fleet.args import Autoscaling, DecodeScaling, FleetArgs, Scaling, parse_args
-from kvloom.fleet.engine import Ways
+from kvloom.fleet.engine import Way, Ways
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.lost import Call, ReplicaLost
 from kvloom.fleet.plan import Plan, Roll, make_plan
@@ -124,6 +124,10 @@ class ServedReplica:
         async for item in self._replica.stream(data):
             yield item
 
+    async def post(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        async for item in self._replica.post(data):
+            yield item
+
     async def prefill(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         async for item in self._replica.prefill(data):
             yield item
@@ -152,11 +156,10 @@ class ServedIngress:
         self, plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
         self._engines = engines
-        decode = calls(engines, "stream"), board_of(ENGINES)
-        ways = Ways(*decode)
-        if prefill is not None:
-            threshold = plan.args.roles.threshold if plan.args.roles else 0
-            ways = Ways(*decode, calls(prefill, "prefill"), board_of(PREFILL), threshold)
+        whole, roles = Way(calls(engines, "stream"), board_of(ENGINES), calls(engines, "post")), plan.args.roles
+        ways = Ways(whole)
+        if prefill is not None and roles is not None:
+            ways = Ways(whole, Way(calls(prefill, "prefill"), board_of(PREFILL)), roles.threshold)
         node = ray.get_runtime_context().get_node_id()[:_ID_CHARS]
         self._grace_s = plan.args.grace_s
         self._ingress = Ingress(plan, Fleet(self._describe, ways), node)

@@ -17,14 +17,16 @@ from kvloom.engine.stats import Stats
 from kvloom.fleet.figures import replica_figures, sum_of
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
 from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.mail.mailroom import Mailroom, Visit
 from kvloom.fleet.routing.board import Board, View
 from kvloom.fleet.routing.knowledge import packed
-from kvloom.fleet.wire import About, Fault, Hello, Hint, Pieces, decode_item, deltas, encode, error_of
+from kvloom.fleet.wire import About, Asked, Brought, Ended, Hello, Hint, Item, decode_item, encode, error_of
 from kvloom.server.serving.engine import ReplicaFigures
 
 log = logging.getLogger(__name__)
 
 _NOBODY = "no replica answers; try again soon"
+_CUT = "its stream ended before the answer did"
 _STOPPING = "the server is stopping"
 _WALKED = f"the request was lost with {MAX_MOVES + 1} replicas, one after the other"
 
@@ -42,21 +44,28 @@ class Manners:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """To the replicas of one deployment, and what the router says of them. `post`: has one of them fill a mailbox."""
+
+    call: Call
+    board: Board
+    post: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ways:
     """To the replicas that do everything, or all but long prompts; and to those that do these up to the first token.
 
     A prompt is long from `threshold` tokens on.
     """
 
-    call: Call
-    board: Board
-    prefill: Call | None = None
-    prefill_board: Board | None = None
+    whole: Way
+    prefill: Way | None = None
     threshold: int = 0
 
     @property
     def views(self) -> list[View]:
-        return [*(self.prefill_board.views if self.prefill_board else ()), *self.board.views]
+        return [*(self.prefill.board.views if self.prefill else ()), *self.whole.board.views]
 
 
 class FleetEngine:
@@ -67,6 +76,7 @@ class FleetEngine:
         self._manners = manners or Manners()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._feeds: dict[str, Feed] = {}
+        self._mailroom = None if ways.whole.post is None else Mailroom(ways.whole.post)
         self._is_closing = False
         self.num_moves, self.num_lost = 0, 0  # requests that went on elsewhere; that could not
 
@@ -84,7 +94,7 @@ class FleetEngine:
 
     @property
     def is_ready(self) -> bool:
-        has_replica = any(view.stats.get("is_ready", True) for view in self._ways.board.views)
+        has_replica = any(view.stats.get("is_ready", True) for view in self._ways.whole.board.views)
         return not self._is_closing and (has_replica or self._manners.may_be_empty)
 
     def check_ready(self) -> None:
@@ -134,6 +144,8 @@ class FleetEngine:
         for request_id, feed in list(self._feeds.items()):
             self._end(request_id)
             feed.put(request_id, Unavailable(_STOPPING))
+        if self._mailroom is not None:
+            self._mailroom.close()
 
     def preload_adapter(self, path: str) -> Adapter:
         raise BadRequest("loraModules", "replicas load adapters, and each has its own")
@@ -183,12 +195,12 @@ class FleetEngine:
 
     async def _travel(self, journey: Journey, feed: Feed) -> None:
         """From one replica to the next, until one has ended it. Raises ServingError."""
-        call = self._ways.prefill if self._is_long(journey.request) else None
+        way = self._ways.prefill if self._is_long(journey.request) else None
         while True:
             try:
-                if await self._visit(journey, feed, call or self._ways.call):
+                if await self._visit(journey, feed, way or self._ways.whole):
                     return
-                call = None
+                way = None
             except _Nobody:
                 raise
             except (ReplicaLost, Unavailable) as problem:
@@ -199,53 +211,47 @@ class FleetEngine:
                         raise
                     raise GenerationFailed(_WALKED) from None
                 self.num_moves += 1
-                call = None
+                way = None
 
     def _is_long(self, request: Request) -> bool:
         """Whether its prompt is computed apart; what is told of each prompt token is told where the answer is."""
         is_plain = request.may_reuse and not request.pooling and request.params.max_tokens != 0
         return self._ways.prefill is not None and is_plain and len(request.prompt_ids) >= self._ways.threshold
 
-    async def _visit(self, journey: Journey, feed: Feed, call: Call) -> bool:
+    async def _visit(self, journey: Journey, feed: Feed, way: Way) -> bool:
         """One replica; whether the request ended there. One that only prefills leaves it with its first token.
 
         Raises ReplicaLost, ServingError.
         """
+        visit, mailroom = Visit(journey, feed), self._mailroom if way is self._ways.whole else None
+        key = 0 if mailroom is None else mailroom.enter(visit)
         request = journey.next_request()
-        hint, is_begun = self._hint(request, journey), False
-        async with aclosing(call(encode(request), encode(hint))) as items:
-            data: bytes | None = await self._first(items)
-            while data is not None:
-                item = decode_item(data)
-                if isinstance(item, Hello):
-                    journey.arrived(item.replica, item.layout)
-                elif isinstance(item, Fault):
-                    raise error_of(item)
-                else:
-                    board = self._ways.board if call is self._ways.call else self._ways.prefill_board
-                    if board is not None and not is_begun:
-                        is_begun = True
-                        board.begun.put(journey.request.id)
-                    if self._tell(item, journey, feed):
-                        return True
-                data = await anext(items, None)
-        if call is self._ways.call or not journey.told:
-            raise ReplicaLost("its stream ended before the answer did")
-        return False
+        asked = Asked(request, "" if mailroom is None else mailroom.name, key)
+        try:
+            async with aclosing(way.call(encode(asked), encode(self._hint(request, journey)))) as items:
+                data: bytes | None = await self._first(items)
+                while data is not None:
+                    await _take(decode_item(data), visit, way.board, mailroom)
+                    data = await visit.beside(_next(items))
+        except ReplicaLost:
+            if not visit.is_over:
+                raise
+        finally:
+            if mailroom is not None:
+                mailroom.leave(key)
+        if not visit.is_over and (way is self._ways.whole or not journey.told):
+            raise ReplicaLost(_CUT)
+        return visit.is_over
 
     async def _first(self, items: AsyncGenerator[bytes]) -> bytes:
         """What a replica says as soon as it has the request. Raises ReplicaLost, Unavailable."""
         try:
-            return await asyncio.wait_for(_next(items), self._manners.patience_s)
+            first = await asyncio.wait_for(_next(items), self._manners.patience_s)
         except TimeoutError:
             raise _Nobody(_NOBODY) from None
-
-    def _tell(self, item: Pieces, journey: Journey, feed: Feed) -> bool:
-        """Whether that was its end."""
-        brought = [journey.add(delta) for delta in deltas(journey.request.id, item)]
-        for delta in brought:
-            feed.put(delta.request_id, delta)
-        return any(delta.finish_reason is not None for delta in brought)
+        if first is None:
+            raise ReplicaLost(_CUT)
+        return first
 
     def _hint(self, request: Request, journey: Journey) -> Hint:
         tokens = (*request.prompt_ids, *request.answer)
@@ -257,9 +263,24 @@ class FleetEngine:
         return Hint(request.id, len(tokens), packed(hashes), journey.lost, journey.required_layout)
 
 
-async def _next(items: AsyncGenerator[bytes]) -> bytes:
-    """Raises ReplicaLost when the stream ends."""
-    try:
-        return await anext(items)
-    except StopAsyncIteration:
-        raise ReplicaLost("its stream ended before the answer did") from None
+async def _take(item: Item, visit: Visit, board: Board, mailroom: Mailroom | None) -> None:
+    """One item of a request's own stream. Raises ReplicaLost, ServingError."""
+    if isinstance(item, Hello):
+        visit.journey.arrived(item.replica, item.layout)
+        if mailroom is not None:
+            mailroom.open(item.replica)
+    elif isinstance(item, Brought):
+        if not item.at:
+            board.begun.put(visit.journey.request.id)
+        visit.take(item.at, item.deltas)
+    elif isinstance(item, Ended):
+        await visit.until_told(item.num_deltas)
+    else:
+        raise error_of(item)
+
+
+async def _next(items: AsyncGenerator[bytes]) -> bytes | None:
+    """None when there is none."""
+    async for item in items:
+        return item
+    return None

@@ -1,7 +1,6 @@
 """EngineReplica: one engine with its ranks, as an actor of Ray Serve. Streams deltas to whoever asked."""
 
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -12,12 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
-from kvloom.contract.request import Delta
-from kvloom.engine.feed import Feed, Step
 from kvloom.fleet.agent import pool_tier
 from kvloom.fleet.figures import told
+from kvloom.fleet.mail.outbox import ITEM_S, Outbox
 from kvloom.fleet.plan import Plan, form_of, layout_of
-from kvloom.fleet.wire import About, Hello, decode_item, decode_request, encode, fault, pieces
+from kvloom.fleet.wire import About, Brought, Ended, Hello, decode_asked, decode_item, decode_opening, encode, fault
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.backends import factory_of
 from kvloom.server.serving.card import ModelCard
@@ -25,7 +23,6 @@ from kvloom.server.serving.engine import EngineLike
 
 log = logging.getLogger(__name__)
 
-_ITEM_S = 0.01  # between two items of a stream; what comes faster goes together
 _SAVE_POLL_S = 0.002
 _LOST_S = 30.0  # an engine that is not ready for so much longer than requests wait is not coming back
 
@@ -39,6 +36,7 @@ class EngineReplica:
         self._card: ModelCard | None = None
         self.form = ""  # of its weights
         self._layout = ""
+        self._outboxes: dict[str, Outbox] = {}  # by the mailbox that each goes to
         self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
         self._adapters: list[str] = []
         self._unready_since_s: float | None = None
@@ -81,19 +79,44 @@ class EngineReplica:
         return About(*who, engine.max_seq_len, info, self._adapters)
 
     async def stream(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Hello, then what the request's steps bring; an item for each, at most one in _ITEM_S."""
-        request = decode_request(data)
+        """Hello, the first deltas, and how many there were; the others as letters, once the caller has a mailbox here.
+
+        Before, an item for each step, at most one in ITEM_S.
+        """
+        asked = decode_asked(data)
+        request, num_told = asked.request, 0
         self._queued[request.id] = len(request.prompt_ids)
         try:
             with self.engine.open([request]) as feed:
                 yield encode(Hello(self.name, self._layout))
-                async for brought in batches(feed):
+                while step := await feed.get():
                     self._queued.pop(request.id, None)
-                    yield encode(pieces(brought))
+                    yield encode(Brought(num_told, [delta for _, delta in step]))
+                    num_told += len(step)
+                    if step[-1][1].finish_reason is not None:
+                        break
+                    if (outbox := self._outboxes.get(asked.box)) is not None:
+                        num_told = await outbox.carry(asked.key, feed, num_told)
+                        break
+                    await asyncio.sleep(ITEM_S)
+                yield encode(Ended(num_told))
         except ServingError as error:
             yield encode(fault(error))
         finally:
             self._queued.pop(request.id, None)
+
+    async def post(self, data: bytes) -> AsyncGenerator[bytes]:
+        """Fill the mailbox of an ingress; it ends when there has been nothing for it for a while."""
+        opening = decode_opening(data)
+        if opening.replica != self.name or opening.box in self._outboxes:
+            return
+        self._outboxes[opening.box] = outbox = Outbox()
+        try:
+            async with aclosing(outbox.items()) as items:
+                async for item in items:
+                    yield item
+        finally:
+            del self._outboxes[opening.box]
 
     async def prefill(self, data: bytes) -> AsyncGenerator[bytes]:
         """As `stream`, up to the first token: told once the prompt's blocks are in the pool, the rest is another's."""
@@ -150,33 +173,3 @@ class EngineReplica:
         """Blocks until the ranks are gone."""
         if self._engine is not None:
             self._engine.close()
-
-
-async def batches(feed: Feed) -> AsyncGenerator[list[Delta]]:
-    """The deltas of one request as its steps bring them, those of _ITEM_S together; the first at once.
-
-    Raises what the feed does, behind what came before it.
-    """
-    sent_s = -_ITEM_S
-    pending: asyncio.Future[Step | None] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.ensure_future(feed.get())
-            step, pending = await pending, None
-            if step is None:
-                return
-            brought = [delta for _, delta in step]
-            while brought[-1].finish_reason is None and (left_s := sent_s + _ITEM_S - time.monotonic()) > 0:
-                pending = asyncio.ensure_future(feed.get())
-                await asyncio.wait([pending], timeout=left_s)
-                if not pending.done() or pending.exception() is not None:
-                    break
-                brought += [delta for _, delta in pending.result() or ()]
-                pending = None
-            sent_s = time.monotonic()
-            yield brought
-    finally:
-        if pending is not None:
-            pending.cancel()
-            with contextlib.suppress(asyncio.CancelledError, ServingError):
-                await pending

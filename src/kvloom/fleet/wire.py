@@ -1,13 +1,15 @@
-"""What crosses between an ingress and a replica: a request and a hint there, items of a stream back (MessagePack)."""
+"""What crosses between an ingress and a replica (MessagePack): a request and a hint there, items of a stream back.
 
-from collections.abc import Iterable, Sequence
+The first deltas of a request come on its own stream, behind Hello; the others as letters in the ingress's mailbox, once
+it has one at the replica: what a step brings to all requests of an ingress is one item there.
+"""
 
 import msgspec
 
 from kvloom.contract import errors
 from kvloom.contract.errors import BadRequest, GenerationFailed, ServingError
 from kvloom.contract.messages import RankInfo
-from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob
+from kvloom.contract.request import Delta, Request
 
 
 class Hint(msgspec.Struct, array_like=True, frozen=True):
@@ -18,6 +20,30 @@ class Hint(msgspec.Struct, array_like=True, frozen=True):
     prefix: bytes = b""
     avoid: list[str] = []  # replicas that it was lost on
     layout: str = ""  # of the weights that began its answer; "" = any
+    only: str = ""  # the replica that is meant; "" = whichever is best
+
+
+class Asked(msgspec.Struct, array_like=True, frozen=True):
+    """A request, and how to tell of it: the ingress's mailbox ("" = it has none), and its name in letters."""
+
+    request: Request
+    box: str = ""
+    key: int = 0
+
+
+class Opening(msgspec.Struct, array_like=True, frozen=True):
+    """A mailbox is to be filled at this replica and no other."""
+
+    box: str
+    replica: str
+
+
+class Letter(msgspec.Struct, array_like=True, frozen=True):
+    """An item of a mailbox is a list of them. Each is as Brought, for the request that was asked with this key."""
+
+    key: int
+    at: int
+    deltas: list[Delta]
 
 
 class About(msgspec.Struct, array_like=True, frozen=True):
@@ -40,26 +66,17 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
     layout: str
 
 
-class Piece(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """A Delta without its request's id."""
+class Brought(msgspec.Struct, array_like=True, tag="brought", frozen=True):
+    """What one or more steps have brought; `at` deltas came before."""
 
-    text: str = ""
-    token_ids: tuple[int, ...] = ()
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    seed: int | None = None
-    stop_reason: str | int | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    error: str | None = None
-    is_callers: bool = False
-    embedding: bytes | None = None
+    at: int
+    deltas: list[Delta]
 
 
-class Pieces(msgspec.Struct, array_like=True, tag="pieces", frozen=True):
-    """What one or more steps have brought."""
+class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
+    """Last of a stream: the request has ended, and so many deltas are all of it, those of the mailbox among them."""
 
-    pieces: list[Piece]
+    num_deltas: int
 
 
 class Fault(msgspec.Struct, array_like=True, tag="fault", frozen=True):
@@ -70,10 +87,11 @@ class Fault(msgspec.Struct, array_like=True, tag="fault", frozen=True):
     field: str = ""
 
 
-Item = Hello | Pieces | Fault
-_NAMES = [field.name for field in msgspec.structs.fields(Piece)]
+Item = Hello | Brought | Ended | Fault
 _item_decoder = msgspec.msgpack.Decoder(Item)
-_request_decoder = msgspec.msgpack.Decoder(Request)
+_asked_decoder = msgspec.msgpack.Decoder(Asked)
+_opening_decoder = msgspec.msgpack.Decoder(Opening)
+_letters_decoder = msgspec.msgpack.Decoder(list[Letter])
 _hint_decoder = msgspec.msgpack.Decoder(Hint)
 _about_decoder = msgspec.msgpack.Decoder(About)
 encode = msgspec.msgpack.Encoder().encode
@@ -84,8 +102,16 @@ def decode_item(data: bytes) -> Item:
     return item
 
 
-def decode_request(data: bytes) -> Request:
-    return _request_decoder.decode(data)
+def decode_asked(data: bytes) -> Asked:
+    return _asked_decoder.decode(data)
+
+
+def decode_opening(data: bytes) -> Opening:
+    return _opening_decoder.decode(data)
+
+
+def decode_letters(data: bytes) -> list[Letter]:
+    return _letters_decoder.decode(data)
 
 
 def decode_hint(data: bytes) -> Hint:
@@ -94,14 +120,6 @@ def decode_hint(data: bytes) -> Hint:
 
 def decode_about(data: bytes) -> About:
     return _about_decoder.decode(data)
-
-
-def pieces(deltas: Iterable[Delta]) -> Pieces:
-    return Pieces([Piece(*(getattr(delta, name) for name in _NAMES)) for delta in deltas])
-
-
-def deltas(request_id: str, item: Pieces) -> Sequence[Delta]:
-    return [Delta(request_id, **{name: getattr(piece, name) for name in _NAMES}) for piece in item.pieces]
 
 
 def fault(error: ServingError) -> Fault:

@@ -46,6 +46,8 @@ class KvRouter(RequestRouter):
             pending_request.routing_context.should_backoff = True
         hint = _hint_of(pending_request)
         found = {_name(replica.replica_id): replica for replica in candidate_replicas}
+        if hint.only in found:
+            return [[found[hint.only]]]
         wanted = {id: replica for id, replica in found.items() if self._may_take(id, hint)}
         if self._is_of_two:
             return [[found[id] for id in random.sample(list(wanted or found), min(2, len(wanted or found)))]]

@@ -1,0 +1,142 @@
+"""Mailroom: at an ingress, the mailboxes that replicas fill with what its requests bring, and who gets which letter.
+
+A request's own call is its life: it ends when the request does, and is lost when the replica is. Its deltas after the
+first come as letters, which are numbered: the two ways may overtake each other.
+"""
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import secrets
+from collections.abc import Awaitable, Sequence
+from contextlib import aclosing
+
+from kvloom.contract.request import Delta
+from kvloom.engine.feed import Feed
+from kvloom.fleet.journey import Journey
+from kvloom.fleet.lost import Call, ReplicaLost
+from kvloom.fleet.wire import Hint, Opening, decode_letters, encode
+
+log = logging.getLogger(__name__)
+
+_LOST = "its mailbox was lost"
+
+
+class Visit:
+    """One request at one replica. Owned by the ingress's loop."""
+
+    def __init__(self, journey: Journey, feed: Feed) -> None:
+        self.journey = journey
+        self.num_told = 0  # deltas of this replica
+        self.is_over = False  # its last delta was told
+        self._feed = feed
+        self._early: dict[int, Sequence[Delta]] = {}  # what overtook others, by how many come before
+        self._wanted = 0  # deltas that somebody waits for
+        self._changed: asyncio.Future[None] | None = None
+        self._is_lost = False
+
+    def take(self, at: int, deltas: Sequence[Delta]) -> None:
+        """Tell what is next, and keep what is later."""
+        self._early[at] = deltas
+        while (found := self._early.pop(self.num_told, None)) is not None:
+            self.num_told += len(found)
+            for delta in found:
+                told = self.journey.add(delta)
+                self.is_over = told.finish_reason is not None
+                self._feed.put(told.request_id, told)
+        if 0 < self._wanted <= self.num_told:
+            self._change()
+
+    def lose(self) -> None:
+        """Its letters will not come."""
+        self._is_lost = True
+        self._change()
+
+    async def until_told(self, num_deltas: int) -> None:
+        """Raises ReplicaLost when they do not come."""
+        self._wanted = num_deltas
+        while self.num_told < num_deltas:
+            self._check()
+            self._changed = asyncio.get_running_loop().create_future()
+            await self._changed
+
+    async def beside(self, item: Awaitable[bytes | None]) -> bytes | None:
+        """Wait for an item of its own call. Raises ReplicaLost when the letters do not come meanwhile."""
+        waiting: asyncio.Future[bytes | None] = asyncio.ensure_future(item)
+        try:
+            while not waiting.done():
+                self._check()
+                self._changed = asyncio.get_running_loop().create_future()
+                await asyncio.wait((waiting, self._changed), return_when=asyncio.FIRST_COMPLETED)
+            return waiting.result()
+        finally:
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait([waiting])
+
+    def _check(self) -> None:
+        if self._is_lost and not self.is_over:
+            raise ReplicaLost(_LOST)
+
+    def _change(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+
+class Mailroom:
+    """Owned by the ingress's loop. `call` opens a mailbox at a replica."""
+
+    def __init__(self, call: Call) -> None:
+        self.name = secrets.token_hex(8)
+        self._call = call
+        self._keys = itertools.count()
+        self._visits: dict[int, Visit] = {}
+        self._boxes: dict[str, asyncio.Task[None]] = {}  # by replica
+
+    def enter(self, visit: Visit) -> int:
+        """Its key in letters, until `leave`."""
+        key = next(self._keys)
+        self._visits[key] = visit
+        return key
+
+    def leave(self, key: int) -> None:
+        del self._visits[key]
+
+    def open(self, replica: str) -> None:
+        """Have a mailbox there, soon."""
+        if replica not in self._boxes:
+            # in no request's context: it outlives the request that it was opened for
+            task = asyncio.get_running_loop().create_task(self._read(replica), context=contextvars.Context())
+            self._boxes[replica] = task
+
+    def close(self) -> None:
+        for box in self._boxes.values():
+            box.cancel()
+
+    async def _read(self, replica: str) -> None:
+        """Until the replica has had nothing to send for a while."""
+        has_brought = False
+        try:
+            hint = Hint("", 0, only=replica)
+            async with aclosing(self._call(encode(Opening(self.name, replica)), encode(hint))) as items:
+                async for item in items:
+                    has_brought = True
+                    self._hand_out(item)
+        except ReplicaLost as problem:
+            log.warning("the mailbox at replica %s was lost: %s", replica, problem)
+            for visit in self._visits_at(replica):
+                visit.lose()
+        finally:
+            del self._boxes[replica]
+        if has_brought and self._visits_at(replica):  # they came while it ended
+            self.open(replica)
+
+    def _hand_out(self, item: bytes) -> None:
+        for letter in decode_letters(item):
+            visit = self._visits.get(letter.key)
+            if visit is not None:  # else it has moved, or nobody wants it any more
+                visit.take(letter.at, letter.deltas)
+
+    def _visits_at(self, replica: str) -> list[Visit]:
+        return [visit for visit in self._visits.values() if visit.journey.replica == replica]

@@ -1,0 +1,190 @@
+"""Deltas by mailbox: complete and in order whatever overtakes what, lost together with their replica. Without Ray."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
+from kvloom.engine.feed import Feed
+from kvloom.fleet.args import FleetArgs, Mock
+from kvloom.fleet.engine import FleetEngine, Way, Ways
+from kvloom.fleet.journey import Journey
+from kvloom.fleet.lost import ReplicaLost
+from kvloom.fleet.mail import outbox
+from kvloom.fleet.mail.mailroom import Visit
+from kvloom.fleet.plan import make_plan
+from kvloom.fleet.replica import EngineReplica
+from kvloom.fleet.routing.board import Board, View
+from kvloom.fleet.wire import Asked, Brought, Fault, Hello, Opening, decode_item, decode_letters, encode
+from kvloom.rank.fake import fake_answer
+from tests.support.waiting import WAIT_S
+
+PROMPT = tuple(b"a prompt of some blocks, which is to be cached")
+PARAMS = SamplingParams(max_tokens=40, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def replica(loop):
+    made = EngineReplica(make_plan(FleetArgs(backend="fake", mock=Mock(step_ms=3))), "r1", "n1")
+    loop.run(made.start())
+    yield made
+    made.close()
+
+
+class Ingress:
+    """A FleetEngine before one replica. `dies_after[i]`: the i-th mailbox is lost after so many items."""
+
+    def __init__(self, replica: EngineReplica, dies_after: tuple[int, ...] = ()) -> None:
+        self.dies_after = list(dies_after)
+        self.num_items = 0
+        board = Board()
+        board.views = [View("r1")]
+        self._replica = replica
+        self.engine = FleetEngine(replica.about(), Ways(Way(self._stream, board, self._post)))
+
+    async def _stream(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        async with aclosing(self._replica.stream(data)) as items:
+            async for item in items:
+                yield item
+
+    async def _post(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        left = self.dies_after.pop(0) if self.dies_after else 1 << 30
+        async with aclosing(self._replica.post(data)) as items:
+            async for item in items:
+                if not left:
+                    raise ReplicaLost("killed")
+                left -= 1
+                self.num_items += 1
+                yield item
+
+    async def answer(self, number: int) -> list[Delta]:
+        return [delta async for delta in self.engine.stream(Request(f"q{number}", PROMPT, PARAMS))]
+
+    async def answers(self, count: int) -> list[list[Delta]]:
+        found = await asyncio.gather(*(self.answer(number) for number in range(count)))
+        self.engine.close()
+        return found
+
+
+def tokens(deltas) -> list[int]:
+    return [token for delta in deltas for token in delta.token_ids]
+
+
+def test_what_steps_bring_to_all_requests_comes_together(loop, replica):
+    ingress = Ingress(replica)
+    found = loop.run(ingress.answers(8))
+    assert [tokens(deltas) for deltas in found] == [fake_answer(PROMPT, PARAMS, 5, 40)] * 8
+    assert [[d.finish_reason for d in deltas if d.finish_reason] for deltas in found] == [[FinishReason.LENGTH]] * 8
+    assert 0 < ingress.num_items < 40
+
+
+@pytest.mark.parametrize("dies_after", [(0,), (2,), (1, 1)])
+def test_a_lost_mailbox_is_a_lost_replica_and_costs_no_token(loop, replica, dies_after):
+    ingress = Ingress(replica, dies_after)
+    found = loop.run(ingress.answers(4))
+    assert [tokens(deltas) for deltas in found] == [fake_answer(PROMPT, PARAMS, 5, 40)] * 4
+    assert 1 <= ingress.engine.num_moves <= 4 * len(dies_after)
+    assert ingress.engine.num_lost == 0
+
+
+@given(st.permutations(range(6)), st.lists(st.integers(1, 3), min_size=6, max_size=6))
+def test_letters_that_overtake_each_other_are_told_in_order(order, lengths):
+    request = Request("r", (1,), PARAMS)
+    feed = Feed([request], lambda feed: None)
+    visit = Visit(Journey(request), feed)
+    starts = [sum(lengths[:index]) for index in range(6)]
+    for index in order:
+        end = FinishReason.LENGTH if index == 5 else None
+        deltas = [Delta("r", token_ids=(starts[index] + i,)) for i in range(lengths[index] - 1)]
+        visit.take(starts[index], [*deltas, Delta("r", token_ids=(starts[index] + len(deltas),), finish_reason=end)])
+    told = [delta for _, delta in feed.take() or ()]
+    assert tokens(told) == list(range(sum(lengths)))
+    assert visit.is_over
+
+
+def test_an_answer_waits_for_letters_that_are_still_on_their_way():
+    request = Request("r", (1,), PARAMS)
+
+    async def wait() -> tuple[bool, bool]:
+        visit = Visit(Journey(request), Feed([request], lambda feed: None))
+        waiting = asyncio.create_task(visit.until_told(2))
+        visit.take(0, [Delta("r")])
+        await asyncio.sleep(0)
+        before = waiting.done()
+        visit.take(1, [Delta("r", finish_reason=FinishReason.LENGTH)])
+        await waiting
+        return before, visit.is_over
+
+    assert asyncio.run(wait()) == (False, True)
+
+
+def asked(number: int) -> bytes:
+    return encode(Asked(Request(f"own{number}", PROMPT, PARAMS), "box", number))
+
+
+async def read_until_carried(replica, number: int, stream) -> asyncio.Task:
+    """The stream has told its first deltas, and the mailbox brings the others."""
+    assert isinstance(decode_item(await anext(stream)), Hello)
+    assert isinstance(decode_item(await anext(stream)), Brought)
+    rest = asyncio.ensure_future(anext(stream))
+    async with asyncio.timeout(WAIT_S):
+        while number not in replica._outboxes["box"]._carried:
+            await asyncio.sleep(0)
+    return rest
+
+
+def test_who_goes_away_leaves_the_mailbox(loop, replica):
+    async def leave() -> tuple[int, dict]:
+        async with aclosing(replica.post(encode(Opening("box", "r1")))) as post:
+            first_item = asyncio.ensure_future(anext(post))
+            await asyncio.sleep(0)
+            async with aclosing(replica.stream(asked(1))) as stream:
+                rest = await read_until_carried(replica, 1, stream)
+                letters = decode_letters(await first_item)
+                rest.cancel()
+                await asyncio.wait([rest])
+            return letters[0].key, dict(replica._outboxes["box"]._carried)
+
+    assert loop.run(leave()) == (1, {})
+
+
+def test_a_mailbox_that_nobody_reads_any_more_passes_its_requests_on(loop, replica):
+    async def lose() -> Fault:
+        post = replica.post(encode(Opening("box", "r1")))
+        first_item = asyncio.ensure_future(anext(post))
+        await asyncio.sleep(0)
+        async with aclosing(replica.stream(asked(2))) as stream:
+            rest = await read_until_carried(replica, 2, stream)
+            await first_item
+            await post.aclose()
+            return decode_item(await rest)
+
+    assert loop.run(lose()) == Fault("Unavailable", "its mailbox was lost")
+    assert replica._outboxes == {}
+
+
+def test_a_mailbox_without_requests_ends_so_that_a_replica_may(loop, replica, monkeypatch):
+    monkeypatch.setattr(outbox, "_LINGER_S", 0.01)
+
+    async def read() -> list[bytes]:
+        return [item async for item in replica.post(encode(Opening("box", "r1")))]
+
+    assert loop.run(read()) == []
+    assert replica._outboxes == {}
+
+
+def test_a_mailbox_that_was_meant_for_another_replica_is_not_filled(loop, replica):
+    async def read() -> list[bytes]:
+        return [item async for item in replica.post(encode(Opening("box", "r2")))]
+
+    assert loop.run(read()) == []
