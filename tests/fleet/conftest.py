@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -78,13 +79,16 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
     assert process.stdout is not None
-    line = process.stdout.readline()
+    said = ""
+    while (line := process.stdout.readline()) and "Ray is at" not in line:
+        said += line
     watchdog.cancel()
-    if not line:
+    found = re.search(r" served on (\S+)\. Try", said)
+    if not line or not found:
         _, errors = process.communicate()
-        raise AssertionError(f"the fleet did not start: {errors}")
+        raise AssertionError(f"the fleet did not start: {said}{errors}")
     started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    fleet = LocalFleet(line.split()[0], line.rsplit(maxsplit=1)[-1], process)
+    fleet = LocalFleet(found[1], line.rsplit(maxsplit=1)[-1], process)
     try:
         yield fleet
     finally:

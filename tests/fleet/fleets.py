@@ -24,6 +24,7 @@ class Replicas:
     """Answers one token an item. `dies_after[i]`: the i-th call is lost after so many tokens; -1: before it begins."""
 
     dies_after: list[int] = field(default_factory=list)
+    serves: str = ""  # which files
     layouts: list[str] = field(default_factory=list)  # of the replica that takes the i-th call
     refusals: list[Exception] = field(default_factory=list)  # of the first calls
     requests: list = field(default_factory=list)
@@ -43,7 +44,7 @@ class Replicas:
                 await asyncio.Event().wait()
             if dies == -1:
                 raise ReplicaLost("killed")
-            yield encode(Hello(f"replica-{number}", layout))
+            yield encode(Hello(f"replica-{number}", layout, self.serves))
             if number < len(self.refusals):
                 yield encode(fault(self.refusals[number]))
                 return

@@ -71,3 +71,13 @@ def test_the_router_decides_as_asked(policy, is_of_two):
 def test_several_ingresses_count_what_the_others_gave():
     config = deployments(ingresses=2)["engines"]._deployment_config.request_router_config
     assert config.request_router_kwargs["is_alone"] is False
+
+
+def test_the_engines_alone_are_an_application_too_with_roles_and_without():
+    def names(**args) -> list[str]:
+        root = app.engines_alone(make_plan(parse_args({"backend": "fake", **args})))._bound_deployment
+        beside = [each._bound_deployment.name for each in root.init_args if hasattr(each, "_bound_deployment")]
+        return [root.name, *beside]
+
+    assert names() == ["engines"]
+    assert names(roles={"prefill": 1, "decode": 2}, kvPool=True) == ["engines", "prefill"]

@@ -1,5 +1,6 @@
 """A wrong fleet.yaml is told by the path of its mistake; what cannot start says why in one line."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
 from kvloom.fleet.plan import Plan, Roll, make_plan
+from tests.support.configs import mock_document
 
 
 @pytest.mark.parametrize(
@@ -145,3 +147,16 @@ def test_plans_of_other_settings_are_other_fleets():
     one, two = (make_plan(FleetArgs(backend="fake", max_batch=number)) for number in (4, 8))
     assert one.id != two.id
     assert one.id == make_plan(FleetArgs(backend="fake", max_batch=4)).id
+
+
+def test_a_fleet_that_is_a_server_itself_has_tls_of_its_own_and_is_one(tmp_path):
+    config = tmp_path / "config.json"
+    document = mock_document()
+    document["OtherParam"]["ServeParam"] |= {"managementPort": 1026}
+    config.write_text(json.dumps(document))
+    config.chmod(0o640)
+    with pytest.raises(BadRequest, match="must not set managementPort"):
+        make_plan(FleetArgs(config=str(config)))
+    assert make_plan(FleetArgs(config=str(config)), is_behind_proxy=False).config("n").management
+    with pytest.raises(BadRequest, match=r"args\.ingresses: must be 1 here"):
+        make_plan(FleetArgs(backend="fake", ingresses=2), is_behind_proxy=False)

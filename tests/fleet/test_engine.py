@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, Unavailable
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
+from kvloom.fleet.engine import FleetEngine, Way, Ways
+from kvloom.fleet.routing.board import Board
 from kvloom.fleet.routing.knowledge import packed
+from kvloom.fleet.wire import About
 from kvloom.rank.fake import fake_answer
-from tests.fleet.fleets import Replicas, fleet_of
+from tests.fleet.fleets import INFO, Replicas, fleet_of
 from tests.support.waiting import WAIT_S
 
 PROMPT = tuple(range(65, 65 + 40))
@@ -187,3 +190,16 @@ def test_a_stream_that_ends_before_its_answer_is_a_lost_one():
     replicas = Replicas(only_first=True)
     with pytest.raises(GenerationFailed, match="lost with 3 replicas"):
         asyncio.run(answer(fleet_of(replicas), request()))
+
+
+def test_replicas_of_another_model_answer_nobody_who_asked_for_this_one():
+    replicas = Replicas(serves="other files")
+    with pytest.raises(Unavailable, match="deployed anew with another model"):
+        asyncio.run(answer(fleet_of(replicas), request()))
+
+
+def test_adapters_have_the_numbers_that_replicas_gave_them():
+    about = About("r", "w8a8", "1", "n", 1, 256, INFO, ["aa", "bb"])
+    engine = FleetEngine(about, Ways(Way(Replicas().call, Board())))
+    loaded = [engine.preload_adapter(path) for path in ("/one", "/two")]
+    assert [(each.id, each.path, each.info.digest) for each in loaded] == [(1, "/one", "aa"), (2, "/two", "bb")]

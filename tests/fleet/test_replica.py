@@ -52,7 +52,7 @@ def deltas(found):
 
 def test_a_stream_greets_then_brings_the_answer(loop, replica):
     first, *rest = loop.run(items(replica.stream(encode(Asked(ask())))))
-    assert first == Hello("r1", replica.about().layout)
+    assert first == Hello("r1", replica.about().layout, replica.about().serves)
     found = deltas(rest)
     assert rest[-1] == Ended(len(found))
     assert [token for delta in found for token in delta.token_ids] == fake_answer(PROMPT, ask().params, 5, 30)

@@ -35,7 +35,6 @@ def test_it_answers_as_one_server_does_whole_and_streamed(fleet):
         ("/v1/completions", {"model": "mock", "prompt": "hi", "max_tokens": -1}, 400),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}, 400),
         ("/generate", {"inputs": "hi", "parameters": {"max_new_tokens": 0}}, 422),
-        ("/stopService", {}, 403),
     ],
 )
 def test_bad_requests_are_refused_as_by_one_server(fleet, path, body, status):

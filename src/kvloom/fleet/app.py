@@ -29,6 +29,7 @@ from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
 _ID_CHARS = 8  # of a node's id, which are told
+_DRAIN_POLL_S = 0.2
 _STATS_S = 1.0  # how often replicas tell routers how they are
 
 
@@ -39,9 +40,6 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 def application(plan: Plan) -> serve.Application:
     """Of a plan that is made."""
-    args, roles = plan.args, plan.args.roles
-    engines = _engines(plan, ENGINES, "" if roles is None else "decode", args.answering)
-    prefill = None if roles is None else _engines(plan, PREFILL, "prefill", roles.prefill)
     options = {
         "name": INGRESS,
         "num_replicas": plan.args.ingresses,
@@ -50,16 +48,34 @@ def application(plan: Plan) -> serve.Application:
         "graceful_shutdown_timeout_s": plan.args.grace_s,
         "max_surge_percent": 100,  # a new ingress answers before an old one stops
     }
+    engines, prefill = _deployments(plan)
     return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines, prefill)
 
 
-def _engines(plan: Plan, name: str, role: str, number: int | Scaling) -> serve.Application:
+def engines_alone(plan: Plan) -> serve.Application:
+    """The same without an ingress, for a server that is none of Serve's actors."""
+    return _deployments(plan)[0]
+
+
+def _deployments(plan: Plan) -> tuple[serve.Application, serve.Application | None]:
+    """Those that do everything, or all but long prompts, and bring with them those for these."""
+    roles = plan.args.roles
+    if roles is None:
+        return _engines(plan, ENGINES, "", plan.args.answering), None
+    prefill = _engines(plan, PREFILL, "prefill", roles.prefill)
+    return _engines(plan, ENGINES, "decode", plan.args.answering, prefill), prefill
+
+
+def _engines(
+    plan: Plan, name: str, role: str, number: int | Scaling, beside: serve.Application | None = None
+) -> serve.Application:
     """`number` replicas, or as many as they are scaled to. The ranks of one are on one node."""
     args = plan.args
     options: dict[str, Any] = {
         "name": name,
         "max_ongoing_requests": 1 << 16,  # engines queue for themselves
         "graceful_shutdown_timeout_s": args.grace_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "health_check_period_s": 5,
         "max_constructor_retry_count": 1,
         "request_router_config": _router_config(args),
@@ -69,7 +85,7 @@ def _engines(plan: Plan, name: str, role: str, number: int | Scaling) -> serve.A
         bundle = {"CPU": args.cpus_per_rank} | ({"GPU": args.gpus_per_rank} if args.gpus_per_rank else {})
         options |= {"placement_group_bundles": [bundle] * plan.world_size, "placement_group_strategy": "STRICT_PACK"}
     options |= _scaling(number) if isinstance(number, Scaling) else {"num_replicas": number}
-    return serve.deployment(ServedReplica).options(**options).bind(plan, role)
+    return serve.deployment(ServedReplica).options(**options).bind(plan, role, beside)
 
 
 def _scaling(scaling: Scaling) -> dict[str, Any]:
@@ -110,7 +126,10 @@ def _router_config(args: FleetArgs) -> RequestRouterConfig:
 class ServedReplica:
     """EngineReplica as Serve calls it."""
 
-    async def __init__(self, plan: Plan, role: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, plan: Plan, role: str, beside: DeploymentHandle | None = None
+    ) -> None:
+        """`beside`: another deployment of the application, which is made with this one."""
         context = serve.get_replica_context()
         name = context.replica_id.unique_id
         node = ray.get_runtime_context().get_node_id()
@@ -155,28 +174,32 @@ class ServedIngress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None
     ) -> None:
-        self._engines = engines
-        whole, roles = Way(calls(engines, "stream"), board_of(ENGINES), calls(engines, "post")), plan.args.roles
-        ways = Ways(whole)
-        if prefill is not None and roles is not None:
-            ways = Ways(whole, Way(calls(prefill, "prefill"), board_of(PREFILL)), roles.threshold)
         node = ray.get_runtime_context().get_node_id()[:_ID_CHARS]
         self._grace_s = plan.args.grace_s
-        self._ingress = Ingress(plan, Fleet(self._describe, ways), node)
+        self._ingress = Ingress(plan, fleet_of(plan, engines, prefill), node)
         await self._ingress.load()  # so that an upgrade sends nobody here before requests are answered
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app()
 
-    async def _describe(self) -> About:
-        try:
-            return decode_about(await self._engines.about.remote())
-        except (RayError, RayServeException) as error:
-            raise ReplicaLost(_why(error)) from None
-
     async def __del__(self) -> None:
         with suppress(AttributeError):
             await self._ingress.close(self._grace_s)
+
+
+def fleet_of(plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | None) -> Fleet:
+    """The ways of this process to the replicas."""
+
+    async def describe() -> About:
+        try:
+            return decode_about(await engines.about.remote())
+        except (RayError, RayServeException) as error:
+            raise ReplicaLost(_why(error)) from None
+
+    whole, roles = Way(calls(engines, "stream"), board_of(ENGINES), calls(engines, "post")), plan.args.roles
+    if prefill is None or roles is None:
+        return Fleet(describe, Ways(whole))
+    return Fleet(describe, Ways(whole, Way(calls(prefill, "prefill"), board_of(PREFILL)), roles.threshold))
 
 
 def calls(engines: DeploymentHandle, method: str) -> Call:

@@ -1,9 +1,10 @@
 """`kvloom fleet run | check`. Options and wiring, no logic."""
 
+import platform
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import typer
@@ -11,10 +12,12 @@ import typer
 from kvloom.contract.errors import BadRequest, UserError
 from kvloom.fleet.args import FleetArgs, read_fleet_file
 from kvloom.fleet.plan import make_plan
-from kvloom.server.secure.api_keys import check_bind
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.observe.logs import start_logging
+from kvloom.server.run.loading import Opening
+from kvloom.server.run.main import serve
 
 app = typer.Typer(help="One model on many engines, with Ray Serve.", no_args_is_help=True, add_completion=False)
-_DEFAULT_PORT = 1025
 
 
 @app.command()
@@ -32,18 +35,23 @@ def run(
     """Start a Ray on this machine, serve MODEL on several engines, and end it all on Ctrl-C."""
     args, options = read_fleet_file(fleet) if fleet else (FleetArgs(), {})
     given: dict[str, Any] = {"model": model, "replicas": replicas, "backend": backend, "cpus_per_rank": cpus}
-    given |= {"config": str(config.resolve()) if config else None, "host": host or options.get("host"), "port": port}
+    given |= {"config": str(config.resolve()) if config else None, "host": host, "port": port}
     args = msgspec.structs.replace(args, **{name: value for name, value in given.items() if value is not None})
-    if args.host is not None:
-        check_bind(args.host, False, "host")
-    plan = make_plan(args)
+    listening = {name: options.get(name) for name in ("host", "port") if getattr(args, name) is None}
+    args = msgspec.structs.replace(args, **listening)
+    plan = make_plan(args, is_behind_proxy=False)
+    server = plan.config(platform.node())
     local = _local()
-    wanted = args.port if args.port is not None else options.get("port", _DEFAULT_PORT)
-    with local.started(plan, wanted, dashboard, _tell) as running:
-        print(f"{running.url} serves {_replicas(args)}; Ray is at {running.ray_address}", flush=True)
-        problem = local.wait_for_end(args.grace_s)
-    if problem:
-        raise UserError(problem)
+    start_logging(server.log)
+    fleets: list[Any] = []
+
+    def opening(server: ServerConfig) -> Opening:
+        fleets.append(local.LocalFleet(plan, server, dashboard, _tell))
+        return cast(Opening, fleets[0])
+
+    serve(server, opening)
+    if fleets[0].problem:
+        raise UserError(fleets[0].problem)
 
 
 @app.command()
@@ -52,14 +60,6 @@ def check(fleet: Annotated[Path, typer.Argument(help="A fleet.yaml.")]) -> None:
     args, _ = read_fleet_file(fleet)
     make_plan(args, f"{fleet}: applications[0].args")
     print(f"{fleet} is right")
-
-
-def _replicas(args: FleetArgs) -> str:
-    """How many, in words."""
-    least, most = args.least_replicas, args.most_replicas
-    is_fixed = isinstance(args.answering, int) and (args.roles is None or isinstance(args.roles.prefill, int))
-    number = f"{most}" if is_fixed else f"{least} to {most}"
-    return f"{number} replica{'' if number == '1' else 's'}"
 
 
 def _local() -> Any:

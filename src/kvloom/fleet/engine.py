@@ -1,6 +1,7 @@
 """FleetEngine: what the server takes for an engine, and is the whole fleet. Knows Ray only as `Call`."""
 
 import asyncio
+import itertools
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -8,12 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, ServingError, Unavailable
-from kvloom.contract.messages import RankInfo
+from kvloom.contract.messages import AdapterInfo, RankInfo
 from kvloom.contract.request import Delta, FinishReason, Request, check_request
 from kvloom.engine.adapters import Adapter
 from kvloom.engine.feed import Feed
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.engine.stats import Stats
+from kvloom.fleet.args import FleetArgs
 from kvloom.fleet.figures import replica_figures, sum_of
 from kvloom.fleet.journey import MAX_MOVES, Journey, with_seed
 from kvloom.fleet.lost import Call, ReplicaLost
@@ -27,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _NOBODY = "no replica answers; try again soon"
 _CUT = "its stream ended before the answer did"
+_OTHER = "the replicas were deployed anew with another model; start this server again"
 _STOPPING = "the server is stopping"
 _WALKED = f"the request was lost with {MAX_MOVES + 1} replicas, one after the other"
 
@@ -41,6 +44,10 @@ class Manners:
 
     patience_s: float = 120.0
     may_be_empty: bool = False  # no replica runs while nobody asks
+
+
+def manners_of(args: FleetArgs) -> Manners:
+    return Manners(args.patience_s, args.may_be_empty)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +84,14 @@ class FleetEngine:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._feeds: dict[str, Feed] = {}
         self._mailroom = None if ways.whole.post is None else Mailroom(ways.whole.post)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._adapters = itertools.count(1)  # replicas have numbered them in the same order
         self._is_closing = False
         self.num_moves, self.num_lost = 0, 0  # requests that went on elsewhere; that could not
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Nothing is to be done: replicas work already."""
+        """Replicas work already; feeds are read on `loop`."""
+        self._loop = loop
 
     @property
     def max_seq_len(self) -> int:
@@ -139,8 +149,14 @@ class FleetEngine:
             feed.put(request_id, Delta(request_id, finish_reason=FinishReason.ABORT))
 
     def close(self) -> None:
-        """What runs ends with an error. On the loop."""
+        """What runs ends with an error. Safe from any thread."""
         self._is_closing = True
+        if self._loop is None:
+            self._end_all()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._end_all)
+
+    def _end_all(self) -> None:
         for request_id, feed in list(self._feeds.items()):
             self._end(request_id)
             feed.put(request_id, Unavailable(_STOPPING))
@@ -148,7 +164,9 @@ class FleetEngine:
             self._mailroom.close()
 
     def preload_adapter(self, path: str) -> Adapter:
-        raise BadRequest("loraModules", "replicas load adapters, and each has its own")
+        """The next of those that each replica has loaded, in the order of the configuration."""
+        number = next(self._adapters)
+        return Adapter(number, path, AdapterInfo(self._about.adapters[number - 1], 0, 0))
 
     async def load_adapter(self, path: str) -> Adapter:
         raise BadRequest("lora_path", "a fleet loads its adapters at the start; name it under loraModules and deploy")
@@ -231,7 +249,7 @@ class FleetEngine:
             async with aclosing(way.call(encode(asked), encode(self._hint(request, journey)))) as items:
                 data: bytes | None = await self._first(items)
                 while data is not None:
-                    await _take(decode_item(data), visit, way.board, mailroom)
+                    await self._take(decode_item(data), visit, way.board, mailroom)
                     data = await visit.beside(_next(items))
         except ReplicaLost:
             if not visit.is_over:
@@ -253,6 +271,23 @@ class FleetEngine:
             raise ReplicaLost(_CUT)
         return first
 
+    async def _take(self, item: Item, visit: Visit, board: Board, mailroom: Mailroom | None) -> None:
+        """One item of a request's own stream. Raises ReplicaLost, ServingError."""
+        if isinstance(item, Hello):
+            visit.journey.arrived(item.replica, item.layout)
+            if item.serves != self._about.serves:
+                raise Unavailable(_OTHER)
+            if mailroom is not None:
+                mailroom.open(item.replica)
+        elif isinstance(item, Brought):
+            if not item.at:
+                board.begun.put(visit.journey.request.id)
+            visit.take(item.at, item.deltas)
+        elif isinstance(item, Ended):
+            await visit.until_told(item.num_deltas)
+        else:
+            raise error_of(item)
+
     def _hint(self, request: Request, journey: Journey) -> Hint:
         tokens = (*request.prompt_ids, *request.answer)
         hashes: list[bytes] = []
@@ -261,22 +296,6 @@ class FleetEngine:
             salt = adapter_salt(request.cache_salt, digest)
             extend_chain(hashes, tokens, self.info.block_size, salt)
         return Hint(request.id, len(tokens), packed(hashes), journey.lost, journey.required_layout)
-
-
-async def _take(item: Item, visit: Visit, board: Board, mailroom: Mailroom | None) -> None:
-    """One item of a request's own stream. Raises ReplicaLost, ServingError."""
-    if isinstance(item, Hello):
-        visit.journey.arrived(item.replica, item.layout)
-        if mailroom is not None:
-            mailroom.open(item.replica)
-    elif isinstance(item, Brought):
-        if not item.at:
-            board.begun.put(visit.journey.request.id)
-        visit.take(item.at, item.deltas)
-    elif isinstance(item, Ended):
-        await visit.until_told(item.num_deltas)
-    else:
-        raise error_of(item)
 
 
 async def _next(items: AsyncGenerator[bytes]) -> bytes | None:

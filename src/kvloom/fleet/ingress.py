@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from starlette.types import ASGIApp
 
 from kvloom.contract.errors import ServingError
-from kvloom.fleet.engine import FleetEngine, Manners, Ways
+from kvloom.fleet.engine import FleetEngine, Ways, manners_of
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.plan import Plan
 from kvloom.fleet.wire import About
@@ -74,12 +74,12 @@ class Ingress:
         about = await self._about()
         card = self._config.models[0]
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
-        manners = Manners(self._plan.args.patience_s, self._plan.args.may_be_empty)
-        self._engine = FleetEngine(about, self._fleet.ways, manners)
+        self._engine = FleetEngine(about, self._fleet.ways, manners_of(self._plan.args))
+        self._engine.start(asyncio.get_running_loop())
         service = GenerationService(card, self._engine, tokenizer, self._models.admission)
         self._models.add(service)
-        for number, (name, path) in enumerate(card.lora_modules, 1):
-            self._models.put_adapter(service.with_adapter(name, str(path), number))
+        for name, path in card.lora_modules:
+            self._models.put_adapter(service.with_adapter(name, str(path), self._engine.preload_adapter(str(path)).id))
         self._health.is_loading = False
 
     async def _about(self) -> About:

@@ -1,18 +1,23 @@
-"""A fleet on a Ray of its own, on this machine: started for it, ended with it."""
+"""A fleet on a Ray of its own, on this machine: started for the server before it, ended with that."""
 
+import asyncio
 import contextlib
 import logging
 import os
 import signal
-import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future
 
-from kvloom.contract.errors import ModelError
+from kvloom.contract.errors import ModelError, ServingError
+from kvloom.fleet.args import FleetArgs
 from kvloom.fleet.orphans import adopt, end_all
 from kvloom.fleet.plan import Plan
-from kvloom.net.listening import bracketed, listen
+from kvloom.rank.opening import model_tokenizer
+from kvloom.server.config.settings import ServerConfig
+from kvloom.server.run.loading import Loaded
+from kvloom.server.serving.engine import Closing
 
 # Ray reads these when it is imported, and its processes have them from this one
 _ENVIRONMENT = {
@@ -27,7 +32,9 @@ import ray  # noqa: E402
 from ray import serve  # noqa: E402
 from ray.serve.schema import ApplicationStatus  # noqa: E402
 
-from kvloom.fleet.app import ENGINES, application  # noqa: E402
+from kvloom.fleet.app import ENGINES, PREFILL, engines_alone, fleet_of  # noqa: E402
+from kvloom.fleet.engine import FleetEngine, manners_of  # noqa: E402
+from kvloom.fleet.lost import ReplicaLost  # noqa: E402
 
 APP = "fleet"
 _POLL_S = 0.2
@@ -35,41 +42,100 @@ _FAREWELL_S = 5.0  # what Ray's processes have to end by themselves
 _STORE_BYTES = 100 << 20  # Ray's shared memory; what passes through it are long prompts
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """A fleet that serves. `ray_address` is for `serve status` and other programs of Ray."""
+class LocalFleet:
+    """An Opening of the server: Ray is started at once, the replicas in the background. Made on the main thread.
 
-    url: str
-    ray_address: str
-
-
-@contextlib.contextmanager
-def started(plan: Plan, port: int, has_dashboard: bool, tell: Callable[[str], None]) -> Iterator[Running]:
-    """A Ray, and the fleet on it, until the block is left. `tell` hears of progress.
-
-    Raises ListenError when the port is taken, ModelError when a replica does not start.
+    `tell` hears of progress; `problem` is what ended the fleet, "" when nobody but the user did.
     """
-    host = "127.0.0.1" if plan.args.host is None else plan.args.host
-    with listen(host, port) as listener:
-        port = listener.getsockname()[1]
-    with contextlib.ExitStack() as stack:
+
+    def __init__(self, plan: Plan, config: ServerConfig, has_dashboard: bool, tell: Callable[[str], None]) -> None:
+        self.opened: list[Closing] = []
+        self.models: Future[Loaded] = Future()
+        self.models.set_running_or_notify_cancel()
+        self.problem = ""
+        self._plan, self._config, self._tell = plan, config, tell
+        self._is_closing = threading.Event()
         tell("starting Ray")
         adopt()
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        stack.callback(_end)
-        context = ray.init(
-            address="local",
-            num_cpus=_num_cpus(plan),
-            include_dashboard=has_dashboard,
-            object_store_memory=_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
-        serve.start(http_options={"host": host, "port": port}, proxy_location="HeadOnly")
-        target = serve.RunTarget(application(plan), name=APP, route_prefix="/")
-        serve.run_many([target], wait_for_applications_running=False)
-        _wait(plan, tell)
-        yield Running(f"http://{bracketed(host)}:{port}", context.address_info["gcs_address"])
+        try:
+            self._address = _start(plan, has_dashboard)
+        except BaseException:
+            _end()
+            raise
+        threading.Thread(target=self._run, name="fleet", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends every process of Ray. On the main thread: a signal meanwhile ends this one at once."""
+        self._is_closing.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: os._exit(1))
+        for engine in self.opened:
+            engine.close()
+        _end()
+
+    def _run(self) -> None:
+        try:
+            self.models.set_result(self._load())
+        except BaseException as error:  # whoever waits raises it
+            self.models.set_exception(error)
+        else:
+            self._watch()
+
+    def _load(self) -> Loaded:
+        """Raises ModelError, ServingError."""
+        _wait(self._plan, self._tell)
+        card = self._config.models[0]
+        prefill = serve.get_deployment_handle(PREFILL, APP) if self._plan.args.roles else None
+        fleet = fleet_of(self._plan, serve.get_deployment_handle(ENGINES, APP), prefill)
+
+        async def describe() -> FleetEngine:
+            while True:
+                try:
+                    return FleetEngine(await fleet.describe(), fleet.ways, manners_of(self._plan.args))
+                except (ReplicaLost, ServingError) as problem:
+                    self._tell(f"no replica yet: {problem}")
+                    await asyncio.sleep(_POLL_S)
+
+        engine = asyncio.run(describe())
+        self.opened.append(engine)
+        note = f"\n{_replicas(self._plan.args)}; Ray is at {self._address}"
+        return Loaded([(card, engine, model_tokenizer(card.engine.model))], note=note)
+
+    def _watch(self) -> None:
+        """Without Ray's head replicas go on with what they have: they get the grace for it."""
+        while not self._is_closing.wait(_POLL_S):
+            if not _is_whole():
+                grace_s = self._plan.args.grace_s
+                self._tell(f"a process of Ray has ended; the fleet ends in {grace_s:g} s")
+                if not self._is_closing.wait(grace_s):
+                    self.problem = "a process of Ray has ended, and the fleet with it"
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+def _start(plan: Plan, has_dashboard: bool) -> str:
+    """Ray with the application, whose replicas are not there yet; Ray's address."""
+    context = ray.init(
+        address="local",
+        num_cpus=_num_cpus(plan),
+        include_dashboard=has_dashboard,
+        object_store_memory=_STORE_BYTES,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(engines_alone(plan), name=APP, route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
+    return str(context.address_info["gcs_address"])
+
+
+def _replicas(args: FleetArgs) -> str:
+    """How many, in words."""
+    least, most = args.least_replicas, args.most_replicas
+    is_fixed = isinstance(args.answering, int) and (args.roles is None or isinstance(args.roles.prefill, int))
+    number = f"{most}" if is_fixed else f"{least} to {most}"
+    return f"{number} replica{'' if number == '1' else 's'}"
 
 
 def _num_cpus(plan: Plan) -> int:
@@ -121,25 +187,3 @@ def _is_whole() -> bool:
     """Whether all of Ray's own processes live."""
     node = ray._private.worker._global_node
     return node is None or bool(node.remaining_processes_alive())
-
-
-def wait_for_end(grace_s: float) -> str:
-    """Until a signal, or until a process of Ray's own is gone; "" or what is wrong.
-
-    Without Ray's head replicas go on with what they have: they get `grace_s` for it.
-    """
-    told: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: told.append(number))
-    until_s = None
-    while not told and (until_s is None or time.monotonic() < until_s):
-        if until_s is None and not _is_whole():
-            until_s = time.monotonic() + grace_s
-            print(f"a process of Ray has ended; the fleet ends in {grace_s:g} s", file=sys.stderr, flush=True)
-        time.sleep(_POLL_S)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: os._exit(1))  # the second is in a hurry
-    if until_s is not None:
-        return "a process of Ray has ended, and the fleet with it"
-    print("stopping; once more stops at once", file=sys.stderr, flush=True)
-    return ""

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvloom.fleet.args import FleetArgs, check_args
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
 
+_ELSE = "`kvloom fleet run` is a server that has it, or put one before this"
 log = logging.getLogger(__name__)
 
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16", "avx_vnni", "asimddp", "i8mm")
@@ -58,8 +60,8 @@ class Plan:
         return replace(engine, fake_step_s=mock.step_ms / 1e3, fake_token_s=mock.token_ms / 1e3)
 
 
-def make_plan(args: FleetArgs, above: str = "args") -> Plan:
-    """Raises BadRequest, also for what a fleet does not serve."""
+def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True) -> Plan:
+    """Raises BadRequest, also for what a fleet does not serve. `is_behind_proxy`: Ray's, else it is a server itself."""
     check_args(args, above)
     settings = read_settings(Path(args.config) if args.config else None, os.environ)
     settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
@@ -69,13 +71,23 @@ def make_plan(args: FleetArgs, above: str = "args") -> Plan:
     config = settings.build()
     if len(config.models) != 1 or config.pictures:
         raise BadRequest(f"{above}.config", "must name one language model: a fleet serves one, on many replicas")
-    if config.tls is not None:
-        raise BadRequest(f"{above}.config", "must not set httpsEnabled: Ray's proxy speaks HTTP; put TLS before it")
-    if config.management is not None or config.metrics is not None:
-        raise BadRequest(f"{above}.config", "must not set managementPort or metricsPort: Ray's proxy has one port")
+    if is_behind_proxy and config.tls is not None:
+        raise BadRequest(f"{above}.config", f"must not set httpsEnabled: Ray's proxy speaks HTTP; {_ELSE}")
+    if is_behind_proxy and (config.management is not None or config.metrics is not None):
+        raise BadRequest(
+            f"{above}.config", f"must not set managementPort or metricsPort: Ray's proxy has one port; {_ELSE}"
+        )
+    if not is_behind_proxy and args.ingresses > 1:
+        raise BadRequest(f"{above}.ingresses", "must be 1 here: this is one server; `serve deploy` has several")
     if args.mock is not None and config.models[0].engine.backend != "fake":
         raise BadRequest(f"{above}.mock", "is for the model without weights: set backend to fake")
     return Plan(settings.values, args, version("kvloom"), config.models[0].engine.world_size)
+
+
+def served_as(config: EngineConfig, adapters: Sequence[str]) -> str:
+    """Equal where two replicas serve the same files; `adapters`: the digest of each, in order."""
+    files = [f"{name}:{size}" for name, _, size, _ in stamp(config.model)]
+    return hashlib.sha256(repr((files, list(adapters))).encode()).hexdigest()[:16]
 
 
 def form_of(config: EngineConfig, info: RankInfo) -> str:

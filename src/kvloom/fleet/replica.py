@@ -14,7 +14,7 @@ from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.fleet.agent import pool_tier
 from kvloom.fleet.figures import told
 from kvloom.fleet.mail.outbox import ITEM_S, Outbox
-from kvloom.fleet.plan import Plan, form_of, layout_of
+from kvloom.fleet.plan import Plan, form_of, layout_of, served_as
 from kvloom.fleet.wire import About, Brought, Ended, Hello, decode_asked, decode_item, decode_opening, encode, fault
 from kvloom.rank.opening import model_tokenizer
 from kvloom.server.config.backends import factory_of
@@ -35,7 +35,7 @@ class EngineReplica:
         self._engine: EngineLike | None = None
         self._card: ModelCard | None = None
         self.form = ""  # of its weights
-        self._layout = ""
+        self._layout, self._serves = "", ""
         self._outboxes: dict[str, Outbox] = {}  # by the mailbox that each goes to
         self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
         self._adapters: list[str] = []
@@ -51,6 +51,7 @@ class EngineReplica:
         self._engine, self._card = engine, card
         self.form = form_of(card.engine, engine.info)
         self._layout = layout_of(self.form)
+        self._serves = served_as(card.engine, self._adapters)
 
     def _open(self, card: ModelCard) -> EngineLike:
         load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
@@ -76,7 +77,7 @@ class EngineReplica:
     def about(self) -> About:
         info, engine = self.engine.info, self.engine
         who = (self.name, self._layout, self._plan.version, self._node, os.getpid())
-        return About(*who, engine.max_seq_len, info, self._adapters)
+        return About(*who, engine.max_seq_len, info, self._adapters, self._serves)
 
     async def stream(self, data: bytes) -> AsyncGenerator[bytes]:
         """Hello, the first deltas, and how many there were; the others as letters, once the caller has a mailbox here.
@@ -88,7 +89,7 @@ class EngineReplica:
         self._queued[request.id] = len(request.prompt_ids)
         try:
             with self.engine.open([request]) as feed:
-                yield encode(Hello(self.name, self._layout))
+                yield encode(Hello(self.name, self._layout, self._serves))
                 while step := await feed.get():
                     self._queued.pop(request.id, None)
                     yield encode(Brought(num_told, [delta for _, delta in step]))

@@ -57,6 +57,7 @@ class About(msgspec.Struct, array_like=True, frozen=True):
     max_seq_len: int
     info: RankInfo
     adapters: list[str] = []  # the digest of each that was loaded at the start, in order
+    serves: str = ""  # which files, see plan.served_as
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
@@ -64,6 +65,7 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
 
     replica: str
     layout: str
+    serves: str = ""
 
 
 class Brought(msgspec.Struct, array_like=True, tag="brought", frozen=True):

@@ -27,7 +27,7 @@ from kvloom.server.observe.tracers import open_tracer
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
 from kvloom.server.run.kvnote import kv_note, weights_note
-from kvloom.server.run.loading import Loading
+from kvloom.server.run.loading import Opening
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.serving.admission import Admission
@@ -45,7 +45,7 @@ _SPARE_S = 1.0  # what the first requests have for themselves before the process
 READY_LINE = "Daemon start success!"
 
 
-def run(config: ServerConfig, loading: Loading, listeners: Sequence[socket.socket]) -> None:
+def run(config: ServerConfig, loading: Opening, listeners: Sequence[socket.socket]) -> None:
     """Serve until a signal. Raises UserError when something cannot be opened, a model among it."""
     tls = _secure().tls_context(config.tls) if config.tls else None
     with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def run(config: ServerConfig, loading: Loading, listeners: Sequence[socket.socke
 class _Parts:
     """What a server is made of beside its configuration."""
 
-    loading: Loading
+    loading: Opening
     ports: Sequence[int]
     tls: "ServerContext | None"
     tracer: Tracer | None
@@ -104,7 +104,7 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
             + kv_note(service.name, service.engine.info, service.card.engine)
             for service in models
         ]
-        return f"{READY_LINE}\n{''.join(notes)}{_greeting(config, ports[0])}"
+        return f"{READY_LINE}\n{''.join(notes)}{_greeting(config, ports[0])}{loaded.note}"
 
     async def stop(grace_s: float | None) -> None:
         assert server is not None

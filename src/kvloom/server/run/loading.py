@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvloom.contract.messages import Progress
 from kvloom.contract.tokenizer import Tokenizer
@@ -32,6 +32,17 @@ class Loaded:
 
     models: Sequence[tuple[ModelCard, EngineLike, Tokenizer]]
     pictures: "Sequence[tuple[PictureCard, PictureProcess]]" = ()
+    note: str = ""  # a line behind the greeting
+
+
+class Opening(Protocol):
+    """Models on their way. `opened`: those so far. `close` ends them all; safe when they are not there yet."""
+
+    @property
+    def models(self) -> Future[Loaded]: ...
+    @property
+    def opened(self) -> Sequence[Closing]: ...
+    def close(self) -> None: ...
 
 
 class Loading:

@@ -7,7 +7,7 @@ process is started, and beside it this one imports what the routes need; they an
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from kvloom.contract.errors import BadRequest
 from kvloom.net.listening import listen
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.triton.verbs import check_model_name
-from kvloom.server.run.loading import Loading
+from kvloom.server.run.loading import Loading, Opening
 from kvloom.server.secure.api_keys import check_bind
 
 
-def serve(config: ServerConfig) -> None:
-    """Serve until a signal. Raises UserError, one sentence, when the server cannot be had."""
+def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loading) -> None:
+    """Serve until a signal. Raises UserError, one sentence, when the server cannot be had.
+
+    `opening` begins to open the models; it is called once the sockets listen.
+    """
     check_addresses(config)
     check_names(config)
     with contextlib.ExitStack() as stack:
@@ -28,7 +31,7 @@ def serve(config: ServerConfig) -> None:
         stack.callback(gc.enable)
         listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
-        loading = Loading(config)
+        loading = opening(config)
         stack.callback(loading.close)
         import_module("kvloom.server.run.compose").run(config, loading, listeners)
 
