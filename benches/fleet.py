@@ -1,9 +1,8 @@
 """What a fleet costs and gains, with mock models that take the time of real ones: `python -m benches.fleet PART`.
 
-hits      64 chats of 8 turns with shared system prompts on 4 replicas: prefix hit rate and p99 TTFT, by exact prefixes
-          and by Serve's choice of two, beside one replica with the memory of all four; --plot draws them
-overhead  one replica behind Ray beside one plain server: tokens a second at 32 streams, TTFT
-kills     replicas killed in mid-stream, again and again: answers that differ from an undisturbed run, errors
+hits    64 chats of 8 turns with shared system prompts on 4 replicas: prefix hit rate and p99 TTFT, by exact prefixes
+        and by Serve's choice of two, beside one replica with the memory of all four; --plot draws them
+kills   replicas killed in mid-stream, again and again: answers that differ from an undisturbed run, errors
 
 All parts of one run are measured on the same machine in turns. The client and the fleet share its cores.
 """
@@ -189,36 +188,6 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-# -- overhead
-
-
-async def streams(url: str, number: int, num_tokens: int) -> Seen:
-    """`number` streams at once, then ten requests of one token, one after the other: only these count as TTFT."""
-    seen = Seen()
-    async with _client(url) as client:
-        await asyncio.gather(*(ask(client, f"warm {i}", Seen(), 8) for i in range(8)))
-        began_s = time.perf_counter()
-        await asyncio.gather(*(ask(client, f"prompt {i}", seen, num_tokens) for i in range(number)))
-        seen.wall_s = time.perf_counter() - began_s
-        seen.ttft_s.clear()
-        for i in range(20):
-            await ask(client, f"alone {i}", seen, 2)
-    return seen
-
-
-def measure_overhead(options: argparse.Namespace) -> None:
-    rates, ttfts = {}, {}
-    for name in ("plain", "fleet"):
-        plain = ["serve", "--backend", "fake", "--max-seq-len", "4096"], None
-        command, settings = plain if name == "plain" else (["fleet", "run"], {"maxSeqLen": 4096})
-        with serving(command, settings) as (url, _):
-            seen = asyncio.run(streams(url, options.streams, options.tokens))
-        rates[name], ttfts[name] = seen.num_tokens / seen.wall_s, sorted(seen.ttft_s)[len(seen.ttft_s) // 2]
-        print(f"{name}: {rates[name]:.0f} tokens/s at {options.streams} streams, TTFT {ttfts[name] * 1e3:.1f} ms alone")
-    added_ms = 1e3 * (ttfts["fleet"] - ttfts["plain"])
-    print(f"throughput ratio {rates['fleet'] / rates['plain']:.2f}, added TTFT {added_ms:.1f} ms")
-
-
 # -- kills
 
 
@@ -273,22 +242,19 @@ def measure_kills(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("hits", "overhead", "kills"))
+    parser.add_argument("part", choices=("hits", "kills"))
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--think", type=float, default=2.0, help="mean seconds between an answer and the next turn")
     parser.add_argument("--blocks", type=int, default=2048, help="KV blocks of 16 tokens a replica")
     parser.add_argument("--plot", type=Path, help="draw the hits to this file")
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--kills", type=int, default=20)
     options = parser.parse_args()
     if options.part == "hits":
         rows = measure_hits(options)
         if options.plot:
             plot(rows, options.plot)
-    elif options.part == "overhead":
-        measure_overhead(options)
     else:
         measure_kills(options)
 
