@@ -1,4 +1,4 @@
-"""What a fleet of one replica costs over one plain server, with the same mock model: `python -m benches.fleet_overhead`.
+"""What a fleet of one replica costs over a plain server with the same mock: `python -m benches.fleet_overhead`.
 
 plain   `kvloom serve`
 fleet   `kvloom fleet run`: a server of its own, one replica on Ray
@@ -7,8 +7,8 @@ bare    an ASGI app that streams as many events and does nothing else, on uvicor
 ray     the same app as a deployment of Ray Serve, behind its proxy: what of the cost is Ray's
 
 Servers stand beside each other and take turns, each alone at work. One JSON line a round, server and number of streams,
-then one with the medians and the ratios to plain (ray: to bare). With --step-ms and --token-ms the mock takes the time of
-a real model. `cpu_us` is processor time a token of each process, the client's among them.
+then one with the medians and the ratios to plain (ray: to bare). With --step-ms and --token-ms the mock takes the time
+of a real model. `cpu_us` is processor time a token of each process, the client's among them.
 """
 
 import argparse

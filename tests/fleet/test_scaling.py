@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvloom.fleet.scaling import METRIC, on_queued_tokens, on_requests, wanted
+from kvloom.fleet.scaling import MAILBOXES, METRIC, on_queued_tokens, on_requests, wanted
 
 
 @pytest.mark.parametrize(
@@ -26,9 +26,13 @@ def test_serve_is_told_a_number_within_its_bounds(queued, number):
     assert on_queued_tokens(context) == (number, {})
 
 
-@pytest.mark.parametrize(("requests", "number"), [(0, 1), (8, 1), (8.5, 2), (17, 3), (100, 4)])
-def test_who_decodes_is_scaled_by_requests(requests, number):
+@pytest.mark.parametrize(
+    ("requests", "mailboxes", "number"),
+    [(0, (), 1), (8, (), 1), (8.5, (), 2), (17, (), 3), (100, (), 4), (10, (1, 1), 1), (1, (1, 1), 1)],
+)
+def test_who_decodes_is_scaled_by_requests_and_mailboxes_are_none(requests, mailboxes, number):
     context = SimpleNamespace(
+        aggregated_metrics={MAILBOXES: dict(enumerate(mailboxes))},
         total_num_requests=requests,
         config=SimpleNamespace(get_target_ongoing_requests=lambda: 8),
         capacity_adjusted_min_replicas=1,

@@ -25,6 +25,7 @@ from kvloom.fleet.lost import Call, ReplicaLost
 from kvloom.fleet.plan import Plan, Roll, make_plan
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import board_of
+from kvloom.fleet.scaling import MAILBOXES, METRIC
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
@@ -161,7 +162,7 @@ class ServedReplica:
         return self._replica.report()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"queued_tokens": float(self._replica.queued_tokens)}
+        return {METRIC: float(self._replica.queued_tokens), MAILBOXES: float(self._replica.num_mailboxes)}
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # one that could not be made

@@ -150,6 +150,11 @@ class EngineReplica:
             raise ModelError("the model's process does not come back")
 
     @property
+    def num_mailboxes(self) -> int:
+        """That are filled here."""
+        return len(self._outboxes)
+
+    @property
     def queued_tokens(self) -> int:
         """Of prompts that have no answer yet."""
         return sum(self._queued.values())

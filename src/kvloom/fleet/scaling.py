@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 METRIC = "queued_tokens"
+MAILBOXES = "mailboxes"  # calls that are no requests
 
 
 def wanted(num_queued: float, num_busy: float, per_replica: float) -> int:
@@ -14,15 +15,20 @@ def wanted(num_queued: float, num_busy: float, per_replica: float) -> int:
 
 def on_queued_tokens(context: Any) -> tuple[int, Mapping[str, Any]]:
     """Serve's form of a policy: the number of replicas, and a state to be kept, which is empty."""
-    told = (context.aggregated_metrics or {}).get(METRIC, {})
-    number = wanted(sum(told.values()), context.total_num_requests, context.config.get_target_ongoing_requests())
+    number = wanted(_told(context, METRIC), context.total_num_requests, context.config.get_target_ongoing_requests())
     return _within(context, number)
 
 
 def on_requests(context: Any) -> tuple[int, Mapping[str, Any]]:
     """The same by requests under way and those that wait for a replica, as Serve counts both."""
-    number = math.ceil(context.total_num_requests / context.config.get_target_ongoing_requests())
+    num_requests = max(0, context.total_num_requests - _told(context, MAILBOXES))
+    number = math.ceil(num_requests / context.config.get_target_ongoing_requests())
     return _within(context, number)
+
+
+def _told(context: Any, metric: str) -> float:
+    """By all replicas together."""
+    return float(sum((context.aggregated_metrics or {}).get(metric, {}).values()))
 
 
 def _within(context: Any, number: int) -> tuple[int, Mapping[str, Any]]:
