@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -32,9 +32,41 @@ settings.register_profile("unshrunk", drawn, phases=[Phase.explicit, Phase.gener
 settings.load_profile("kvloom")
 
 
+# Begun first, in this order: each takes half a minute or more, and none is to be what the others wait for at the end.
+LONGEST = (
+    "tests/real",
+    "tests/fleet/test_serve.py",
+    "tests/engine/kernels/test_cpu.py",
+    "tests/engine/api/test_cpp.py",
+    "tests/browser/test_console.py",
+    "tests/pool/test_native_pool.py",
+    "tests/gewu/test_daemon.py",
+    "tests/engine/kernels/test_cpu_native.py",
+    "tests/server/test_pool_answers.py",
+    "tests/bench/test_soak.py",
+    "tests/engine/test_ranks.py",
+    "tests/server/test_walk.py",
+)
+
+
+def together(nodeid: str) -> str:
+    """What runs in one process because it shares what is long in the making: a file; all of the real model."""
+    file = nodeid.partition("::")[0]
+    return "tests/real" if file.startswith("tests/real/") else file
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the real model come first: one process opens what they share, and none of the long ones is last."""
-    items.sort(key=lambda item: item.get_closest_marker("real") is None)
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(together(item.nodeid), len(rank)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """pytest-xdist's, whose workers take one file after the other, in the order of the tests."""
+    scheduler = import_module("xdist.scheduler").LoadScopeScheduling(config, log)
+    scheduler._split_scope = together
+    config.option.loadscopereorder = False
+    return scheduler
 
 
 def pytest_collection_finish() -> None:
