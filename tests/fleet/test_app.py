@@ -8,6 +8,7 @@ from kvloom.fleet.args import parse_args
 from kvloom.fleet.plan import make_plan
 from tests.support.configs import mock_document
 
+RayServeException = pytest.importorskip("ray.serve.exceptions", reason="Ray is not installed").RayServeException
 app = pytest.importorskip(
     "kvloom.fleet.app", reason="Ray is not installed: pip install 'kvloom[ray]'", exc_type=ImportError
 )
@@ -18,6 +19,26 @@ def deployments(**args) -> dict:
     ingress = app.application(make_plan(parse_args({"backend": "fake", **args})))._bound_deployment
     bound = [each._bound_deployment for each in ingress.init_args if hasattr(each, "_bound_deployment")]
     return {each.name: each for each in (ingress, *bound)}
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"replicas": "two"}, "args.replicas: expected `int | null`, got `str`"),
+        ({"router": {"policy": "random"}}, "args.router.policy: must be prefix or power-of-two, got 'random'"),
+        ({"model": "/a", "mock": {}}, "args.mock: is for the model without weights: set backend to fake"),
+    ],
+)
+def test_what_is_wrong_is_the_whole_message_that_serve_shows(given, problem):
+    with pytest.raises(RayServeException) as caught:
+        app.build(given)
+    assert str(caught.value).startswith(problem)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_arguments_may_be_strings_as_the_command_line_of_serve_gives_them():
+    ingress = app.build({"backend": "fake", "replicas": "2", "kvPool": "true"})._bound_deployment
+    assert ingress.init_args[0].args == parse_args({"backend": "fake", "replicas": 2, "kvPool": True})
 
 
 def test_without_more_there_are_replicas_of_one_kind_and_a_server_before_them():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tests.fleet.mixed import Kill, answers, mixed, truth
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+RAYS = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 NUM_KILLS = int(os.environ.get("KVLOOM_FLEET_KILLS", "1"))
 
 
@@ -125,8 +127,7 @@ def serve_run(fleet, tmp_path, **args) -> None:
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps(document))
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "-a", fleet.ray_address, str(file)]
-    environment = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=RAYS, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -165,6 +166,23 @@ def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
         until(lambda: load.num_done > done + 4, 30)
 
 
+def test_a_wrong_file_is_told_in_one_line_by_serves_status_and_what_runs_goes_on(fleet, tmp_path):
+    serve_run(fleet, tmp_path, replicas="two")
+    program = (
+        "import ray; from ray import serve; "
+        f"ray.init(address='{fleet.ray_address}', log_to_driver=False, logging_level='ERROR'); "
+        "print(serve.status().applications['fleet'].message)"
+    )
+
+    def message() -> list[str]:
+        done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=60)
+        return done.stdout.splitlines()
+
+    told = until(message, 60)
+    assert told[-1] == "args.replicas: expected `int | null`, got `str`"
+    assert fleet.stream("hello", seed=3) == truth("hello", 3)
+
+
 @pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
 def test_one_grows_to_three_under_load_and_shrinks_again_and_loses_no_request(fleet, tmp_path):
     scaling = {"minReplicas": 1, "maxReplicas": 3, "queuedTokensPerReplica": 200, "upDelayS": 0.5, "downDelayS": 3}
@@ -175,6 +193,28 @@ def test_one_grows_to_three_under_load_and_shrinks_again_and_loses_no_request(fl
         until(lambda: len(fleet.engine_pids()) == 3, 90)
     with Load(fleet, 1):
         until(lambda: len(fleet.engine_pids()) == 1, 90)
+
+
+def roles(fleet) -> Counter[str]:
+    """How many replicas of each role are ready."""
+    return Counter(each["role"] for each in fleet.replicas())
+
+
+@pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
+def test_each_role_grows_and_shrinks_by_its_own_load_and_no_request_is_lost(fleet, tmp_path):
+    delays = {"maxReplicas": 2, "upDelayS": 0.5, "downDelayS": 3}
+    each = {"prefill": delays | {"queuedTokensPerReplica": 1000}, "decode": delays | {"requestsPerReplica": 6}}
+    mock = {"stepMs": 5, "tokenMs": 1}
+    options = {"maxSeqLen": 4096, "kvPool": True, "kvPoolGb": 0.1, "mock": mock}
+    serve_run(fleet, tmp_path, roles={"threshold": 256} | each, **options)
+    until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
+    with Load(fleet, 12):  # short prompts: nobody is asked to compute them apart
+        until(lambda: roles(fleet)["decode"] == 2, 90)
+        assert roles(fleet)["prefill"] == 1
+    with Load(fleet, 12, repeat=60):
+        until(lambda: roles(fleet)["prefill"] == 2, 90)
+    with Load(fleet, 1):
+        until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
 
 
 def run_in_vain(*options: str) -> str:

@@ -16,7 +16,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvloom.contract.errors import ModelError
+from kvloom.contract.errors import ModelError, ServingError
 from kvloom.fleet.agent import NodeAgent
 from kvloom.fleet.args import Autoscaling, DecodeScaling, FleetArgs, Scaling, parse_args
 from kvloom.fleet.engine import Way, Ways
@@ -35,8 +35,15 @@ _STATS_S = 1.0  # how often replicas tell routers how they are
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """The application of a fleet.yaml's `args`. Raises BadRequest, one sentence with the path of the wrong value."""
-    return application(make_plan(parse_args(args)))
+    """The application of a fleet.yaml's `args`.
+
+    Raises RayServeException, one sentence with the path of the wrong value: of this alone Serve tells no more than the
+    text, in the message of its status, and keeps what runs.
+    """
+    try:
+        return application(make_plan(parse_args(args)))
+    except ServingError as error:
+        raise RayServeException(str(error)) from None
 
 
 def application(plan: Plan) -> serve.Application:

@@ -110,7 +110,7 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
 def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
     """Raises BadRequest with the path of the wrong value, `above` it stands where the arguments do."""
     try:
-        args = msgspec.convert(dict(given), FleetArgs)
+        args = msgspec.convert(dict(given), FleetArgs, strict=False)  # `serve run IMPORT_PATH key=value` gives strings
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT.search(text)
