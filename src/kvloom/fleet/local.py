@@ -30,6 +30,7 @@ os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name n
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
+from ray._private import ray_constants  # noqa: E402
 from ray.serve.schema import ApplicationStatus  # noqa: E402
 
 from kvloom.fleet.app import ENGINES, PREFILL, engines_alone, fleet_of  # noqa: E402
@@ -103,27 +104,37 @@ class LocalFleet:
         return Loaded([(card, engine, model_tokenizer(card.engine.model))], note=note)
 
     def _watch(self) -> None:
-        """Without Ray's head replicas go on with what they have: they get the grace for it."""
+        """Without the store of Ray's head (gcs_server) replicas go on with what they have: they get the grace for it.
+
+        Whatever runs on a node ends with the node's raylet.
+        """
         while not self._is_closing.wait(_POLL_S):
-            if not _is_whole():
-                grace_s = self._plan.args.grace_s
-                self._tell(f"a process of Ray has ended; the fleet ends in {grace_s:g} s")
+            if dead := _dead():
+                grace_s = 0 if ray_constants.PROCESS_TYPE_RAYLET in dead else self._plan.args.grace_s
+                lost = f"Ray's {' and '.join(dead)} has ended"
+                if grace_s:
+                    self._tell(f"{lost}; the fleet ends in {grace_s:g} s")
                 if not self._is_closing.wait(grace_s):
-                    self.problem = "a process of Ray has ended, and the fleet with it"
+                    self.problem = f"{lost}, and the fleet with it"
                     os.kill(os.getpid(), signal.SIGTERM)
                 return
 
 
 def _start(plan: Plan, has_dashboard: bool) -> str:
-    """Ray with the application, whose replicas are not there yet; Ray's address."""
-    context = ray.init(
-        address="local",
-        num_cpus=_num_cpus(plan),
-        include_dashboard=has_dashboard,
-        object_store_memory=_STORE_BYTES,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
+    """Ray with the application, whose replicas are not there yet; Ray's address. Raises ModelError, one sentence."""
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=_num_cpus(plan),
+            include_dashboard=has_dashboard,
+            object_store_memory=_STORE_BYTES,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
+    except Exception as error:  # Ray has no class for it
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(f"Ray does not start: {why}") from None
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages of its logs, which log_to_driver leaves in
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(engines_alone(plan), name=APP, route_prefix=None)
     serve.run_many([target], wait_for_applications_running=False)
@@ -174,16 +185,14 @@ def why_not(text: str) -> str:
 
 def _end() -> None:
     """Whatever has been started. Serve ends first, so that requests under way may, unless Ray is broken already."""
-    if not ray.is_initialized():
-        return
-    if _is_whole():
+    if ray.is_initialized() and not _dead():
         with contextlib.suppress(Exception):  # its controller may be gone already; Ray's own end takes all of it
             serve.shutdown()
     ray.shutdown()
     end_all(_FAREWELL_S)
 
 
-def _is_whole() -> bool:
-    """Whether all of Ray's own processes live."""
+def _dead() -> list[str]:
+    """The names of Ray's own processes that have ended by themselves."""
     node = ray._private.worker._global_node
-    return node is None or bool(node.remaining_processes_alive())
+    return [] if node is None else [str(name) for name, _ in node.dead_processes()]
