@@ -1,13 +1,17 @@
 """`kvloom simulate --fleet` beside a real run of four mock replicas: ratios of throughput and p99 TTFT, and hit rates.
 
 The replicas are engines with rank processes of their own that take real time; a request is routed by the same code when
-it comes. `python -m benches fleet_simulation`; `python -m benches.fleet_simulation [NUM_REQUESTS]`.
+it comes. Step times are measured as `kvloom simulate` does, by four engines at once, for they share the machine. Each
+ratio is the median of so many traces as there are runs, each beside its own measurement.
+`python -m benches fleet_simulation`; `python -m benches.fleet_simulation [NUM_REQUESTS [NUM_RUNS]]`.
 """
 
 import asyncio
 import random
+import statistics
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 import msgspec
@@ -15,30 +19,40 @@ import msgspec
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.schedule.blocks import extend_chain
+from kvloom.engine.schedule.cost import Load
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from kvloom.tuning.figures import Times, figures
 from kvloom.tuning.fleet.routing import ROUTINGS, Ask
 from kvloom.tuning.fleet.simulate import Shape, simulate_fleet
-from kvloom.tuning.steptime import StepTimes
+from kvloom.tuning.steptime import StepTimes, measure
 from kvloom.tuning.trace import Arrival, Job, job_of
 
 NUM_REPLICAS, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQ_LEN = 4, 512, 16, 2048
-STEP_S, TOKEN_S = 0.015, 0.0002
+STEP_S, TOKEN_S = 0.03, 0.0004  # long beside what two cores spend on four engines
+REQUESTS_PER_S = 6
+PARTS = ("base_s", "few_token_s", "token_s", "sample_s", "kilopair_s")
 VOCAB_SIZE = 256
 CONFIG = EngineConfig(
     backend="fake", num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_seq_len=MAX_SEQ_LEN, max_batch=16,
     max_tokens_per_step=512, fake_step_s=STEP_S, fake_token_s=TOKEN_S, max_gap_s=0.0,
 )  # fmt: skip
-TIMES = StepTimes(STEP_S, TOKEN_S, TOKEN_S, 0.0, 0.0, "fake", NUM_BLOCKS, BLOCK_SIZE, MAX_SEQ_LEN)
 
 
-def conversations(num_requests: int) -> list[Arrival]:
+def measured() -> StepTimes:
+    """By four engines at once; the mean of what each found."""
+    with ThreadPoolExecutor(NUM_REPLICAS) as threads:
+        found = list(threads.map(lambda _: measure(CONFIG), range(NUM_REPLICAS)))
+    means = {part: statistics.mean(getattr(times, part) for times in found) for part in PARTS}
+    return msgspec.structs.replace(found[0], **means)
+
+
+def conversations(num_requests: int, seed: int) -> list[Arrival]:
     """Of 32 chats that share 4 beginnings, as many a second as keep four replicas busy."""
-    draw, now_s, found = random.Random(1), 0.0, []
+    draw, now_s, found = random.Random(seed), 0.0, []
     for _ in range(num_requests):
-        now_s += draw.expovariate(12)
+        now_s += draw.expovariate(REQUESTS_PER_S)
         chat = draw.randrange(32)
         ids = (chat % 4, 100 + chat)[: draw.randrange(1, 3)]
         found.append(Arrival(now_s, 512 * len(ids) + draw.randrange(1, 200), draw.randrange(20, 80), hash_ids=ids))
@@ -86,22 +100,36 @@ def _byte_of(token: int) -> int:
     return (token * 0x9E3779B97F4A7C15 >> 32) % VOCAB_SIZE
 
 
+def compare(trace: list[Arrival], times: StepTimes, routing: str) -> dict[str, float]:
+    """One run, and the same simulated."""
+    runs, elapsed_s, hit_rate = asyncio.run(replay(trace, routing))
+    real = figures(runs, elapsed_s)
+    found = simulate_fleet(trace, CONFIG, times, Shape(NUM_REPLICAS, routing))
+    ttft, foretold = real.first_token_ms, found.figures.first_token_ms
+    return {
+        "real_tok_s": real.generate_speed,
+        "real_p50_ttft_ms": ttft.p50,
+        "real_p99_ttft_ms": ttft.p99,
+        "tok_s_ratio": found.figures.generate_speed / real.generate_speed,
+        "p50_ttft_ratio": foretold.p50 / ttft.p50,
+        "p99_ttft_ratio": foretold.p99 / ttft.p99,
+        "real_hit_rate": hit_rate,
+        "hit_rate": found.hit_rate,
+        "decode_step_ratio": times.step_s(Load(4, 4, 4000)) / (STEP_S + 4 * TOKEN_S),
+    }
+
+
 def main() -> None:
-    trace = conversations(int(sys.argv[1]) if sys.argv[1:] else 240)
-    for routing in ROUTINGS:
-        runs, elapsed_s, hit_rate = asyncio.run(replay(trace, routing))
-        real = figures(runs, elapsed_s)
-        found = simulate_fleet(trace, CONFIG, TIMES, Shape(NUM_REPLICAS, routing))
-        row = {
-            "bench": "fleet_simulation",
-            "routing": routing,
-            "real_tok_s": round(real.generate_speed, 1),
-            "real_p99_ttft_ms": round(real.first_token_ms.p99, 1),
-            "tok_s_ratio": round(found.figures.generate_speed / real.generate_speed, 3),
-            "p99_ttft_ratio": round(found.figures.first_token_ms.p99 / real.first_token_ms.p99, 3),
-            "real_hit_rate": round(hit_rate, 3),
-            "hit_rate": round(found.hit_rate, 3),
-        }
+    num_requests, num_runs = (int(text) for text in [*sys.argv[1:], *("240", "3")[len(sys.argv) - 1 :]])
+    rows: dict[str, list[dict[str, float]]] = {routing: [] for routing in ROUTINGS}
+    for seed in range(num_runs):
+        trace, times = conversations(num_requests, seed), measured()
+        for routing in ROUTINGS:
+            rows[routing].append(compare(trace, times, routing))
+    for routing, each in rows.items():
+        medians = {name: round(statistics.median(row[name] for row in each), 3) for name in each[0]}
+        ratios = [round(row["p99_ttft_ratio"], 3) for row in each]
+        row = {"bench": "fleet_simulation", "routing": routing, **medians, "p99_ttft_ratios": ratios}
         print(msgspec.json.encode(row).decode(), flush=True)
 
 
