@@ -1,7 +1,9 @@
 """Fixtures that many tests share, and how the tests of a run are ordered and drawn."""
 
+import functools
 import gc
 import os
+import ssl
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import version
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from httpx._transports import default as httpx_transports
 from hypothesis import Phase, settings
 
 from kvloom.checkpoints.demo_models import pull
@@ -19,6 +22,21 @@ if TYPE_CHECKING:
     from tests.support.servers import FakeServer
 
 os.environ["OMP_NUM_THREADS"] = "1"  # torch's, here and in processes that tests start: two of us share two cores
+
+make_ssl_context = httpx_transports.create_ssl_context
+
+
+@functools.cache
+def ssl_context(where: tuple[str | None, ...], **options: Any) -> ssl.SSLContext:
+    return make_ssl_context(**options)
+
+
+def shared_ssl_context(**options: Any) -> ssl.SSLContext:
+    """httpx would read the world's authorities for each client anew, which costs more than to start a server."""
+    return ssl_context((os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")), **options)
+
+
+httpx_transports.create_ssl_context = shared_ssl_context
 
 # All that is loaded to find the tests stays to the end: nothing of it is garbage (see pytest_collection_finish).
 gc.disable()
