@@ -20,6 +20,7 @@ from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Ser
 from kvloom.contract.frames import FrameBuffer, frame
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.starting import ended, starting
 from kvloom.images.files import check_pipeline
 from kvloom.images.messages import Cancel, Ended, Failed, Loaded, Paint, PipelineInfo, Report, Setup
 
@@ -143,16 +144,9 @@ class PictureProcess:
         self._log = ranklog.relay(self._process.stderr, self._name)
         self._sock = ours
         channel = Channel(ours, Loaded)
-        try:
+        with starting(self._setup.path, self._exit_reason, self._end):
             channel.send(self._setup)
             loaded: Loaded = channel.receive()
-        except (OSError, EOFError):
-            reason = self._exit_reason()
-            self._end()
-            raise ModelError(f"loading {self._setup.path} failed: {reason}") from None
-        except BaseException:
-            self._end()
-            raise
         if isinstance(loaded, Failed):
             self._end()
             raise ModelError(loaded.error)
@@ -170,13 +164,9 @@ class PictureProcess:
         self._log.join(_EXIT_S)
 
     def _exit_reason(self) -> str:
-        try:
-            code = self._process.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            return "the model process closed its connection"
-        return (
-            f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
-        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        return ended(self._process.returncode)
 
     def _restart(self) -> bool:
         """Whether it runs again. Raises ModelError."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from kvloom.checkpoints.lora import FIELD
 from kvloom.contract.config import EngineConfig
-from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import HostOrder, HostReport, HostSetup, ResetCache, WasReset
 from kvloom.contract.messages import (
     AdapterInfo,
@@ -31,6 +31,7 @@ from kvloom.contract.messages import (
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import RankDied
+from kvloom.engine.link.starting import ended, starting
 
 _EXIT_S = 3.0  # what it gets to end by itself
 
@@ -162,16 +163,9 @@ class Host:
         self._log: threading.Thread = ranklog.relay(self._process.stderr, "engine")
         self._channel = Channel(ours, HostReport)
         self._backlog: deque[HostReport] = deque()
-        try:
+        with starting(self._config.model, self._exit_reason, self.close):
             self._channel.send(HostSetup(self._config, self._eos_ids()))
             self.info = self._wait_ready()
-        except (RankDied, OSError) as error:
-            reason = str(error) if isinstance(error, RankDied) else self._exit_reason()
-            self.close()
-            raise ModelError(f"loading {self._config.model or 'the model'} failed: {reason}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def _wait_ready(self) -> RankInfo:
         while True:
@@ -236,10 +230,6 @@ class Host:
     def _exit_reason(self) -> str:
         """Why it ended, for people. Waits a moment for one that is just ending."""
         assert self._process is not None
-        try:
-            code = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            return "the model process closed its connection"
-        return (
-            f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
-        )
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return ended(self._process.returncode)

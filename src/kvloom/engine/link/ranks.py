@@ -35,6 +35,7 @@ from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
+from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
 
 _EXIT_S = 1.0  # what a rank gets to end by itself
@@ -143,19 +144,12 @@ class RankExecutor:
         self._logs: list[threading.Thread] = []
         self._moves = Moves(self._config.world_size)
         self._meeting = tempfile.TemporaryDirectory(prefix="kvloom-ranks-")
-        try:
+        with starting(self._config.model, self._exit_reason, self.close):
             for _ in range(self._config.world_size):
                 self._spawn()
             for rank, channel in enumerate(self._channels):
                 channel.send(RankSetup(self._config, self._eos_ids(), rank, f"{self._meeting.name}/meeting"))
             self.info = self._wait_ready()
-        except (RankDied, OSError) as error:
-            reason = str(error) if isinstance(error, RankDied) else self._exit_reason()
-            self.close()
-            raise ModelError(f"loading {self._config.model or 'the model'} failed: {reason}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
@@ -243,9 +237,4 @@ class RankExecutor:
         deadline = time.monotonic() + _EXIT_S
         while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)
-        code = next((process.returncode for process in self._processes if process.returncode is not None), None)
-        if code is None:
-            return "the model process closed its connection"
-        return (
-            f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
-        )
+        return ended(next((process.returncode for process in self._processes if process.returncode is not None), None))

@@ -1,0 +1,31 @@
+"""What the starts of all processes with a model have in common: how one that fails ends, and what is said of it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvloom.contract.errors import ModelError
+from kvloom.engine.link.executor import RankDied
+
+
+@contextmanager
+def starting(model: str, exit_reason: Callable[[], str], close: Callable[[], None]) -> Iterator[None]:
+    """Around what is said to processes that have just been started, and heard of them: whatever fails closes them.
+
+    Raises ModelError, with the reason, where one has died.
+    """
+    try:
+        yield
+    except (RankDied, OSError, EOFError) as error:
+        reason = str(error) if isinstance(error, RankDied) else exit_reason()
+        close()
+        raise ModelError(f"loading {model or 'the model'} failed: {reason}") from error
+    except BaseException:
+        close()
+        raise
+
+
+def ended(code: int | None) -> str:
+    """How a process with this exit code ended, for people; None = it still runs, but says nothing more."""
+    if code is None:
+        return "the model process closed its connection"
+    return f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"
