@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import traceback
 from typing import Any
 
 import msgspec
+import uvloop
 
 from kvloom.contract.errors import ServingError
 from kvloom.contract.frames import FrameBuffer, frame
@@ -90,6 +92,8 @@ async def serve(sock: socket.socket) -> None:
         line.send(Failed(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"))
         await line.drain()
         return
+    gc.collect()
+    gc.freeze()  # the model's objects stay: no collection looks at them again
     line.send(Ready(desk.info))
     orders = msgspec.msgpack.Decoder(HostOrder)
     receiving = asyncio.ensure_future(_receive_all(line, orders, desk))
@@ -118,7 +122,7 @@ def main() -> None:
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=lambda: os.close(number))  # else the server would not see this process end
     try:
-        asyncio.run(serve(sock))
+        uvloop.run(serve(sock))  # as vLLM's own server does
     except EOFError:
         pass
     finally:
