@@ -1,5 +1,6 @@
 """Engines as plug-ins, kvloom's own and another distribution's (docs/engines.md)."""
 
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -58,8 +59,11 @@ def test_an_unknown_name_lists_those_that_are_installed(tmp_path, monkeypatch):
     assert str(raised.value).endswith('got "abcaus"')
 
 
-def test_nobody_else_can_take_the_name_of_kvlooms_own(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(install(tmp_path, "cpu", "thief:open_engine", "def open_engine(*args): ..."))
+@pytest.mark.parametrize("is_first", [True, False])
+def test_nobody_else_can_take_the_name_of_kvlooms_own(tmp_path, monkeypatch, is_first):
+    """Wherever it stands on the path: of two alike the last is what a careless look finds."""
+    thief = str(install(tmp_path, "cpu", "thief:open_engine", "def open_engine(*args): ..."))
+    monkeypatch.setattr(sys, "path", [thief, *sys.path] if is_first else [*sys.path, thief])
     assert backends.factory_of("cpu").__module__ == "kvloom.rank.opening"
 
 
