@@ -219,6 +219,26 @@ def test_adapters_are_loaded_used_and_read_again_into_a_new_process(folder, tmp_
     with_engine(folder, body, plugin_options={"enable_lora": True})
 
 
+def test_log_probabilities_of_given_tokens_and_of_the_best_are_right_beside_each_other(folder):
+    """vLLM would mix them in one step, so requests of the two kinds take turns; who wants none waits for nobody."""
+    best, given = replace(GREEDY, logprobs=2, max_tokens=30), replace(GREEDY, logprobs=0, logprob_ids=(5, 9))
+    kinds = [best, given, replace(given, max_tokens=2), best, GREEDY, replace(given, max_tokens=2), best]
+
+    async def body(engine: EngineThread) -> None:
+        left = asyncio.ensure_future(deltas_of(engine, Request("left", PROMPT, given)))
+        asked = [deltas_of(engine, Request(f"r{i}", PROMPT, params)) for i, params in enumerate(kinds)]
+        answers = [asyncio.ensure_future(each) for each in asked]
+        await asyncio.sleep(0)
+        left.cancel()
+        for params, answer in zip(kinds, answers, strict=True):
+            found = [value for delta in await answer for value in delta.logprobs or ()]
+            told = [[value for _id, value in each.top] for each in found]
+            wanted = [-6.0, -10.0] if params.logprob_ids else [-0.5, -1.0]
+            assert told == [wanted] * (0 if params.logprobs is None else params.max_tokens)
+
+    with_engine(folder, body)
+
+
 def test_an_adapter_is_refused_where_there_is_no_room_for_any(folder, tmp_path):
     async def body(engine: EngineThread) -> None:
         with pytest.raises(BadRequest, match="--vllm enable_lora=true makes room"):

@@ -8,6 +8,7 @@ from typing import Any
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import Start
 from kvloom.contract.messages import Logprob
+from kvloom.contract.request import SamplingParams
 
 # what vLLM cannot do of capabilities.FEATURES, whatever it was started with
 LACKS: Mapping[str, str] = {
@@ -56,6 +57,17 @@ def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
         "detokenize": False,
         "skip_clone": True,
     }
+
+
+def kind_of(params: SamplingParams) -> str:
+    """Requests of two kinds must not meet in a step; "" meets all.
+
+    vLLM's first model runner (vllm/v1/sample/sampler.py) tells either the best tokens of all requests or, where one
+    wants that of given tokens, of all of them what it wants: others' log-probabilities are -inf then.
+    """
+    if params.logprob_ids:
+        return "given tokens"
+    return "best tokens" if params.logprobs is not None else ""
 
 
 _NAMES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')

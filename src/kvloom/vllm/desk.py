@@ -33,7 +33,8 @@ from kvloom.contract.messages import (
     RankInfo,
     UnloadAdapter,
 )
-from kvloom.vllm.asking import lacks_of, lark_of, logprob_of, priority_of, sampling_fields
+from kvloom.vllm.asking import kind_of, lacks_of, lark_of, logprob_of, priority_of, sampling_fields
+from kvloom.vllm.one_kind import OneKind
 from kvloom.vllm.parsing import parse
 
 _FIGURES_S = 0.1
@@ -78,6 +79,8 @@ class Desk:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why vLLM cannot go on
         self._llm, self._eos_ids, self._send = llm, setup.eos_ids, send
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._company = OneKind()
+        self._is_mixable = bool(getattr(llm.vllm_config, "use_v2_model_runner", False))
         self._others: set[asyncio.Task[None]] = set()
         self._fresh: list[Brought] = []
         self._names = itertools.count()
@@ -153,7 +156,8 @@ class Desk:
             name, lora = f"{order.id}-{next(self._names)}", self._adapters.get(order.adapter)
             if order.pooling:
                 await self._embed(order, prompt, name, lora)
-            else:
+                return
+            async with self._company.among("" if self._is_mixable else kind_of(order.params)):
                 await self._generate(order, prompt, name, lora)
         except asyncio.CancelledError:
             raise

@@ -7,6 +7,7 @@ again. FAKE_VLLM_UNSTABLE: then neither. FAKE_VLLM_KILLER: a prompt token that t
 import argparse
 import asyncio
 import hashlib
+import math
 import os
 import signal
 import sys
@@ -140,7 +141,7 @@ class AsyncLLM:
         )  # fmt: skip
         self.is_pooling = options["runner"] == "pooling"
         self.loggers = [make(self.vllm_config, 0) for make in loggers]
-        self.num_running, self.loras = 0, set[int]()
+        self.num_running, self.num_exact, self.loras = 0, 0, set[int]()
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> "AsyncLLM":
@@ -162,6 +163,7 @@ class AsyncLLM:
             os.kill(os.getpid(), signal.SIGKILL)
         extra.labels("m").inc()
         self.num_running += 1
+        self.num_exact += bool(params.logprob_token_ids)
         try:
             while True:
                 await asyncio.sleep(STEP_S)
@@ -184,6 +186,7 @@ class AsyncLLM:
                     return
         finally:
             self.num_running -= 1
+            self.num_exact -= bool(params.logprob_token_ids)
             self._record()
 
     def _output(self, params: SamplingParams, ids: list[int], answer: list[int], finish: str | None) -> Any:
@@ -193,6 +196,8 @@ class AsyncLLM:
 
         wants = params.logprobs is not None or params.logprob_token_ids
         logprobs = [scored(answer[-1], params.logprobs or 0, params.logprob_token_ids)] if wants else None
+        if params.logprobs is not None and self.num_exact:  # as vLLM's first model runner mixes them
+            logprobs = [{answer[-1]: Logprob(-0.5, 1), 0: Logprob(-math.inf, None)}]
         prompt_logprobs = None
         if params.prompt_logprobs is not None and len(answer) == 1:
             prompt_logprobs = [None, *(scored(id, params.prompt_logprobs) for id in ids[1:])]
