@@ -58,11 +58,27 @@ def test_everything_listens_on_loopback(fleet):
     assert {process.environ().get("RAY_AUTH_MODE") for process in rays} == {"token"}
 
 
+def hear_from_all(fleet) -> None:
+    """Figures of all replicas are younger than what ran before: each has counted a prompt, too short to cache."""
+
+    def counts() -> dict[str, int]:
+        return {each["name"]: each["prompt_tokens"] for each in fleet.replicas()}
+
+    before = counts()
+
+    def has_heard() -> bool:
+        fleet.complete("short", seed=1, max_tokens=1)
+        return all(count > before[name] for name, count in counts().items())
+
+    until(has_heard)
+
+
 def test_a_chat_stays_where_its_prefix_is(fleet):
     def cached() -> dict[str, int]:
         return {each["name"]: each["cached_tokens"] for each in fleet.replicas()}
 
     fleet.wait_replicas(2)
+    hear_from_all(fleet)
     before = cached()
     prompt = "a long prefix that fills some blocks " * 8
     for turn in range(4):

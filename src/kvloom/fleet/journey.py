@@ -51,6 +51,8 @@ class Journey:
         self.told += delta.token_ids
         if self.num_cached is None:
             self.num_cached = delta.num_cached_tokens
+        if delta.num_cached_tokens == self.num_cached:
+            return delta
         return structs.replace(delta, num_cached_tokens=self.num_cached)
 
     def lose(self) -> bool:

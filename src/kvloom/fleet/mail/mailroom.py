@@ -38,13 +38,16 @@ class Visit:
 
     def take(self, at: int, deltas: Sequence[Delta]) -> None:
         """Tell what is next, and keep what is later."""
-        self._early[at] = deltas
-        while (found := self._early.pop(self.num_told, None)) is not None:
+        if at != self.num_told:
+            self._early[at] = deltas
+            return
+        found: Sequence[Delta] | None = deltas
+        while found:
             self.num_told += len(found)
             for delta in found:
-                told = self.journey.add(delta)
-                self.is_over = told.finish_reason is not None
-                self._feed.put(told.request_id, told)
+                self._feed.put(delta.request_id, self.journey.add(delta))
+            self.is_over = found[-1].finish_reason is not None
+            found = self._early.pop(self.num_told, None)
         if 0 < self._wanted <= self.num_told:
             self._change()
 
