@@ -139,7 +139,8 @@ def test_weights_of_another_form_are_refused_by_name():
     assert roll.join("n1", "cpu w8a8") == ""
     assert roll.join("n2", "cpu w8a8") == ""
     assert roll.join("n3", "cpu bf16") == (
-        "node n3 holds the model as cpu bf16, and node n1 of the same fleet as cpu w8a8; set weightFormat"
+        "node n3 holds the model as cpu bf16, and node n1 of the same fleet as cpu w8a8; "
+        "give both the same files, or set weightFormat"
     )
 
 

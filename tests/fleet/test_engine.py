@@ -48,6 +48,16 @@ def test_a_request_that_is_lost_three_times_ends_with_an_error_that_says_so():
     assert (len(replicas.requests), engine.num_moves, engine.num_lost) == (3, 2, 1)
 
 
+def test_an_answer_goes_on_only_where_the_weights_are_those_that_began_it():
+    replicas = Replicas([3], layouts=["w8a8", "bf16", "w8a8"])
+    engine = fleet_of(replicas)
+    assert tokens(asyncio.run(answer(engine, request()))) == fake_answer(PROMPT, request().params, 5, 20)
+    assert [len(asked.answer) for asked in replicas.requests] == [0, 3, 3]
+    replicas = Replicas([3], layouts=["w8a8", "bf16", "bf16"])
+    with pytest.raises(GenerationFailed, match="lost with 3 replicas"):
+        asyncio.run(answer(fleet_of(replicas), request()))
+
+
 def test_without_a_seed_one_is_drawn_and_kept_when_it_moves():
     replicas = Replicas([4])
     deltas = asyncio.run(answer(fleet_of(replicas), request(seed=None)))

@@ -47,6 +47,11 @@ def test_only_weights_of_one_form_go_on_with_each_others_tokens():
     assert journey.required_layout == ""
     journey.add(Delta("r", token_ids=(1,)))
     assert journey.required_layout == "w8a8 avx512"
+    journey.lose()
+    assert not journey.arrived("b", "bf16 avx512")
+    assert journey.required_layout == "w8a8 avx512"
+    journey.lose()
+    assert journey.arrived("c", "w8a8 avx512")
 
 
 def test_what_the_first_replica_found_cached_is_what_the_caller_is_told():

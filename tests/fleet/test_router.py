@@ -84,6 +84,14 @@ def test_nobody_goes_back_to_where_it_was_lost_unless_there_is_nobody_else():
 def test_an_answer_goes_on_with_the_weights_that_began_it():
     both = replica("a", "w8a8"), replica("b", "bf16")
     assert ranks(router(*both), both, pending(layout="bf16")) == [["b"]]
+    assert ranks(router(*both), both, pending(layout="bf16", avoid=["b"])) == [["b"]]
+
+
+@pytest.mark.parametrize("is_of_two", [False, True])
+def test_where_no_weights_are_like_those_that_began_it_an_answer_waits(is_of_two):
+    both = replica("a", "w8a8"), replica("b", "w8a8")
+    made = router(*both, is_of_two=is_of_two)
+    assert [replicas for replicas in ranks(made, both, pending(layout="bf16")) if replicas] == []
 
 
 def test_a_replica_that_has_not_reported_may_be_asked():

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _NOBODY = "no replica answers; try again soon"
 _CUT = "its stream ended before the answer did"
+_OTHER_FORM = "it holds the model in another form than the one that began the answer"
 _OTHER = "the replicas were deployed anew with another model; start this server again"
 _STOPPING = "the server is stopping"
 _WALKED = f"the request was lost with {MAX_MOVES + 1} replicas, one after the other"
@@ -274,7 +275,8 @@ class FleetEngine:
     async def _take(self, item: Item, visit: Visit, board: Board, mailroom: Mailroom | None) -> None:
         """One item of a request's own stream. Raises ReplicaLost, ServingError."""
         if isinstance(item, Hello):
-            visit.journey.arrived(item.replica, item.layout)
+            if not visit.journey.arrived(item.replica, item.layout):
+                raise ReplicaLost(_OTHER_FORM)
             if item.serves != self._about.serves:
                 raise Unavailable(_OTHER)
             if mailroom is not None:

@@ -42,9 +42,13 @@ class Journey:
         """What a replica must be like to go on; "" = any may begin."""
         return self.layout if self.told else ""
 
-    def arrived(self, replica: str, layout: str) -> None:
-        """The replica has accepted it."""
-        self.replica, self.layout = replica, layout
+    def arrived(self, replica: str, layout: str) -> bool:
+        """The replica has accepted it; whether it may answer there, with the weights and kernels that it began with."""
+        self.replica = replica
+        if self.required_layout not in ("", layout):
+            return False
+        self.layout = layout
+        return True
 
     def add(self, delta: Delta) -> Delta:
         """What the caller is told of it: that a request has moved changes no figure of its answer."""

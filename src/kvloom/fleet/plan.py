@@ -116,7 +116,7 @@ class Roll:
         if form == wanted:
             return ""
         others = f"node {first_node} of the same fleet as {wanted}"
-        return f"node {node} holds the model as {form}, and {others}; set weightFormat"
+        return f"node {node} holds the model as {form}, and {others}; give both the same files, or set weightFormat"
 
 
 def _isa() -> str:

@@ -39,7 +39,10 @@ class KvRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """A list of one for each replica, the best first; or of the two that were drawn."""
+        """A list of one for each replica, the best first; or of the two that were drawn.
+
+        Empty where no replica has the form of weights that an answer began with: the request waits for one that does.
+        """
         self._learn_begun()
         self._turn += 1
         if pending_request is not None:
@@ -48,10 +51,11 @@ class KvRouter(RequestRouter):
         found = {_name(replica.replica_id): replica for replica in candidate_replicas}
         if hint.only in found:
             return [[found[hint.only]]]
-        wanted = {id: replica for id, replica in found.items() if self._may_take(id, hint)}
+        alike = [id for id in found if self._is_alike(id, hint)]
+        wanted = [id for id in alike if id not in hint.avoid] or alike
         if self._is_of_two:
-            return [[found[id] for id in random.sample(list(wanted or found), min(2, len(wanted or found)))]]
-        candidates = [self._candidate(id, hint) for id in wanted or found]
+            return [[found[id] for id in random.sample(wanted, min(2, len(wanted)))]]
+        candidates = [self._candidate(id, hint) for id in wanted]
         return [[found[id]] for id in choose(candidates, hint.num_tokens, self._rules, self._turn)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -108,9 +112,9 @@ class KvRouter(RequestRouter):
         while not self._board.begun.empty():
             self._ledger.begun(self._board.begun.get())
 
-    def _may_take(self, id: str, hint: Hint) -> bool:
-        layout = self._stats.get(id, {}).get("layout", hint.layout)
-        return id not in hint.avoid and (not hint.layout or layout == hint.layout)
+    def _is_alike(self, id: str, hint: Hint) -> bool:
+        """Whether it may go on with the answer, for all that is known of it."""
+        return not hint.layout or self._stats.get(id, {}).get("layout", hint.layout) == hint.layout
 
     def _candidate(self, id: str, hint: Hint) -> Candidate:
         stats, keys = self._stats.get(id, {}), keys_of(hint.prefix)
