@@ -53,6 +53,15 @@ def sglang() -> Iterator[Routed]:
 
 
 @pytest.fixture(scope="module")
+def sglang_parted() -> Iterator[httpx.Client]:
+    """The router asks both servers for the whole answer at once, with the number of a room where they are to meet."""
+    with fake_server() as one, fake_server() as two:
+        arguments = ("--pd-disaggregation", "--prefill", one.url, "8998", "--decode", two.url)
+        with router(SGLANG, *arguments) as client:
+            yield client
+
+
+@pytest.fixture(scope="module")
 def vllm() -> Iterator[Routed]:
     with routed(VLLM) as made:
         yield made
@@ -155,3 +164,10 @@ def test_a_killed_server_costs_no_later_request(module: str):
         answers = [client.post("/v1/completions", json=TEXT) for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+
+
+@PATHS
+def test_sglangs_own_way_of_parting_prefill_and_decode_is_refused_by_name(sglang_parted: httpx.Client, path, body):
+    answer = sglang_parted.post(path, json=body)
+    assert answer.status_code == 400
+    assert "bootstrap_host: is not supported; servers for prompts and for answers are driven by kv_tr" in answer.text

@@ -46,6 +46,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "input_ids": (None,),
     "session_params": (None,),
     "lora_path": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
     # llama.cpp's, then those of TabbyAPI, TensorRT-LLM, NIM and Mistral
     "grammar_lazy": (None, False),
     "grammar_triggers": (None, []),
@@ -56,6 +59,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "nvext": (None, {}),
     "safe_prompt": (None, False),
 }
+_INSTEAD = dict.fromkeys(
+    ("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    "; servers for prompts and for answers are driven by kv_transfer_params (vllm-router --vllm-pd-disaggregation)",
+)
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
@@ -97,6 +104,9 @@ class Unsupported(msgspec.Struct, kw_only=True):
     input_ids: Any = None
     session_params: Any = None
     lora_path: Any = None
+    bootstrap_host: Any = None
+    bootstrap_port: Any = None
+    bootstrap_room: Any = None
     grammar_lazy: Any = None
     grammar_triggers: Any = None
     grammar_string: Any = None
@@ -110,4 +120,4 @@ class Unsupported(msgspec.Struct, kw_only=True):
         """`prefix`: of the fields' names, for errors. Raises BadRequest."""
         for name, neutral in _NEUTRAL.items():
             if name not in self.honoured and getattr(self, name) not in neutral:
-                raise BadRequest(prefix + name, "is not supported")
+                raise BadRequest(prefix + name, "is not supported" + _INSTEAD.get(name, ""))
