@@ -1,11 +1,11 @@
 """The families of models, by the architecture name that a checkpoint states."""
 
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.gemma import GEMMA2, GEMMA3
-from kvloom.checkpoints.families.granite import GRANITE
-from kvloom.checkpoints.families.llama import LLAMA, SMOLLM3
-from kvloom.checkpoints.families.mistral import MISTRAL
-from kvloom.checkpoints.families.mixtures import (
+from kvloom.checkpoints.families.known.gemma import GEMMA2, GEMMA3
+from kvloom.checkpoints.families.known.granite import GRANITE
+from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
+from kvloom.checkpoints.families.known.mistral import MISTRAL
+from kvloom.checkpoints.families.known.mixtures import (
     GPT_OSS,
     GRANITE_MOE,
     MIXTRAL,
@@ -14,9 +14,9 @@ from kvloom.checkpoints.families.mixtures import (
     QWEN3_MOE,
     QWEN3_MOE_GGUF,
 )
-from kvloom.checkpoints.families.olmo import OLMO
-from kvloom.checkpoints.families.phi3 import PHI3
-from kvloom.checkpoints.families.qwen import QWEN2, QWEN3
+from kvloom.checkpoints.families.known.olmo import OLMO
+from kvloom.checkpoints.families.known.phi3 import PHI3
+from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
 from kvloom.contract.errors import ModelError
 
 FAMILIES: dict[str, Family] = {

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from kvloom.checkpoints.families.expert_layers import Mixture
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.granite import GRANITE
-from kvloom.checkpoints.families.qwen import QWEN2, QWEN3
+from kvloom.checkpoints.families.known.granite import GRANITE
+from kvloom.checkpoints.families.known.qwen import QWEN2, QWEN3
 
 MIXTRAL = Family(
     "mixtral",
