@@ -34,10 +34,10 @@ serve: install
 demo: install
 	$(BIN)/python examples/demo.py
 
-# Two workers; the processes that tests start find their modules compiled, whatever the environment says.
+# More workers than cores: many tests wait for processes. Those that tests start find their modules compiled, whatever the environment says.
 # CI runs the tests in the same order every time, everybody else in another.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal $(if $(CI),--randomly-seed=1)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 $(if $(CI),--randomly-seed=1)
 
 # clients that need other versions than the tests: an environment over the project's, its packages first
 compat: setup
