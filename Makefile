@@ -34,7 +34,7 @@ serve: install
 demo: install
 	$(BIN)/python examples/demo.py
 
-# More workers than cores: many tests wait for processes. Those that tests start find their modules compiled, whatever the environment says.
+# More workers than cores: many tests wait for processes. These find their modules compiled, whatever the environment says.
 # CI runs the tests in the same order every time, everybody else in another.
 test: setup
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 $(if $(CI),--randomly-seed=1)
