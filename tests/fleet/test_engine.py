@@ -168,6 +168,19 @@ def test_a_fleet_that_ends_says_so_to_who_waits():
         asyncio.run(close(engine))
 
 
+def test_it_is_ended_from_another_thread_too():
+    async def close(engine):
+        engine.start(asyncio.get_running_loop())
+        with engine.open([request()]) as feed:
+            await feed.get()
+            await asyncio.to_thread(engine.close)
+            while await feed.get() is not None:
+                pass
+
+    with pytest.raises(Unavailable, match="stopping"):
+        asyncio.run(close(fleet_of(Replicas())))
+
+
 @pytest.mark.parametrize(("threshold", "is_apart"), [(len(PROMPT), True), (len(PROMPT) + 1, False)])
 def test_a_long_prompt_is_computed_apart_and_its_answer_is_the_same(threshold, is_apart):
     decode, prefill = Replicas(), Replicas(only_first=True)

@@ -1,5 +1,7 @@
 """`kvloom fleet run | check`. Options and wiring, no logic."""
 
+import logging
+import os
 import platform
 import sys
 from importlib import import_module
@@ -12,11 +14,13 @@ import typer
 from kvloom.contract.errors import BadRequest, UserError
 from kvloom.fleet.args import FleetArgs, read_fleet_file
 from kvloom.fleet.plan import make_plan
-from kvloom.server.config.settings import ServerConfig
+from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.observe.logs import start_logging
+from kvloom.server.run.launch import notes_of
 from kvloom.server.run.loading import Opening
 from kvloom.server.run.main import serve
 
+log = logging.getLogger(__name__)
 app = typer.Typer(help="One model on many engines, with Ray Serve.", no_args_is_help=True, add_completion=False)
 
 
@@ -43,6 +47,8 @@ def run(
     server = plan.config(platform.node())
     local = _local()
     start_logging(server.log)
+    for note in notes_of(Settings(plan.values), os.environ):
+        log.warning("%s", note)
     fleets: list[Any] = []
 
     def opening(server: ServerConfig) -> Opening:

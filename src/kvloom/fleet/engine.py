@@ -5,7 +5,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, ServingError, Unavailable
@@ -152,7 +152,7 @@ class FleetEngine:
     def close(self) -> None:
         """What runs ends with an error. Safe from any thread."""
         self._is_closing = True
-        if self._loop is None:
+        if self._loop is None or self._loop is _running_loop():
             self._end_all()
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._end_all)
@@ -304,4 +304,11 @@ async def _next(items: AsyncGenerator[bytes]) -> bytes | None:
     """None when there is none."""
     async for item in items:
         return item
+    return None
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    """Of this thread."""
+    with suppress(RuntimeError):
+        return asyncio.get_running_loop()
     return None
