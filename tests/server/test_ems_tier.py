@@ -9,12 +9,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from ems.circuit import Circuit
+from ems.native import library
+from ems.native.build import BLOCKS
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Moved, Transfer
@@ -23,6 +26,7 @@ from kvloom.engine.thread import EngineThread
 from kvloom.pool.auth import new_credential
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine
+from kvloom.rank.tier import ems as tier_of_ems
 from kvloom.rank.tier.ems import EmsTier, open_tier
 from kvloom.rank.tier.kvmemory import KvMemory
 from tests.support.pool import SECRET, running_agent
@@ -171,6 +175,22 @@ def move(tier: EmsTier, transfer: Transfer, is_load: bool) -> Moved:
     found: list[Moved] = []
     until(lambda: bool(found.extend(tier.poll()) or found), 10)
     return found[0]
+
+
+def test_the_library_is_compiled_before_the_pool_is_looked_for(monkeypatch):
+    """That takes seconds, a prompt waits half a one: what came until then was not saved."""
+    found: list[bool] = []
+
+    class Looking(Circuit):
+        def __init__(self, *arguments: Any) -> None:
+            found.append(BLOCKS.name in library._loaded)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(library, "_loaded", {})
+    monkeypatch.setattr(tier_of_ems, "Circuit", Looking)
+    with running_agent() as agent:
+        open_tier(memory()[0], TierConfig(FACTORY, TIMEOUT_S, {"socket": str(agent.config.socket)})).close()
+    assert found == [True]
 
 
 def test_blocks_are_found_under_their_model_and_layout_only():

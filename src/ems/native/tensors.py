@@ -1,16 +1,18 @@
 """NativeHostTensors: a batch between host tensors and the pool's memory in one call, without Python's lock."""
 
 import ctypes
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ems.native.build import BLOCKS
-from ems.native.library import Xxh3, load, sums_alike, xxh3
+from ems.native.library import Xxh3, is_to_be_compiled, load, sums_alike, xxh3
 from ems.runs import Blocks, Bytes, Numbers, address_of, addresses_of
 from ems.tensors import Tensor
 
+log = logging.getLogger("ems")
 _SUM_BYTES = 16
 
 
@@ -102,6 +104,13 @@ def _as_blocks(blocks: Sequence[tuple[object, ...]]) -> Blocks:
 
 def _contiguous(numbers: Numbers) -> Numbers:
     return np.ascontiguousarray(numbers, np.int64)
+
+
+def prepare() -> None:
+    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    if is_to_be_compiled(BLOCKS):
+        log.info("compiling %s, once on this machine", BLOCKS.name)
+    load(BLOCKS, _prepare)
 
 
 def native_tensors(tensors: list[Tensor], group_of: list[int]) -> NativeHostTensors | None:

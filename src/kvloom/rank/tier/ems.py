@@ -14,6 +14,7 @@ import numpy as np
 
 from ems import CcConfig, CcFuture, CcKvOption, ContextCaching, Ems, EmsConfig, EmsException, KVCacheType
 from ems.circuit import FIRST_PAUSE_S, Circuit
+from ems.native.tensors import prepare
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Moved, Transfer
@@ -45,6 +46,7 @@ class EmsTier:
         self._complaint = ""
         self._under_way: dict[int, _UnderWay] = {}
         self._done: list[Moved] = []
+        prepare()  # not within a deadline: the prompts until then would not be saved
         self._circuit = Circuit(self._connect, pause_s)
         self._circuit.wait_up(timeout_s)
 
