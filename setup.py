@@ -25,6 +25,7 @@ class BuildWithLibraries(build_py):
             for library in (
                 native["BLOCKS"],
                 native["Library"]("libkvloom_pool", SOURCE / "kvloom/pool/storage/native"),
+                native["Library"]("libkvloom_stream", SOURCE / "kvloom/pool/cluster/native"),
             ):
                 library.compile(target.parent / library.prebuilt.relative_to(SOURCE))
             kernels = target / "rank/kernels/lib"

@@ -87,6 +87,7 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
     expected = {f"kvloom/rank/kernels/lib/{build.file_name(isa)}" for isa in build.ISAS}
     expected |= {"kvloom/gewu/lib/libqos.so.1", "kvloom/engine_api/lib/libkvloom_engine.so.1"}
     expected |= {"ems/native/lib/libems_blocks.so", "kvloom/pool/storage/native/lib/libkvloom_pool.so"}
+    expected |= {"kvloom/pool/cluster/native/lib/libkvloom_stream.so"}
     assert libraries == expected
     headers = {f"kvloom/engine_api/{path.relative_to(LIBRARY.package)}" for path in LIBRARY.include.rglob("*.h")}
     sources = {"kvloom/rank/kernels/cpu/step.cpp", "kvloom/rank/kernels/cpu/abi.h"}  # to compile for others

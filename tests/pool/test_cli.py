@@ -105,6 +105,7 @@ def test_wrong_sizes(text, problem):
         ("--socket-mode=9", "permissions are three octal digits"),
         ("--socket-group=no-such-group", "this machine has no group 'no-such-group'"),
         ("--max-sessions=0", "must be a positive number, got '0'"),
+        ("--peer-connections=no", "must be a positive number, got 'no'"),
         ("--listen=nowhere", "an address is host:port, got 'nowhere'"),
         ("--http=host:99999", "an address is host:port, got 'host:99999'"),
         ("--tenant=a:1G", "a tenant's limits are id:guarantee:quota, got 'a:1G'"),

@@ -190,7 +190,7 @@ def test_a_push_under_way_does_not_hold_up_a_load(engines, monkeypatch):
 
 def test_a_call_that_nobody_answered_while_it_waited_opens_the_breaker(engines):
     (link, *_others) = engines[0].agent.peers._links.values()
-    with link._loads._lock:
+    with link._loads[0]._lock:
         for _ in range(2):
             assert engines[0].load(list(range(5000, 5040)), CcKvOption(timeout=1500)) == 0
     assert engines[0].agent.peers.status()[link.address.id] is False

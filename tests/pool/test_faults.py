@@ -23,6 +23,7 @@ from kvloom.net.devcerts import make_files
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
+from tests.support.node_proxy import NodeProxy
 from tests.support.pool import SECRET, blocks_of, new_kv, running_agent, session, shared_files, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle, run_until_killed
 from tests.support.ports import free_port
@@ -184,45 +185,6 @@ def test_a_flipped_bit_in_the_pool_is_a_miss(position):
         pool.check()
 
 
-class FlippingProxy:
-    """Passes bytes between peers and flips one bit of every answer, at random."""
-
-    def __init__(self, port: int) -> None:
-        self._target = port
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.port = self._server.getsockname()[1]
-        self.is_flipping = False
-        self._chance = random.Random(4)
-        self._sockets = [self._server]
-        self._thread = threading.Thread(target=self._accept, daemon=True)
-        self._thread.start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                near, _ = self._server.accept()
-                far = socket.create_connection(("127.0.0.1", self._target))
-                self._sockets += [near, far]
-                for source, sink, flips in ((near, far, False), (far, near, True)):
-                    threading.Thread(target=self._pass, args=(source, sink, flips), daemon=True).start()
-
-    def _pass(self, source, sink, flips) -> None:
-        with suppress(OSError):
-            while data := bytearray(source.recv(65536)):
-                if flips and self.is_flipping:
-                    data[self._chance.randrange(len(data))] ^= 1 << self._chance.randrange(8)
-                sink.sendall(data)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        self._thread.join()
-
-
 def test_flipped_bits_between_nodes_are_misses(pair_in_process):
     (a, b), proxy = pair_in_process
     one, two = Oracle(), Oracle()
@@ -249,7 +211,7 @@ def pair_in_process():
         running_agent(node_id="a", peers=nowhere, **cluster) as a,
         running_agent(node_id="b", peers=nowhere, **cluster) as b,
     ):
-        proxy = FlippingProxy(b.peer_port)
+        proxy = NodeProxy(b.peer_port)
         a.peers.set_members([Address("b", "127.0.0.1", proxy.port)])
         b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
         yield (a, b), proxy

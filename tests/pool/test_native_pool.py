@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ems.native.build import BLOCKS
 from ems.runs import Areas
+from kvloom.pool.cluster.native.library import STREAM
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Block, Geometry, NoRoom, Reservation, Written
 from kvloom.pool.storage.evict import Lru, S3Fifo
@@ -228,7 +229,7 @@ def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, 
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert {each.path().is_relative_to(tmp_path) for each in (BLOCKS, INDEX)} == {True}
+    assert {each.path().is_relative_to(tmp_path) for each in (BLOCKS, INDEX, STREAM)} == {True}
     options = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
     command = [sys.executable, "-m", "tests.support.pool_storm"]
     done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=False)

@@ -68,7 +68,7 @@ def is_settled(agent):
 
 
 def hang_up(link):
-    for line in (link._loads, link._saves):
+    for line in (*link._loads, link._saves):
         with line._lock:
             line._hang_up()
 
@@ -87,8 +87,8 @@ def test_blocks_are_pushed_and_loaded_inside_tls(files):
         until(lambda: count(a, "push_done") > 0)
         for agent in (a, b):
             link = next(iter(agent.peers._links.values()))
-            assert isinstance(link._loads._channel, TlsChannel)
-            assert link._loads._channel.sock.version() == "TLSv1.3"
+            assert isinstance(link._loads[0]._channel, TlsChannel)
+            assert link._loads[0]._channel.sock.version() == "TLSv1.3"
             assert count(agent, "peer_reads") > 0
             agent.node.pool("default").check()
 
@@ -263,7 +263,7 @@ def num_called(agent):
 
 def channels(agent, other):
     link = agent.peers._links[other]
-    return [link._loads._channel, link._saves._channel]
+    return [link._loads[0]._channel, link._saves._channel]
 
 
 def test_a_reload_ends_the_connections_of_revoked_nodes_and_of_no_others(files, caplog):

@@ -1,17 +1,23 @@
-"""`python -m tests.support.pool_storm`: threads save, read, evict and give back in one native pool.
+"""`python -m tests.support.pool_storm`: threads save, read, evict and give back in one native pool, and send to others.
 
 For runs under a sanitizer. Ends with 1 when a byte is wrong or the pool does not hold.
 """
 
 import random
+import socket
 import sys
 import threading
+import time
 
 import numpy as np
+import xxhash
 
+from ems.common.channel import Channel
 from ems.native.tensors import native_tensors
 from ems.runs import Areas, Blocks
 from ems.tensors import as_tensor
+from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
+from kvloom.pool.cluster.native.library import functions
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.native.pool import NativePool
@@ -31,6 +37,46 @@ class Storm:
         self.pool = open_pool("t", PoolOptions(self.budget, Geometry(1 << 17, SLAB), 0.25, "s3fifo"))
         assert isinstance(self.pool, NativePool), "there is no library"
         self.errors: list[BaseException] = []
+
+    def send(self, sock: socket.socket) -> None:
+        """Sends pinned blocks while others save and evict, and what they were; then an empty list."""
+        try:
+            with sock:
+                draw, channel = random.Random(9), Channel(sock)
+                for _ in range(ROUNDS):
+                    found = self.pool.pin_each([draw.randint(0, 60).to_bytes(4, "big") * 8 for _ in range(9)])
+                    blocks = [block for block in found if block is not None]
+                    views = [self.pool.view(block.offset, block.length) for block in blocks]
+                    told = np.array([[block.length, block.key[3]] for block in blocks], np.int64).reshape(-1, 2)
+                    sizes = np.array([len(blocks)], np.int64)
+                    send_blocks(channel, [sizes.view(np.uint8), told.reshape(-1).view(np.uint8), *views], _soon())
+                    self.pool.unpin(blocks)
+        except BaseException as error:
+            self.errors.append(error)
+
+    def receive(self, sock: socket.socket) -> None:
+        """What `send` sends, but for every third block, which is read past."""
+        try:
+            with sock:
+                channel = Channel(sock)
+                for _ in range(ROUNDS):
+                    (count,) = self.numbers(channel, 1)
+                    told = self.numbers(channel, 2 * count).reshape(-1, 2)
+                    sizes = [int(size) for size, _byte in told]
+                    targets = [np.empty(size, np.uint8) if i % 3 else None for i, size in enumerate(sizes)]
+                    sums = receive_summed(channel, targets, sizes, _soon())
+                    for target, found, (_size, byte) in zip(targets, sums, told, strict=True):
+                        if target is not None:
+                            assert (target == byte).all(), "wrong bytes"
+                            assert found == xxhash.xxh3_128_digest(target), "a wrong sum"
+        except BaseException as error:
+            self.errors.append(error)
+
+    @staticmethod
+    def numbers(channel: Channel, count: int) -> np.ndarray:
+        memory = np.empty(8 * count, np.uint8)
+        receive_summed(channel, [memory], [len(memory)], _soon())
+        return memory.view(np.int64)
 
     def run(self, seed: int) -> None:
         """One thread's calls."""
@@ -76,9 +122,18 @@ class Storm:
             self.pool.unpin([block for block in self.pool.pin_each(keys) if block is not None])
 
 
+def _soon() -> float:
+    return time.monotonic() + 60
+
+
 def main() -> int:
-    storm = Storm()
+    assert functions() is not None, "there is no library"
+    storm, (here, there) = Storm(), socket.socketpair()
     threads = [threading.Thread(target=storm.run, args=(seed,)) for seed in range(THREADS)]
+    threads += [
+        threading.Thread(target=storm.send, args=(here,)),
+        threading.Thread(target=storm.receive, args=(there,)),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

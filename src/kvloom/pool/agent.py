@@ -21,6 +21,7 @@ from kvloom.net.listening import UnixListener, listen, own_names
 from kvloom.net.sites import Policy
 from kvloom.net.tls import MutualTls, TlsError
 from kvloom.pool.auth import read_credentials
+from kvloom.pool.cluster.native.library import prepare as prepare_stream
 from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
@@ -97,7 +98,7 @@ class Agent:
     def _join_cluster(self) -> None:
         config = self.config
         if config.peers or config.control_url:
-            self.peers = Peers(config.node_id, config.secret, self.tls)
+            self.peers = Peers(config.node_id, config.secret, self.tls, config.peer_connections)
             self.peers.set_members(config.peers)
             self.node.others = self.peers
         if self.engine is not None:
@@ -239,6 +240,8 @@ def serve(config: AgentConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, _STOP))
     prepare()
+    if config.listen or config.peers or config.control_url:
+        prepare_stream()
     agent = Agent(config)
     agent.start()
     if agent.config.has_huge_pages:

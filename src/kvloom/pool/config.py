@@ -13,6 +13,7 @@ from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.evict import ORDERS
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_MAX_PEER_CONNECTIONS = 16
 _MIN_STAGING_BYTES = 64 << 20
 
 
@@ -105,6 +106,7 @@ class AgentConfig:
     socket_mode, socket_group: who may connect: its permissions, and its group's number; -1 = the agent's own.
     max_sessions: connections of engines at once, and of nodes; more wait. staging_bytes: for what sessions are saving,
     all together; 0 = a quarter of pool_bytes, 64 MiB at least.
+    peer_connections: that one load from another node uses at most; 0 = 2 inside TLS, else 1.
     allowed_hosts: names, beside addresses and the machine's own, that `http` is asked under.
     tls: files for speaking with other nodes; without them nodes speak in plain text, beyond loopback only with
     has_plaintext_peers.
@@ -134,6 +136,7 @@ class AgentConfig:
     listen: tuple[str, int] | None = None
     advertise: str = ""
     peers: tuple[Address, ...] = ()
+    peer_connections: int = 0
     control_url: str = ""
     state: Path | None = None
     tls: TlsConfig | None = None
@@ -151,6 +154,8 @@ class AgentConfig:
             raise ValueError("staging_bytes: a block of slab_bytes must fit into it")
         if self.segment_bytes % self.slab_bytes:
             raise ValueError("segment_bytes must be a multiple of slab_bytes")
+        if not 0 <= self.peer_connections <= _MAX_PEER_CONNECTIONS:
+            raise ValueError(f"peer_connections: {_MAX_PEER_CONNECTIONS} at most, got {self.peer_connections}")
         if self.eviction not in ORDERS:
             raise ValueError(f"eviction: {self.eviction!r} is none of {', '.join(ORDERS)}")
         if not 0 <= self.rcache_share <= 1:

@@ -17,6 +17,7 @@ from kvloom.pool.storage.budget import Budget, RateLimit
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
+from kvloom.pool.storage.segments import Bytes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine, until it is started again
 _POOL_ID_BYTES = 8
@@ -34,7 +35,7 @@ class Outgoing(NamedTuple):
     """A block for another node or a store. data: its bytes; parent: the key before it in its chain, or empty."""
 
     key: bytes
-    data: memoryview
+    data: Bytes
     checksum: bytes
     parent: bytes
 
@@ -53,8 +54,11 @@ class Others(Protocol):
         """Where a new block of this key belongs."""
         ...
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
-        """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another."""
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
+        """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another.
+
+        has_end: what lies behind a key that nobody has is of no use.
+        """
         ...
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:

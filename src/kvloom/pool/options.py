@@ -125,6 +125,9 @@ Advertise = Annotated[str, _nodes("--advertise", "host:port under which other no
 Control = Annotated[str, _nodes("--control", "URL of the control plane; the secret is the node's password")]
 State = Annotated[Path | None, _nodes("--state", "keeps what the control plane said, for a restart without it", Path)]
 Peers = Annotated[list[Address] | None, _nodes("--peer", "id=host:port of another node; repeatable", Address.parse)]
+PeerConnections = Annotated[
+    int, _nodes("--peer-connections", "for one load from a node", parse_count, "2 with TLS, else 1")
+]
 Engine = Annotated[str, _nodes("--engine", "URL of a distributed store: valkey://, unix://, mooncake://")]
 EnginePassword = Annotated[Path | None, _nodes("--engine-password-file", "with the store's password", Path)]
 
@@ -168,6 +171,7 @@ def parse(  # as typer reads it; config_from takes the values of its context
     control_url: Control = "",
     state: State = None,
     peers: Peers = None,
+    peer_connections: PeerConnections = 0,
     engine: Engine = "",
     engine_password_file: EnginePassword = None,
     tls_dir: TlsDir = None,

@@ -7,7 +7,6 @@ from ems.wire.messages import Cause
 from kvloom.pool.node import Fetched, Node
 from kvloom.pool.storage.pool import Held, Pool
 
-_FETCH_KEYS = 16  # asked of other nodes at once: a hole ends the load, what lies behind it would be brought in vain
 PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
 _MAX_LEASES = 1024
 
@@ -54,30 +53,29 @@ class Reader:
         return lease
 
     def _extend(self, keys: list[bytes], held: list[Held], deadline_s: float) -> Cause:
-        """Adds blocks of other nodes to the pinned prefix `held`, some at a time, until one is nowhere."""
+        """Adds blocks of other nodes to the pinned prefix `held`, until one is nowhere."""
         now = time.monotonic()
-        peers_deadline_s = now + (deadline_s - now) * PEER_SHARE
-        count = sum(map(len, held))
-        while count < len(keys):
-            wanted = keys[count : count + _FETCH_KEYS]
-            here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
-            fetched = self.fetch(wanted, peers_deadline_s)
-            more = self._pool.hold_prefix(keys[count:])
-            self._pool.unpin(here + fetched.entries)
-            held.append(more)
-            count += len(more)
-            if len(more) < len(wanted):
-                return fetched.problem or self._pool.why_missing(keys[count])
-        return Cause.NONE
+        wanted = keys[sum(map(len, held)) :]
+        here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
+        fetched = self.fetch(wanted, now + (deadline_s - now) * PEER_SHARE, has_end=True)
+        more = self._pool.hold_prefix(wanted)
+        self._pool.unpin(here + fetched.entries)
+        held.append(more)
+        if len(more) == len(wanted):
+            return Cause.NONE
+        return fetched.problem or self._pool.why_missing(wanted[len(more)])
 
-    def fetch(self, keys: list[bytes], deadline_s: float) -> Fetched:
-        """Brings those of the keys that are not here from other nodes; they are pinned."""
+    def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
+        """Brings those of the keys that are not here from other nodes; they are pinned.
+
+        has_end: what lies behind a key that nobody has is of no use.
+        """
         others = self._node.others
         if others is None:
             return Fetched(Cause.NONE, [])
         if time.monotonic() >= deadline_s:
             return Fetched(Cause.TIMEOUT, [])
-        return others.fetch(self._pool, self._pool.missing(keys), deadline_s)
+        return others.fetch(self._pool, self._pool.missing(keys), deadline_s, has_end)
 
     def count(self, total: int, hits: int, cause: Cause) -> None:
         """For /metrics. cause: of all misses."""

@@ -86,9 +86,8 @@ class Writer:
         assert self._push_deadline_s is not None, "a batch has begun"
         routes = [others.route(key) for key in keys]
         if routes[0] is Route.AWAY and not write_rcache:
-            copy = areas[0].tobytes()
-            checksum = xxhash.xxh3_128_digest(copy)
-            block = Outgoing(keys[0], memoryview(copy), checksum, parent or b"")
+            copy = areas[0].copy()
+            block = Outgoing(keys[0], copy, xxhash.xxh3_128_digest(copy.data), parent or b"")
             if others.push_now(self._pool.tenant, block, self._push_deadline_s):
                 return bytearray([Status.STORED])
             routes[0] = Route.CUT_OFF  # better here than nowhere

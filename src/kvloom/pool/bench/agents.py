@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def two_nodes(pool_bytes: int, is_encrypted: bool = False) -> Iterator[tuple[Path, Path]]:
+def two_nodes(pool_bytes: int, is_encrypted: bool = False, *options: str) -> Iterator[tuple[Path, Path]]:
     """The sockets of two agents, `a` and `b`, that read from each other over loopback TCP, or TLS over it."""
     ports = {"a": free_port(), "b": free_port()}
     with tempfile.TemporaryDirectory(prefix="ems-bench-") as folder, contextlib.ExitStack() as stack:
@@ -56,6 +56,7 @@ def two_nodes(pool_bytes: int, is_encrypted: bool = False) -> Iterator[tuple[Pat
                     f"--peer={other}=127.0.0.1:{ports[other]}",
                     "--rcache=1",
                     *tls,
+                    *options,
                 )
             )
             for name, other in (("a", "b"), ("b", "a"))

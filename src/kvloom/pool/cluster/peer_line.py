@@ -37,11 +37,15 @@ def ask(channel: Channel, message: m.Message, deadline_s: float) -> m.Message:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """This node as it shows itself to others. tls: how connections are encrypted; None = not."""
+    """This node as it shows itself to others. tls: how connections are encrypted; None = not.
+
+    num_lines: connections to each other node that a load may use at once.
+    """
 
     node_id: str
     secret: bytes
     tls: MutualTls | None = None
+    num_lines: int = 1
 
 
 class PeerLine:
@@ -76,10 +80,12 @@ class PeerLine:
         try:
             if not self._breaker.allows(time.monotonic()):
                 return Cause.PEER_DOWN
+            failures = self._breaker.failures
             try:
                 result = self._try(call, deadline_s)
             except CHANNEL_ERRORS as error:
-                self._breaker.fail(time.monotonic())
+                if self._breaker.failures == failures:  # else another line met the same
+                    self._breaker.fail(time.monotonic())
                 return Cause.TIMEOUT if isinstance(error, TimeoutError) else Cause.PEER_DOWN
             self._answered_s = time.monotonic()
             self._breaker.succeed()

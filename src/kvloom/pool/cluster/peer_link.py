@@ -1,13 +1,10 @@
-"""PeerLink: this node's calls to one other node: a line for loads, one for pushes, a breaker, a queue of pushes."""
+"""PeerLink: this node's calls to one other node: lines for loads, one for pushes, a breaker, a queue of pushes."""
 
 import contextlib
 import queue
 import threading
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import xxhash
 
 from ems.common.breaker import Breaker
 from ems.common.channel import Channel, remaining_ms
@@ -15,11 +12,13 @@ from ems.keys import KEY_BYTES
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause, Status
+from kvloom.pool.cluster.block_stream import send_blocks
+from kvloom.pool.cluster.fetching import Fetch
 from kvloom.pool.cluster.peer_line import Own, PeerLine, ask
 from kvloom.pool.cluster.tls_channel import Complaints
 from kvloom.pool.config import Address
-from kvloom.pool.node import Fetched, Outgoing
-from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.node import Outgoing
+from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
 _PUSH_S = 5.0
@@ -36,7 +35,7 @@ class _Push:
 
     def outgoing(self) -> Outgoing:
         entry = self.entry
-        return Outgoing(entry.key, self.pool.view(entry.offset, entry.length).data, entry.checksum, self.parent)
+        return Outgoing(entry.key, self.pool.view(entry.offset, entry.length), entry.checksum, self.parent)
 
 
 class PeerLink:
@@ -46,18 +45,22 @@ class PeerLink:
         self.address = address
         self.breaker = Breaker()
         complaints = Complaints()
-        self._loads = PeerLine(address, own, self.breaker, complaints)
+        self._loads = [PeerLine(address, own, self.breaker, complaints) for _ in range(own.num_lines)]
         self._saves = PeerLine(address, own, self.breaker, complaints)
         self._pushes: queue.Queue[_Push | None] = queue.Queue(_MAX_QUEUE)
         self._is_closed = False
         self._thread = threading.Thread(target=self._push_all, name="ems-push", daemon=True)
         self._thread.start()
 
-    def get(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
-        """Brings the blocks the peer has into the pool. problem: TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM."""
-        entries: list[Block] = []
-        problem = self._loads.call(deadline_s, lambda channel: _get(channel, pool, keys, entries, deadline_s))
-        return Fetched(problem, entries)
+    def num_lines(self, fetch: Fetch) -> int:
+        """On how many lines a fetch is worth running at once."""
+        return min(fetch.num_parts, len(self._loads))
+
+    def get(self, fetch: Fetch, line: int, deadline_s: float) -> Cause:
+        """Brings blocks over one of the lines. Returns TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM, or NONE."""
+        if not fetch.num_parts:  # the other lines have taken them all
+            return Cause.NONE
+        return self._loads[line].call(deadline_s, lambda channel: fetch.run(channel, deadline_s))
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """For each key whether the peer has it; all False when it does not answer."""
@@ -70,7 +73,7 @@ class PeerLink:
             found[:] = [length > 0 for length in answer.lengths]
             return Cause.NONE
 
-        self._loads.call(deadline_s, ask_for)
+        self._loads[0].call(deadline_s, ask_for)
         return found
 
     def put(self, tenant: str, blocks: list[Outgoing], deadline_s: float) -> list[bool]:
@@ -88,8 +91,7 @@ class PeerLink:
                 b"".join(block.parent or bytes(KEY_BYTES) for block in blocks),
             )
             channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
-            for block in blocks:
-                channel.send_bytes(block.data, deadline_s)
+            send_blocks(channel, [block.data for block in blocks], deadline_s)
             answer = channel.receive(deadline_s).message
             if not isinstance(answer, m.Saved):
                 raise WireError("expected the result of a save")
@@ -154,80 +156,17 @@ class PeerLink:
 
     def end_revoked(self) -> int:
         """Ends connections if the peer's certificate is revoked by now. How many."""
-        return sum(line.end_revoked() for line in (self._loads, self._saves))
+        return sum(line.end_revoked() for line in (*self._loads, self._saves))
 
     def close(self) -> None:
         """Ends the pushes and the connections; a call under way fails."""
         self._is_closed = True
         with contextlib.suppress(queue.Full):
             self._pushes.put_nowait(None)
-        self._loads.close()
-        self._saves.close()
+        for line in (*self._loads, self._saves):
+            line.close()
 
 
 def _give_up(push: _Push) -> None:
     push.pool.counts["push_failed"] += 1
     push.pool.unpin([push.entry])
-
-
-class Incoming(NamedTuple):
-    """A block that another node announces; its bytes follow. parent: the key before it in its chain, or empty.
-
-    is_rcache: its home is elsewhere, and it stays here as a copy.
-    """
-
-    key: bytes
-    length: int
-    checksum: bytes
-    parent: bytes = b""
-    is_rcache: bool = False
-
-
-class Received(NamedTuple):
-    """What became of it. problem: NONE, CORRUPT or NO_ROOM; entry: the block of its key, pinned, if there is one."""
-
-    problem: Cause
-    status: Status
-    entry: Block | None
-
-
-def _get(channel: Channel, pool: Pool, keys: list[bytes], entries: list[Block], deadline_s: float) -> Cause:
-    answer = ask(channel, m.PeerGet(pool.tenant, b"".join(keys)), deadline_s)
-    if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
-        raise WireError("expected blocks")
-    problem = Cause.NONE
-    for key, length, checksum in zip(keys, answer.lengths, m.split_sums(answer.sums), strict=True):
-        if length:
-            block = Incoming(key, length, checksum, is_rcache=True)
-            received = receive_block(channel, pool, block, deadline_s)
-            problem = received.problem or problem
-            if received.entry is not None:
-                received.entry.is_home = True
-                entries.append(received.entry)
-    return problem
-
-
-def receive_block(channel: Channel, pool: Pool, block: Incoming, deadline_s: float) -> Received:
-    """Reads one block's bytes from the channel into the pool and publishes it if its checksum holds.
-
-    Raises as the channel does; then nothing is kept.
-    """
-    key, length, checksum, parent, is_rcache = block
-    begun = pool.begin(key, length, is_rcache)
-    if not isinstance(begun, Reservation):
-        channel.receive_into(memoryview(bytearray(length)), deadline_s)
-        if isinstance(begun, NoRoom):
-            return Received(Cause.NO_ROOM, begun.status, None)
-        is_same = begun.checksum == checksum and begun.length == length
-        return Received(Cause.NONE, Status.DUPLICATE if is_same else Status.CONFLICT, begun)
-    try:
-        view = pool.view(begun.offset, length).data
-        channel.receive_into(view, deadline_s)
-    except BaseException:
-        pool.abandon(begun)
-        raise
-    if xxhash.xxh3_128_digest(view) != checksum:
-        pool.abandon(begun)
-        pool.counts["corrupt_on_wire"] += 1
-        return Received(Cause.CORRUPT, Status.NO_ROOM, None)
-    return Received(Cause.NONE, *pool.publish(Written(begun, checksum, parent)))

@@ -8,8 +8,9 @@ from ems.common.exception import EmsErrorCode
 from ems.keys import NONCE_BYTES, proof, same
 from ems.wire import messages as m
 from ems.wire.frames import WireError
+from kvloom.pool.cluster.arrivals import Incoming, receive_blocks
+from kvloom.pool.cluster.block_stream import send_blocks
 from kvloom.pool.cluster.peer_line import session_keys
-from kvloom.pool.cluster.peer_link import Incoming, receive_block
 from kvloom.pool.node import Node
 
 _HANDSHAKE_S = 5.0
@@ -67,23 +68,21 @@ class PeerSession:
         try:
             sums = b"".join(entry.checksum if entry else bytes(m.SUM_BYTES) for entry in entries)
             self._channel.send(m.PeerBlocks([entry.length if entry else 0 for entry in entries], sums), deadline_s)
-            for entry in entries:
-                if entry is not None and not message.has_only:
-                    self._channel.send_bytes(pool.view(entry.offset, entry.length).data, deadline_s)
-                    pool.counts["peer_reads"] += 1
+            if not message.has_only:
+                views = [pool.view(entry.offset, entry.length) for entry in entries if entry is not None]
+                send_blocks(self._channel, views, deadline_s)
+                pool.counts["peer_reads"] += len(views)
         finally:
             pool.unpin([entry for entry in entries if entry is not None])
 
     def _put(self, message: m.PeerPut, deadline_s: float) -> None:
         pool = self._node.pool(message.tenant)
-        statuses = bytearray()
         keys = m.split_keys(message.keys)
         parents = m.split_keys(message.parents) or [message.parent, *keys[:-1]]
-        blocks = zip(keys, message.lengths, m.split_sums(message.sums), parents, strict=True)
-        for key, length, checksum, parent in blocks:
-            received = receive_block(self._channel, pool, Incoming(key, length, checksum, parent), deadline_s)
-            if received.entry is not None:
-                pool.unpin([received.entry])
-            pool.counts["peer_writes"] += received.status == m.Status.STORED
-            statuses.append(received.status)
+        blocks = list(map(Incoming, keys, message.lengths, m.split_sums(message.sums), parents))
+        statuses = bytearray()
+        for batch in receive_blocks(self._channel, pool, blocks, deadline_s):
+            pool.unpin([one.entry for one in batch if one.entry is not None])
+            statuses += bytes(one.status for one in batch)
+            pool.counts["peer_writes"] += sum(one.status == m.Status.STORED for one in batch)
         self._channel.send(m.Saved(bytes(statuses)), deadline_s)

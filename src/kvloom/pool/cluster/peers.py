@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ems.wire.messages import Cause
 from kvloom.net.tls import MutualTls
+from kvloom.pool.cluster.fetching import Fetch, Wanted
 from kvloom.pool.cluster.peer_line import Own
 from kvloom.pool.cluster.peer_link import PeerLink
 from kvloom.pool.cluster.placement import home
@@ -16,15 +17,16 @@ from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
 _FETCH_THREADS = 8
+TLS_LINES = 2  # one processor decrypts less than a network brings
 
 
 class Peers:
     """Implements `kvloom.pool.node.Others`. Any thread may call."""
 
-    def __init__(self, own_id: str, secret: bytes, tls: MutualTls | None = None) -> None:
-        """tls: how links are encrypted; None = not."""
+    def __init__(self, own_id: str, secret: bytes, tls: MutualTls | None = None, num_lines: int = 0) -> None:
+        """tls: how links are encrypted; None = not. num_lines: connections for loads from a node, 0 = by `tls`."""
         self._own_id = own_id
-        self._own = Own(own_id, secret, tls)
+        self._own = Own(own_id, secret, tls, num_lines or (TLS_LINES if tls is not None else 1))
         self._lock = threading.Lock()
         self._links: dict[str, PeerLink] = {}
         self._active: tuple[str, ...] = (own_id,)
@@ -68,20 +70,33 @@ class Peers:
                         groups.setdefault(link, []).append(key)
         return groups
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
         """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
-        calls = [self._executor.submit(link.get, pool, part, deadline_s) for link, part in self._by_link(keys).items()]
-        results = [call.result() for call in calls]
-        problem = next((each.problem for each in results if each.problem), Cause.NONE)
-        return Fetched(problem, [entry for each in results for entry in each.entries])
+        wanted = Wanted(keys, has_end)
+        tasks, fetches = [], []
+        for link, part in self._by_link(keys).items():
+            wanted.expect(part)
+            fetches.append(fetch := Fetch(pool, part, wanted))
+            tasks += [(link, fetch, line) for line in range(link.num_lines(fetch))]
+        if not tasks:
+            return Fetched(Cause.NONE, [])
+        calls = [self._executor.submit(link.get, fetch, line, deadline_s) for link, fetch, line in tasks[1:]]
+        link, fetch, line = tasks[0]  # in this thread, which has nothing else to do
+        problems = [link.get(fetch, line, deadline_s), *(call.result() for call in calls)]
+        problem = next((each for each in problems if each), Cause.NONE)
+        return Fetched(problem, [entry for fetch in fetches for entry in fetch.entries])
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """Which of `keys` other nodes have; those that did not say so in time have none."""
-        groups = self._by_link(keys)
-        calls = {link: self._executor.submit(link.has, tenant, part, deadline_s) for link, part in groups.items()}
+        asked = list(self._by_link(keys).items())
+        if not asked:
+            return [False] * len(keys)
+        calls = [self._executor.submit(link.has, tenant, part, deadline_s) for link, part in asked[1:]]
+        link, part = asked[0]  # in this thread, which has nothing else to do
+        answers = [link.has(tenant, part, deadline_s), *(call.result() for call in calls)]
         found = set()
-        for link, call in calls.items():
-            found |= {key for key, has in zip(groups[link], call.result(), strict=True) if has}
+        for (_link, part), answer in zip(asked, answers, strict=True):
+            found |= {key for key, has in zip(part, answer, strict=True) if has}
         return [key in found for key in keys]
 
     def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:

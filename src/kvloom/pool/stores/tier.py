@@ -25,6 +25,7 @@ from kvloom.pool.stores.engine import Engine, EngineError
 
 _WORKERS = 4  # calls at once, abandoned ones included
 _PUSH_BLOCKS = 16  # stored by one call
+_FETCH_KEYS = 16  # asked for at once: a hole ends a load, what lies behind it would be brought in vain
 _MAX_QUEUE = 1024  # blocks waiting to be stored; who has more waits
 _PUSH_S = 10.0
 T = TypeVar("T")
@@ -66,8 +67,19 @@ class EngineTier:
         with self._lock:
             return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
         """Brings those blocks that the store has into the pool, as copies; they are pinned."""
+        problem, entries = Cause.NONE, list[Block]()
+        step = _FETCH_KEYS if has_end else max(1, len(keys))
+        for start in range(0, len(keys), step):
+            part = keys[start : start + step]
+            one, came = self._fetch(pool, part, deadline_s)
+            problem, entries = one or problem, entries + came
+            if has_end and (one or len(came) < len(part)):
+                break
+        return Fetched(problem, entries)
+
+    def _fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
         names = _names(pool.tenant, keys)
         problem, values = self._call(lambda: self._engine.get(names), deadline_s)
         entries: list[Block] = []
@@ -101,7 +113,7 @@ class EngineTier:
 
     def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
         """Stores a block; False when that did not end in time."""
-        names, values = _names(tenant, [block.key]), [b"".join((block.checksum, block.data))]
+        names, values = _names(tenant, [block.key]), [b"".join((block.checksum, block.data.data))]
         return self._call(lambda: self._engine.put(names, values), deadline_s).problem is Cause.NONE
 
     def status(self) -> dict[str, bool]:

@@ -1,0 +1,105 @@
+"""What loads from another node cost: `python -m benches.pool_nodes`.
+
+Pairs of agents on loopback take turns with a plain TCP stream of the same bytes: with the C++ libraries and without, in
+plain text and inside TLS, over one, two and four connections. 64 blocks a load. A JSON line a block size: ratios to the
+stream, and nanoseconds of processor a byte that the loading node, the node loaded from and the client take.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from statistics import mean, median
+
+import numpy as np
+import psutil
+
+from kvloom.pool.bench.agents import two_nodes
+from kvloom.pool.bench.baseline import TcpStream
+from kvloom.pool.bench.sdk import SdkClient
+
+NUM_KEYS, SLICES, CALLS = 64, 4, 3
+PAIRS = {  # whether native, whether inside TLS, connections
+    "python": (False, False, 1),
+    "native": (True, False, 1),
+    "native_2": (True, False, 2),
+    "tls_python": (False, True, 1),
+    "tls": (True, True, 1),
+    "tls_2": (True, True, 2),
+    "tls_4": (True, True, 4),
+}
+
+
+class Pair:
+    """Two agents, a client of each, and what loads took: seconds, and processor seconds of here, there and client."""
+
+    def __init__(self, stack: contextlib.ExitStack, name: str, block_bytes: int) -> None:
+        is_native, is_encrypted, connections = PAIRS[name]
+        os.environ["EMS_NATIVE"] = "1" if is_native else "0"
+        before = set(psutil.Process().children())
+        pool_bytes = max(64 << 20, 4 * NUM_KEYS * block_bytes)
+        paths = stack.enter_context(two_nodes(pool_bytes, is_encrypted, f"--peer-connections={connections}"))
+        agents = set(psutil.Process().children()) - before
+        self._agents = sorted(agents, key=lambda agent: "--node-id=b" in agent.cmdline())
+        self._clients = [
+            stack.enter_context(contextlib.closing(SdkClient(path, block_bytes, NUM_KEYS, SLICES))) for path in paths
+        ]
+        self.took: list[tuple[float, list[float]]] = []
+
+    def _processor_s(self) -> list[float]:
+        times = [agent.cpu_times() for agent in self._agents]
+        return [*(each.user + each.system for each in times), time.process_time()]
+
+    def turn(self, number: int) -> None:
+        """Some loads of new blocks. What processors took is told in hundredths of a second, so of all of them."""
+        here, there = self._clients
+        made = []
+        for call in range(CALLS):
+            made.append(there.hashes_at("b", ("a", "b")))
+            there.save((number + call) % SLICES, made[-1])
+        for hashes in made:
+            before, start_s = self._processor_s(), time.perf_counter()
+            here.load(number % SLICES, hashes)
+            wall_s = time.perf_counter() - start_s
+            self.took.append((wall_s, [now - then for now, then in zip(self._processor_s(), before, strict=True)]))
+
+
+def measure(block_bytes: int, rounds: int, names: list[str]) -> dict[str, object]:
+    """One line of the output."""
+    total = block_bytes * NUM_KEYS
+    with contextlib.ExitStack() as stack:
+        pairs = {name: Pair(stack, name, block_bytes) for name in names}
+        stream = stack.enter_context(contextlib.closing(TcpStream(total, block_bytes)))
+        received, streamed = np.zeros(total, np.uint8), []
+        for number in range(rounds + 2):
+            for _ in range(CALLS):
+                start_s = time.perf_counter()
+                stream.receive(received)
+                streamed.append(time.perf_counter() - start_s)
+            for pair in pairs.values():
+                pair.turn(number)
+        row: dict[str, object] = {"block_bytes": block_bytes, "tcp_gb_s": round(total / median(streamed) / 1e9, 2)}
+        for name, pair in pairs.items():
+            took = pair.took[2 * CALLS :]
+            used = [round(mean(parts[i] for _wall_s, parts in took) / total * 1e9, 3) for i in range(3)]
+            ratio = median(streamed[2 * CALLS :]) / median(wall_s for wall_s, _parts in took)
+            row[name] = {"to_tcp": round(ratio, 2), "cpu_ns": dict(zip(("here", "there", "client"), used, strict=True))}
+        return row
+
+
+def lines(arguments: list[str] | None = None) -> Iterator[str]:
+    """A JSON line a block size."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64 << 10, 1 << 20], help="bytes")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
+    options = parser.parse_args(arguments)
+    for size in options.sizes:
+        yield json.dumps({"bench": "pool_nodes", **measure(size, options.rounds, options.pairs)})
+
+
+if __name__ == "__main__":
+    for line in lines():
+        print(line, flush=True)

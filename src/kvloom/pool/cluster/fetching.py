@@ -1,0 +1,132 @@
+"""Fetch: blocks that are wanted of one other node, asked for part by part over as many connections as there are.
+
+The next part is asked for while one is still coming. Parts grow: a hole ends a load, and what lies behind it would be
+brought in vain.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from ems.common.channel import Channel, remaining_ms
+from ems.wire import messages as m
+from ems.wire.frames import WireError
+from ems.wire.messages import Cause
+from kvloom.pool.cluster.arrivals import Incoming, receive_blocks
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.pool import Pool
+
+_FIRST_KEYS = 16  # of a load's first part; the next are larger
+_MOST_KEYS = 64
+_AHEAD = 2  # parts under way on a connection
+
+
+class Wanted:
+    """The keys of a load, in order, and how far it can come. Any thread may call."""
+
+    def __init__(self, keys: list[bytes], has_end: bool) -> None:
+        """has_end: a key that nobody has, or that finds no room, ends it: those behind it are of no use."""
+        self._number = {key: number for number, key in enumerate(keys)}
+        self._has_end = has_end
+        self._end = len(keys)
+        self._asked: Counter[bytes] = Counter()  # nodes that may still have it
+        self._lock = threading.Lock()
+
+    def expect(self, keys: Iterable[bytes]) -> None:
+        """One more node is asked for each of these."""
+        self._asked.update(keys)
+
+    def is_useful(self, key: bytes) -> bool:
+        return self._number[key] < self._end
+
+    def lacks(self, key: bytes) -> None:
+        """One of those who were asked does not have it."""
+        with self._lock:
+            self._asked[key] -= 1
+            if not self._asked[key]:
+                self._end_at(key)
+
+    def found_no_room(self, key: bytes) -> None:
+        with self._lock:
+            self._end_at(key)
+
+    def _end_at(self, key: bytes) -> None:
+        if self._has_end:
+            self._end = min(self._end, self._number[key])
+
+
+class Fetch:
+    """What one node is asked for. Each connection's thread calls `run`; they share the parts."""
+
+    def __init__(self, pool: Pool, keys: list[bytes], wanted: Wanted) -> None:
+        self._pool = pool
+        self._wanted = wanted
+        self._parts = _parts(keys)
+        self._lock = threading.Lock()
+        self.entries: list[Block] = []  # that came, pinned
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._parts)
+
+    def run(self, channel: Channel, deadline_s: float) -> Cause:
+        """Brings parts until there are none. A part that breaks off is taken up by who calls next.
+
+        Returns CORRUPT or NO_ROOM where a block was lost to that. Raises as the channel does.
+        """
+        problem, under_way = Cause.NONE, list[list[bytes]]()
+        try:
+            while True:
+                while len(under_way) < _AHEAD and (part := self._take()):
+                    under_way.append(part)
+                    request = m.PeerGet(self._pool.tenant, b"".join(part))
+                    channel.send(request, deadline_s, deadline_ms=remaining_ms(deadline_s))
+                if not under_way:
+                    return problem
+                problem = self._receive(channel, under_way[0], deadline_s) or problem
+                del under_way[0]
+        except BaseException:
+            with self._lock:
+                self._parts[:0] = under_way
+            raise
+
+    def _take(self) -> list[bytes]:
+        """The next part's keys that are still of use; none when there are none."""
+        with self._lock:
+            while self._parts:
+                part = [key for key in self._parts.pop(0) if self._wanted.is_useful(key)]
+                if part:
+                    return part
+        return []
+
+    def _receive(self, channel: Channel, keys: list[bytes], deadline_s: float) -> Cause:
+        """The answer to the request for `keys`. Those that have come are taken out of the list."""
+        answer = channel.receive(deadline_s).message
+        if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
+            raise WireError("expected blocks")
+        announced = []
+        for key, length, checksum in zip(keys, answer.lengths, m.split_sums(answer.sums), strict=True):
+            if length:
+                announced.append(Incoming(key, length, checksum, is_rcache=True))
+            else:
+                self._wanted.lacks(key)
+        problem, keys[:] = Cause.NONE, [block.key for block in announced]
+        for batch in receive_blocks(channel, self._pool, announced, deadline_s):
+            for one in batch:
+                problem = one.problem or problem
+                if one.entry is not None:
+                    one.entry.is_home = True
+                elif one.problem is Cause.NO_ROOM:
+                    self._wanted.found_no_room(keys[0])
+                del keys[0]
+            with self._lock:
+                self.entries += [one.entry for one in batch if one.entry is not None]
+        return problem
+
+
+def _parts(keys: list[bytes]) -> list[list[bytes]]:
+    parts, start, size = [], 0, _FIRST_KEYS
+    while start < len(keys):
+        parts.append(keys[start : start + size])
+        start, size = start + size, min(2 * size, _MOST_KEYS)
+    return parts

@@ -1,0 +1,1 @@
+"""Bytes of blocks between nodes in C++."""

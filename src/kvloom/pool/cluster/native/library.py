@@ -1,0 +1,53 @@
+"""The C++ library of blocks on their way between nodes, as stream.cpp has it."""
+
+import ctypes
+import logging
+from ctypes import c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+from ems.native.build import Library
+from ems.native.library import Xxh3, is_to_be_compiled, load, sums_alike, xxh3
+from ems.wire.messages import SUM_BYTES
+
+log = logging.getLogger(__name__)
+STREAM = Library("libkvloom_stream", Path(__file__).parent)
+CLOSED = -1  # instead of an errno: the other side has closed the connection
+
+
+class Functions(NamedTuple):
+    """The library; its functions let go of the interpreter's lock."""
+
+    library: ctypes.CDLL
+    xxh3: Xxh3
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Says what its functions take and return. Raises OSError when the library sums otherwise than Python does."""
+    functions = ctypes.POINTER(Xxh3)
+    library.stream_sum.argtypes = [functions, c_void_p, c_uint64, c_void_p]
+    library.stream_sum.restype = None
+    library.stream_receive.argtypes = [c_int, functions, c_void_p, c_int64, c_int64, c_void_p]
+    library.stream_send.argtypes = [c_int, c_void_p, c_int64, c_int64]
+    library.stream_receive.restype = library.stream_send.restype = c_int
+
+    def sum_of(data: bytes) -> bytes:
+        out = ctypes.create_string_buffer(SUM_BYTES)
+        library.stream_sum(xxh3(), data, len(data), out)
+        return out.raw
+
+    if not sums_alike(sum_of):
+        raise OSError("its sums are not those of xxhash")
+
+
+def functions() -> Functions | None:
+    """Those of the library; None where it cannot be had."""
+    library, summing = load(STREAM, declare), xxh3()
+    return None if library is None or summing is None else Functions(library, summing)
+
+
+def prepare() -> None:
+    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    if is_to_be_compiled(STREAM):
+        log.info("compiling %s, once on this machine", STREAM.name)
+    functions()

@@ -1,0 +1,201 @@
+// Bytes of a batch of blocks between a socket and the pool's memory, in one call, without Python's lock.
+//
+// What is received is summed while the processor's cache still has it. Nothing here allocates but the state of a sum, and
+// nothing is kept between two calls: one that fails leaves the connection where nobody knows, and it is closed.
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <cstdint>
+
+#include "sums.hpp"
+
+namespace {
+
+using ems::Sum;
+using ems::Xxh3;
+
+constexpr int kClosed = -1;               // instead of an errno: the other side has closed the connection
+constexpr size_t kMost = 256 << 10;       // bytes a system call: well within a core's second cache
+constexpr int kPieces = 64;               // blocks a system call
+constexpr size_t kUnwantedBytes = 16 << 10;  // of bytes that nobody wants, a piece
+
+// A block's memory; null: its bytes come, and nobody wants them.
+struct Piece {
+    uint8_t* data;
+    uint64_t size;
+};
+
+// Waits until the socket is ready for `events`, until `deadline_ns` of CLOCK_MONOTONIC at the latest. An errno, or 0.
+int wait(int fd, short events, int64_t deadline_ns) {
+    pollfd waiting{fd, events, 0};
+    while (true) {
+        timespec now;
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        const int64_t left_ns = deadline_ns - (int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec);
+        if (left_ns <= 0) {
+            return ETIMEDOUT;
+        }
+        const int left_ms = static_cast<int>(std::min<int64_t>(INT_MAX, left_ns / 1'000'000 + 1));
+        const int ready = poll(&waiting, 1, left_ms);
+        if (ready > 0) {
+            return 0;
+        }
+        if (ready < 0 && errno != EINTR) {
+            return errno;
+        }
+    }
+}
+
+// Where a batch has got to: a piece, and bytes of it that are done.
+class Position {
+  public:
+    Position(const Piece* pieces, int64_t num) : pieces_(pieces), num_(num) { skip_empty(); }
+
+    bool is_at_end() const { return index_ == num_; }
+
+    // The next memory to send from or to receive to, at most `kMost` bytes; how many parts.
+    int parts(iovec* parts, uint8_t* unwanted) const {
+        int count = 0;
+        size_t room = kMost;
+        uint64_t done = done_;
+        for (int64_t i = index_; i < num_ && count < kPieces && room > 0; i++) {
+            const Piece& piece = pieces_[i];
+            const bool is_wanted = piece.data != nullptr;
+            const size_t size = std::min<uint64_t>(piece.size - done, is_wanted ? room : std::min(room, kUnwantedBytes));
+            parts[count++] = {is_wanted ? piece.data + done : unwanted, size};
+            room -= size;
+            if (done + size < piece.size) {
+                break;
+            }
+            done = 0;
+        }
+        return count;
+    }
+
+    // Goes `count` bytes on: take(piece's number, memory or null, bytes, whether the piece begins and ends with them).
+    template <typename Take>
+    void advance(size_t count, Take&& take) {
+        while (count > 0) {
+            const Piece& piece = pieces_[index_];
+            const size_t size = std::min<uint64_t>(piece.size - done_, count);
+            take(index_, piece.data == nullptr ? nullptr : piece.data + done_, size, done_ == 0, done_ + size == piece.size);
+            count -= size;
+            done_ += size;
+            if (done_ == piece.size) {
+                index_++;
+                done_ = 0;
+                skip_empty();
+            }
+        }
+    }
+
+  private:
+    void skip_empty() {
+        while (index_ < num_ && pieces_[index_].size == 0) {
+            index_++;
+        }
+    }
+
+    const Piece* pieces_;
+    int64_t num_;
+    int64_t index_ = 0;
+    uint64_t done_ = 0;
+};
+
+// Sums pieces of which a part comes at a time.
+class Summing {
+  public:
+    Summing(const Xxh3& xxh3, Sum* sums) : xxh3_(xxh3), sums_(sums), state_(xxh3.create()) {}
+    ~Summing() { xxh3_.release(state_); }
+    Summing(const Summing&) = delete;
+    Summing& operator=(const Summing&) = delete;
+
+    bool is_ready() const { return state_ != nullptr; }
+
+    void operator()(int64_t number, const uint8_t* data, size_t size, bool begins, bool ends) {
+        if (data == nullptr) {
+            return;
+        }
+        if (begins && ends) {
+            sums_[number] = ems::sum_of(xxh3_, data, size);
+            return;
+        }
+        if (begins) {
+            xxh3_.reset(state_);
+        }
+        xxh3_.update(state_, data, size);
+        if (ends) {
+            sums_[number] = ems::canonical(xxh3_.digest(state_));
+        }
+    }
+
+  private:
+    const Xxh3& xxh3_;
+    Sum* sums_;
+    void* state_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// The sum of `size` bytes into `out` [16].
+void stream_sum(const Xxh3* xxh3, const uint8_t* data, uint64_t size, uint8_t* out) {
+    const Sum sum = ems::sum_of(*xxh3, data, size);
+    std::memcpy(out, sum.data(), sum.size());
+}
+
+// Fills the pieces from a socket; sums [num][16] get those of the pieces that are wanted. 0, an errno or kClosed.
+int stream_receive(int fd, const Xxh3* xxh3, const Piece* pieces, int64_t num, int64_t deadline_ns, Sum* sums) {
+    Summing summing(*xxh3, sums);
+    if (!summing.is_ready()) {
+        return ENOMEM;
+    }
+    uint8_t unwanted[kUnwantedBytes];
+    iovec parts[kPieces];
+    for (Position position(pieces, num); !position.is_at_end();) {
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = static_cast<size_t>(position.parts(parts, unwanted));
+        const ssize_t count = recvmsg(fd, &message, MSG_DONTWAIT);
+        if (count > 0) {
+            position.advance(static_cast<size_t>(count), summing);
+        } else if (count == 0) {
+            return kClosed;
+        } else if (errno != EINTR) {
+            const int problem = errno == EAGAIN || errno == EWOULDBLOCK ? wait(fd, POLLIN, deadline_ns) : errno;
+            if (problem != 0) {
+                return problem;
+            }
+        }
+    }
+    return 0;
+}
+
+// Sends the pieces, all of which have memory. 0 or an errno.
+int stream_send(int fd, const Piece* pieces, int64_t num, int64_t deadline_ns) {
+    iovec parts[kPieces];
+    for (Position position(pieces, num); !position.is_at_end();) {
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = static_cast<size_t>(position.parts(parts, nullptr));
+        const ssize_t count = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count >= 0) {
+            position.advance(static_cast<size_t>(count), [](int64_t, const uint8_t*, size_t, bool, bool) {});
+        } else if (errno != EINTR) {
+            const int problem = errno == EAGAIN || errno == EWOULDBLOCK ? wait(fd, POLLOUT, deadline_ns) : errno;
+            if (problem != 0) {
+                return problem;
+            }
+        }
+    }
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,383 @@
+"""Batches of blocks between nodes: each block is somebody's only when its sum holds, whatever becomes of the others."""
+
+import random
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import xxhash
+
+from ems.common.breaker import Breaker
+from ems.common.channel import Channel
+from ems.keys import KEY_BYTES
+from ems.wire import messages as m
+from ems.wire.frames import WireError
+from ems.wire.messages import Cause, Status
+from kvloom.pool.agent import Agent
+from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
+from kvloom.pool.cluster.fetching import Fetch, Wanted
+from kvloom.pool.cluster.native.library import functions
+from kvloom.pool.cluster.peer_line import Own, PeerLine
+from kvloom.pool.cluster.placement import home
+from kvloom.pool.cluster.tls_channel import Complaints
+from kvloom.pool.config import Address
+from kvloom.pool.storage.entries import NoRoom, Reservation, Written
+from kvloom.pool.storage.pool import Pool
+from tests.support.node_proxy import NodeProxy
+from tests.support.node_tls import NodeFiles
+from tests.support.pool import SECRET, blocks_of, running_agent
+from tests.support.waiting import WAIT_S, until
+
+SIZE = 5000
+NUM_KEYS = 150  # more than two parts of a fetch
+
+
+@pytest.fixture(params=["native", "python"], autouse=True)
+def _kind(request, monkeypatch) -> None:
+    monkeypatch.setenv("EMS_NATIVE", "1" if request.param == "native" else "0")
+    if request.param == "native" and functions() is None:
+        pytest.skip("there is no C++ compiler")
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+def data_of(key: bytes, size: int = SIZE) -> np.ndarray:
+    return np.random.default_rng(list(key)).integers(0, 256, size, np.uint8)
+
+
+def keep(pool: Pool, key: bytes, size: int = SIZE) -> None:
+    begun = pool.begin(key, size)
+    assert isinstance(begun, Reservation)
+    pool.view(begun.offset, size)[:] = data_of(key, size)
+    pool.unpin([pool.publish(Written(begun, xxhash.xxh3_128_digest(data_of(key, size)))).entry])
+
+
+def keys_of(node: str, count: int = NUM_KEYS) -> list[bytes]:
+    """Keys whose home is that node of a and b."""
+    draw, found = random.Random(count), list[bytes]()
+    while len(found) < count:
+        key = draw.randbytes(KEY_BYTES)
+        if home(key, ("a", "b")) == node:
+            found.append(key)
+    return found
+
+
+class Pair(NamedTuple):
+    """Node a, which reaches b through a proxy."""
+
+    a: Agent
+    b: Agent
+    proxy: NodeProxy
+
+    @property
+    def here(self) -> Pool:
+        return self.a.node.pool("default")
+
+    @property
+    def there(self) -> Pool:
+        return self.b.node.pool("default")
+
+    def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = True) -> tuple[Cause, list[bytes]]:
+        """What went wrong, and which keys came; each with its true bytes, and pinned until now."""
+        problem, entries = self.a.peers.fetch(self.here, keys, deadline_s, has_end)
+        for entry in entries:
+            assert (self.here.view(entry.offset, entry.length) == data_of(entry.key, entry.length)).all()
+            assert entry.is_home
+            assert entry.is_rcache
+        self.here.unpin(entries)
+        assert [block.pins for block in blocks_of(self.here)] == [0] * len(blocks_of(self.here))
+        self.here.check()
+        return problem, [entry.key for entry in entries]
+
+    def rest(self) -> int:
+        """Bytes that are in use though no block of node a has them."""
+        return self.here.usage()["used_bytes"] - sum(block.slot for block in blocks_of(self.here))
+
+
+@contextmanager
+def nodes(a_tls=None, b_tls=None, **changes: object) -> Iterator[Pair]:
+    cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": (Address("x", "127.0.0.1", 1),), **changes}
+    with ExitStack() as stack:
+        a = stack.enter_context(running_agent(node_id="a", tls=a_tls, **cluster))
+        b = stack.enter_context(running_agent(node_id="b", tls=b_tls, **cluster))
+        proxy = NodeProxy(b.peer_port)
+        stack.callback(proxy.close)
+        a.peers.set_members([Address("b", "127.0.0.1", proxy.port)])
+        b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
+        yield Pair(a, b, proxy)
+
+
+@pytest.fixture(params=["plain", "tls"])
+def pair(request, tmp_path) -> Iterator[Pair]:
+    files = NodeFiles(tmp_path) if request.param == "tls" else None
+    with nodes(*((files.config("a"), files.config("b")) if files else (None, None))) as made:
+        yield made
+
+
+def test_a_batch_comes_whole_and_in_few_messages(pair):
+    keys = keys_of("b")
+    for key in keys:
+        keep(pair.there, key)
+    problem, came = pair.fetch(keys, soon())
+    assert problem is Cause.NONE
+    assert sorted(came) == sorted(keys)
+    assert pair.there.counts["peer_reads"] == NUM_KEYS
+    again = pair.fetch(keys, soon())
+    assert (again[0], sorted(again[1])) == (Cause.NONE, sorted(keys)), "they are here, and asked for all the same"
+
+
+@pytest.mark.parametrize("number", [0, 1, 70, NUM_KEYS - 1])
+def test_a_block_whose_sum_is_wrong_is_nobodys_and_costs_no_other(pair, number):
+    keys = keys_of("b")
+    for key in keys:
+        keep(pair.there, key)
+    (bad,) = pair.there.pin_each([keys[number]])
+    pair.there.view(bad.offset, SIZE)[SIZE // 2] ^= 8
+    pair.there.unpin([bad])
+    problem, came = pair.fetch(keys, soon())
+    assert problem is Cause.CORRUPT
+    assert sorted(came) == sorted(key for key in keys if key != keys[number])
+    assert pair.here.counts["corrupt_on_wire"] == 1
+    assert pair.here.missing(keys) == [keys[number]]
+    assert pair.rest() == 0
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["dies", "stalls"])
+@pytest.mark.parametrize("num_bytes", [40, 900, 20_000, 16 * SIZE + 3000, 60 * SIZE])
+def test_a_peer_that_dies_or_stalls_in_mid_batch_costs_what_has_not_come(pair, num_bytes, is_cut):
+    keys = keys_of("b")
+    for key in keys:
+        keep(pair.there, key)
+    pair.proxy.limit(num_bytes, is_cut)
+    problem, came = pair.fetch(keys, soon() if is_cut else time.monotonic() + 0.5)
+    assert problem is (Cause.PEER_DOWN if is_cut else Cause.TIMEOUT)
+    assert len(came) <= num_bytes // SIZE
+    assert sorted(pair.here.missing(keys)) == sorted(set(keys) - set(came))
+    assert pair.rest() == 0, "what had been reserved for the others is free"
+    pair.proxy.go_on()
+    pair.a.peers._links["b"].breaker.succeed()
+    assert sorted(pair.fetch(pair.here.missing(keys), soon())[1]) == sorted(set(keys) - set(came))
+
+
+def test_one_fault_of_several_connections_is_one_failure_of_the_peer(tmp_path):
+    files = NodeFiles(tmp_path)
+    with nodes(files.config("a"), files.config("b")) as pair:
+        keys = keys_of("b")
+        for key in keys:
+            keep(pair.there, key)
+        assert len(pair.fetch(keys, soon())[1]) == NUM_KEYS
+        pair.here.evict(1 << 30)
+        pair.proxy.limit(100, is_cut=True)
+        assert pair.fetch(keys, soon())[0] is Cause.PEER_DOWN
+        assert pair.a.peers._links["b"].breaker.failures == 1
+
+
+@pytest.mark.parametrize(("hole", "asked"), [(0, 48), (20, 112), (100, NUM_KEYS)])
+def test_what_lies_behind_a_hole_is_not_brought_but_for_what_was_asked_already(hole, asked):
+    with nodes() as pair:
+        keys = keys_of("b")
+        for key in keys[:hole] + keys[hole + 1 :]:
+            keep(pair.there, key)
+        problem, came = pair.fetch(keys, soon())
+        assert problem is Cause.NONE
+        assert came == [key for key in keys[:asked] if key != keys[hole]]
+        again = pair.fetch(pair.here.missing(keys), soon(), has_end=False)[1]
+        assert again == [key for key in keys[asked:] if key != keys[hole]], "who asks for each gets each"
+
+
+def test_blocks_without_room_are_read_past_and_end_the_load():
+    with nodes(pool_bytes=1 << 20) as pair:
+        keys, held = keys_of("b"), []
+        for key in keys:
+            keep(pair.there, key)
+        while isinstance(begun := pair.here.begin(secrets.token_bytes(KEY_BYTES), SIZE), Reservation):
+            held.append(begun)
+        assert isinstance(begun, NoRoom)
+        for reservation in held[:10]:
+            pair.here.abandon(reservation)
+        problem, came = pair.fetch(keys, soon())
+        assert problem is Cause.NO_ROOM
+        assert came == keys[:10]
+        assert pair.there.counts["peer_reads"] < NUM_KEYS
+        for reservation in held[10:]:
+            pair.here.abandon(reservation)
+        assert sorted(pair.fetch(keys, soon(), has_end=False)[1]) == sorted(keys), "the connection is in step"
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _address = listener.accept()
+    return near, far
+
+
+@contextmanager
+def answering(lengths: list[int], sums: list[bytes], tail: bytes, is_closed: bool = False) -> Iterator[Channel]:
+    """A channel to a node that announces these blocks, whatever it is asked, then sends these bytes."""
+    near, far = tcp_pair()
+
+    def answer() -> None:
+        channel = Channel(far)
+        channel.receive(soon())
+        channel.send(m.PeerBlocks(lengths, b"".join(sums)), soon())
+        channel.send_bytes(memoryview(tail), soon())
+        if is_closed:
+            far.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    with near, far:
+        yield Channel(near)
+        thread.join()
+
+
+def truth(key: bytes, size: int = SIZE) -> tuple[bytes, bytes]:
+    data = data_of(key, size).tobytes()
+    return xxhash.xxh3_128_digest(data), data
+
+
+@pytest.mark.parametrize("num_sent", [0, 1, SIZE - 1, SIZE, 2 * SIZE + 17, 5 * SIZE - 1])
+def test_of_an_answer_that_ends_too_early_nothing_is_kept(num_sent):
+    with running_agent() as agent:
+        pool, keys = agent.node.pool("default"), keys_of("b", 5)
+        fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
+        sums, data = zip(*map(truth, keys), strict=True)
+        tail = b"".join(data)[:num_sent]
+        with answering([SIZE] * 5, list(sums), tail, is_closed=True) as to, pytest.raises(ConnectionResetError):
+            fetch.run(to, soon())
+        with answering([SIZE] * 5, list(sums), tail) as to, pytest.raises(TimeoutError):
+            fetch.run(to, time.monotonic() + 0.1)
+        assert fetch.entries == []
+        assert pool.usage()["used_bytes"] == 0
+        with answering([SIZE] * 5, list(sums), b"".join(data)) as channel:
+            assert fetch.run(channel, soon()) is Cause.NONE, "the part is taken up again on a new connection"
+        assert [entry.key for entry in fetch.entries] == keys
+        pool.check()
+
+
+def test_a_block_that_fits_into_no_pool_is_read_past():
+    with running_agent() as agent:
+        pool, keys = agent.node.pool("default"), keys_of("b", 3)
+        sizes = [SIZE, 4 * pool.geometry.slab_bytes, SIZE]
+        sums, data = zip(*map(truth, keys, sizes), strict=True)
+        fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
+        with answering(sizes, list(sums), b"".join(data)) as channel:
+            assert fetch.run(channel, soon()) is Cause.NO_ROOM
+        assert [entry.key for entry in fetch.entries] == [keys[0], keys[2]]
+        assert pool.counts["refused_too_large"] == 1
+
+
+@pytest.mark.parametrize("num_lengths", [0, 2, 4])
+def test_an_answer_of_other_than_was_asked_ends_the_connection(num_lengths):
+    with running_agent() as agent:
+        pool, keys = agent.node.pool("default"), keys_of("b", 3)
+        fetch, sums = Fetch(pool, keys, Wanted(keys, has_end=True)), [bytes(16)] * num_lengths
+        with answering([SIZE] * num_lengths, sums, b"") as to, pytest.raises(WireError, match="expected blocks"):
+            fetch.run(to, soon())
+        assert pool.usage()["used_bytes"] == 0
+
+
+@pytest.fixture
+def called() -> Iterator[tuple[Agent, PeerLine]]:
+    """A node, and a line of another one that calls it."""
+    with running_agent(node_id="b", listen=("127.0.0.1", 0), secret=SECRET) as agent:
+        address = Address("b", "127.0.0.1", agent.peer_port)
+        line = PeerLine(address, Own("a", SECRET), Breaker(), Complaints())
+        yield agent, line
+        line.close()
+
+
+def test_each_block_that_is_pushed_has_a_status_of_its_own(called):
+    agent, line = called
+    pool, keys = agent.node.pool("default"), keys_of("b", 100)
+    sizes = [SIZE] * 100
+    sizes[60] = 2 * pool.geometry.slab_bytes
+    sums, data = (list(each) for each in zip(*map(truth, keys, sizes), strict=True))
+    sums[40] = sums[41]
+    keep(pool, keys[50])
+    keys[70] = keys[69]
+    sent, answers = m.PeerPut("default", b"".join(keys), sizes, b"".join(sums)), []
+
+    def push(channel: Channel) -> Cause:
+        channel.send(sent, soon(), deadline_ms=20_000)
+        channel.send_bytes(memoryview(b"".join(data)), soon())
+        answers.append(channel.receive(soon()).message)
+        return Cause.NONE
+
+    assert line.call(soon(), push) is Cause.NONE
+    expected = [Status.STORED] * 100
+    expected[40], expected[50], expected[60] = Status.NO_ROOM, Status.DUPLICATE, Status.TOO_LARGE
+    expected[70] = Status.CONFLICT
+    assert list(answers[0].statuses) == expected
+    assert pool.counts["peer_writes"] == expected.count(Status.STORED)
+    assert pool.counts["corrupt_on_wire"] == 1
+    for block in blocks_of(pool):
+        assert (pool.view(block.offset, block.length) == data_of(block.key)).all()
+    pool.check()
+
+
+@pytest.mark.parametrize("num_sent", [0, 100, SIZE, 70 * SIZE + 9])
+def test_a_push_that_breaks_off_leaves_whole_blocks_and_no_memory_taken(called, num_sent):
+    agent, line = called
+    pool, keys = agent.node.pool("default"), keys_of("b", 100)
+    sums, data = zip(*map(truth, keys), strict=True)
+
+    def push(channel: Channel) -> Cause:
+        channel.send(m.PeerPut("default", b"".join(keys), [SIZE] * 100, b"".join(sums)), soon(), deadline_ms=20_000)
+        channel.send_bytes(memoryview(b"".join(data))[:num_sent], soon())
+        channel.abort()
+        return Cause.NONE
+
+    assert line.call(soon(), push) is Cause.NONE
+    until(lambda: agent.node.counts["peer_sessions_ended"] == 1)
+    blocks = blocks_of(pool)
+    assert len(blocks) == (64 if num_sent > 64 * SIZE else 0)
+    assert pool.usage()["used_bytes"] == sum(block.slot for block in blocks)
+    for block in blocks:
+        assert (pool.view(block.offset, block.length) == data_of(block.key)).all()
+    pool.check()
+
+
+@pytest.mark.parametrize("sizes", [[1], [100, 300_000, 1], [20_000] * 70, [0, 5, 0, 700_000, 0]])
+def test_bytes_come_as_they_were_sent_whatever_pieces_they_come_in(sizes):
+    near, far = tcp_pair()
+    draw = random.Random(len(sizes))
+    blocks = [np.frombuffer(draw.randbytes(size), np.uint8) for size in sizes]
+    targets = [np.zeros(size, np.uint8) if number % 3 != 1 else None for number, size in enumerate(sizes)]
+
+    def send() -> None:
+        send_blocks(Channel(far), blocks, soon())
+        data, position = b"".join(map(bytes, blocks)), 0
+        while position < len(data):
+            count = draw.randrange(1, 70_000)
+            far.sendall(data[position : position + count])
+            position += count
+
+    with near, far:
+        thread = threading.Thread(target=send)
+        thread.start()
+        for _ in range(2):
+            sums = receive_summed(Channel(near), targets, sizes, soon())
+            for block, target, found in zip(blocks, targets, sums, strict=True):
+                assert target is None or (target == block).all()
+                assert target is None or len(target) == 0 or found == xxhash.xxh3_128_digest(block)
+        thread.join()
+
+
+def test_who_sends_waits_no_longer_than_it_may():
+    near, far = tcp_pair()
+    blocks = [np.zeros(1 << 20, np.uint8)] * 64
+    with near, far:
+        with pytest.raises(TimeoutError):
+            send_blocks(Channel(near), blocks, time.monotonic() + 0.1)
+        far.close()
+        with pytest.raises(ConnectionError):
+            send_blocks(Channel(near), blocks, soon())
