@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
 from kvloom.contract.config import EngineConfig, TierConfig
@@ -142,7 +143,10 @@ def kvloom_answer(model: Path, socket: Path) -> tuple[int, list[int]]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """A small Llama with random weights."""
-    folder = tmp_path_factory.mktemp("vllm")
+    return llama_in(tmp_path_factory.mktemp("vllm"))
+
+
+def llama_in(folder: Path) -> Path:
     config = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=128,
@@ -181,6 +185,51 @@ def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
         assert tokens == expected
         assert num_cached <= WHOLE
         assert pool.counts["corrupt"] == 1
+
+
+WINDOW = 64
+
+
+def gemma_in(folder: Path) -> Path:
+    """A small Gemma 3 with random weights: every other layer sees 64 tokens."""
+    torch.manual_seed(0)  # with others it says one token for ever
+    config = transformers.Gemma3TextConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        max_position_embeddings=512,
+    )
+    transformers.Gemma3ForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+def test_a_model_with_sliding_windows_goes_on_from_ems(tmp_path):
+    """Cold, restarted, and with a damaged block of a window: vLLM gives the whole request back then."""
+    model = gemma_in(tmp_path)
+    with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
+        socket = agent.config.socket
+        cold = answer(model, connector(socket))
+        assert cold.first[0] == 0
+        assert len(set(cold.first[1])) > 3
+        warm = answer(model, connector(socket))
+        assert warm.first == (WHOLE, cold.first[1])
+        assert warm.after_reset == (0, cold.first[1])
+        window = -(-(WINDOW - 1) // 32)
+        assert warm.counts["vllm:ems_loaded_blocks"] == WHOLE // 32 + window, "of the windows only what is seen"
+        assert kvloom_answer(model, socket)[0] == 0, "blocks of vLLM are nothing to kvloom"
+        pool = agent.node.pools()[0]
+        for entry in blocks_of(pool):
+            pool.view(entry.offset, entry.length)[100] ^= 1
+        num_cached, tokens = answer(model, connector(socket)).first
+        assert (num_cached, tokens) == (0, cold.first[1])
+        assert pool.counts["corrupt"] >= 1
 
 
 def test_vllms_own_offloading_goes_on_from_ems(model):

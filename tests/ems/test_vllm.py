@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ems.integration.chain import Chain
 from ems.integration.parts import split_blocks
+from ems.integration.prefix import Chain
 from ems.integration.settings import Settings, model_fingerprint
 from kvloom.pool.agent import Agent
 from tests.support.pool import blocks_of, running_agent
@@ -16,7 +16,9 @@ from tests.support.vllm_stub import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     FakeRequest,
+    FullAttentionSpec,
     KVConnectorRole,
+    MambaSpec,
     Step,
     generate_block_hash_extra_keys,
     kv_cache_config,
@@ -187,8 +189,10 @@ def test_only_the_connector_hands_over():
 
 
 def test_models_with_other_attention_are_refused():
-    with stubbed_vllm() as module, pytest.raises(ValueError, match=r"^kv_cache_config"):
-        module.EMSConnector(vllm_config("x"), KVConnectorRole.SCHEDULER, kv_cache_config(object()))
+    with stubbed_vllm() as module, pytest.raises(ValueError, match=r"^kv_cache_config: .* not Mamba \(layer2\)"):
+        module.EMSConnector(
+            vllm_config("x"), KVConnectorRole.SCHEDULER, kv_cache_config(FullAttentionSpec(), MambaSpec())
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from tests.support.vllm_stub import (
+    Blocks,
     FakeRequest,
     KVConnectorRole,
     Step,
+    by_group,
     kv_cache_config,
     new_caches,
     stubbed_vllm,
@@ -24,19 +26,22 @@ from tests.support.waiting import until
 class Engine:
     """A scheduler with one connector and a worker with another for each rank, all in this process."""
 
-    def __init__(self, socket: str, seed: int, world_size: int = 1, **changes: Any) -> None:
+    def __init__(
+        self, socket: str, seed: int, world_size: int = 1, specs: tuple[Any, ...] = (), **changes: Any
+    ) -> None:
+        caches = kv_cache_config(*specs)
         self.workers, self.caches, shakes = [], [], {}
         self._reports: Counter[tuple[str, str]] = Counter()  # how many workers said so
         for rank in range(world_size):
             with stubbed_vllm(rank, world_size) as module:
-                worker = module.EMSConnector(vllm_config(socket, **changes), KVConnectorRole.WORKER, kv_cache_config())
-                self.caches.append(new_caches(seed + rank))
+                worker = module.EMSConnector(vllm_config(socket, **changes), KVConnectorRole.WORKER, caches)
+                self.caches.append(new_caches(seed + rank, len(caches.kv_cache_groups)))
                 worker.register_kv_caches(self.caches[-1])
                 shakes[(0, rank)] = worker.get_handshake_metadata()
                 self.workers.append(worker)
         with stubbed_vllm() as module:
             config = vllm_config(socket, **changes)
-            self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, kv_cache_config())
+            self.scheduler = module.EMSConnector(config, KVConnectorRole.SCHEDULER, caches)
         self.scheduler.set_xfer_handshake_metadata_pp_aware(shakes)
         circuit = self.scheduler._scheduling.lookup._circuit
         with suppress(AssertionError):  # where there is no agent it never is
@@ -47,33 +52,49 @@ class Engine:
             count, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed)
             if count is not None:
                 return count, is_async
+            if self.workers[0]._settings.layerwise:
+                self.step(Step())  # as vLLM does while requests wait: workers hear of stages in steps
 
-    def allocate(self, request: FakeRequest, blocks: list[int], num_external: int) -> None:
-        table = SimpleNamespace(get_block_ids=lambda: (blocks,))
+    def allocate(self, request: FakeRequest, blocks: Blocks, num_external: int) -> None:
+        table = SimpleNamespace(get_block_ids=lambda: by_group(blocks))
         self.scheduler.update_state_after_alloc(request, table, num_external)
 
-    def step(self, step: Step, finished: set[str] = frozenset()) -> tuple[set[str], set[str], set[int]]:
-        """One model step: ids whose saves ended everywhere, ids whose loads ended everywhere, blocks that failed."""
+    def step(self, step: Step, finished: set[str] = frozenset()) -> tuple[set[str], set[str], set[Any]]:
+        """One model step: ids whose saves ended everywhere, ids whose loads ended everywhere, blocks that failed.
+
+        Of models with several groups the ids of requests that failed, which vLLM has instead of blocks.
+        """
         metadata = self.scheduler.build_connector_meta(step.output())
         failed: set[int] = set()
+        failed_ids: set[str] = set()
         told = []
         for worker in self.workers:
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
-            worker.wait_for_layer_load("layer0")
+            for name, cache in self.caches[self.workers.index(worker)].items():
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, cache, None)
             worker.wait_for_save()
-            for kind, ids in zip(("sent", "received"), worker.get_finished(finished), strict=True):
-                self._reports.update((kind, id) for id in ids)
+            results = worker.get_transfer_results(finished)
+            self._reports.update(("sent", id) for id in results.finished_sending)
+            self._reports.update(("received", id) for id in results.finished_recving)
+            failed_ids |= results.failed_recving
             failed |= worker.get_block_ids_with_load_errors()
             told.append(worker.build_connector_worker_meta())
         sent, received = self._take("sent"), self._take("received")
         metas = [meta for meta in told if meta is not None]
-        output = SimpleNamespace(finished_recving=received, invalid_block_ids=failed, kv_connector_worker_meta=None)
+        output = SimpleNamespace(
+            finished_recving=received,
+            invalid_block_ids=failed,
+            failed_recving=failed_ids,
+            kv_connector_worker_meta=None,
+        )
         if metas:
             output.kv_connector_worker_meta = reduce(lambda one, other: one.aggregate(other), metas)
         self.scheduler.update_connector_output(output)
-        return sent, received, failed
+        assert not (failed and failed_ids), "vLLM takes blocks of one group only"
+        return sent, received, failed_ids or failed
 
     def _take(self, kind: str) -> set[str]:
         """Requests that every worker has reported."""
@@ -82,10 +103,10 @@ class Engine:
             del self._reports[report]
         return {id for _kind, id in done}
 
-    def load(self, request: FakeRequest, blocks: list[int], num_external: int) -> set[int]:
-        """Loads and waits; blocks that failed."""
+    def load(self, request: FakeRequest, blocks: Blocks, num_external: int) -> set[Any]:
+        """Loads and waits; blocks, or requests, that failed."""
         self.allocate(request, blocks, num_external)
-        failed: set[int] = set()
+        failed: set[Any] = set()
 
         def received() -> set[str]:
             _sent, ids, more = self.step(Step())
@@ -95,7 +116,7 @@ class Engine:
         assert until(received) == {request.request_id}
         return failed
 
-    def compute(self, request: FakeRequest, blocks: list[int]) -> None:
+    def compute(self, request: FakeRequest, blocks: Blocks) -> None:
         """Computes the whole prompt in one step, and waits for its saves through the request's end."""
         self.allocate(request, blocks, 0)
         id = request.request_id
@@ -108,7 +129,8 @@ class Engine:
             until(lambda: self.step(Step())[0])
 
     def bytes_of(self, block: int, rank: int = 0) -> torch.Tensor:
-        return torch.stack([cache[:, block] for cache in self.caches[rank].values()])
+        """Of the layers of one group, whichever has the block."""
+        return torch.stack([cache[:, block] for cache in list(self.caches[rank].values())[:2]])
 
     def close(self) -> None:
         for connector in (*self.workers, self.scheduler):

@@ -43,8 +43,35 @@ class KVConnectorPromMetrics:
         self._counter_cls, self.per_engine_labelvalues = metric_types["counter"], per_engine_labelvalues
 
 
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+
+
+class SupportsHMA(ABC):  # noqa: B024
+    pass
+
+
+@dataclass
 class FullAttentionSpec:
-    block_size = BLOCK_SIZE
+    block_size: int = BLOCK_SIZE
+    sliding_window: int | None = None
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    pass
+
+
+class MambaSpec(FullAttentionSpec):
+    pass
+
+
+@dataclass
+class SlidingWindowSpec:
+    sliding_window: int
+    block_size: int = BLOCK_SIZE
 
 
 class KVConnectorBase_V1(ABC):  # noqa: B024
@@ -79,7 +106,9 @@ def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
             "KVConnectorHandshakeMetadata": KVConnectorHandshakeMetadata,
             "KVConnectorMetadata": KVConnectorMetadata,
             "KVConnectorRole": KVConnectorRole,
+            "KVConnectorTransferResults": KVConnectorTransferResults,
             "KVConnectorWorkerMetadata": KVConnectorWorkerMetadata,
+            "SupportsHMA": SupportsHMA,
         },
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics": {
             "KVConnectorPromMetrics": KVConnectorPromMetrics,
@@ -91,7 +120,12 @@ def stubbed_vllm(rank: int = 0, world_size: int = 1) -> Iterator[ModuleType]:
             "generate_block_hash_extra_keys": generate_block_hash_extra_keys,
             "maybe_convert_block_hash": lambda block_hash: block_hash,
         },
-        "vllm.v1.kv_cache_interface": {"FullAttentionSpec": FullAttentionSpec},
+        "vllm.v1.kv_cache_interface": {
+            "FullAttentionSpec": FullAttentionSpec,
+            "MLAAttentionSpec": MLAAttentionSpec,
+            "SlidingWindowSpec": SlidingWindowSpec,
+            "iter_layer_specs": lambda spec: (spec,),
+        },
     }
     names = {".".join(name.split(".")[: i + 1]) for name in contents for i in range(len(name.split(".")))}
     before = {
@@ -140,8 +174,12 @@ def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
 
 
 def kv_cache_config(*specs: Any) -> SimpleNamespace:
-    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs or (FullAttentionSpec(),)]
-    return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups)
+    """Of several specs, each one's group has two layers of its own; without any, one group of full attention."""
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"layer{2 * i}", f"layer{2 * i + 1}"])
+        for i, spec in enumerate(specs or (FullAttentionSpec(),))
+    ]
+    return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=groups, hash_block_size=None)
 
 
 @dataclass
@@ -165,12 +203,20 @@ class FakeRequest:
         return len(self.all_token_ids)
 
 
+Blocks = list[int] | tuple[list[int], ...]
+
+
+def by_group(blocks: Blocks) -> tuple[list[int], ...]:
+    """As vLLM has them; a list stands for the only group."""
+    return blocks if isinstance(blocks, tuple) else (blocks,)
+
+
 @dataclass
 class Step:
     """vLLM's SchedulerOutput, as far as connectors look at it."""
 
-    new: list[tuple[FakeRequest, list[int], int]] = field(default_factory=list)  # request, blocks, computed tokens
-    running: dict[str, tuple[list[int], int]] = field(default_factory=dict)  # id -> new blocks, computed tokens
+    new: list[tuple[FakeRequest, Blocks, int]] = field(default_factory=list)  # request, blocks, computed tokens
+    running: dict[str, tuple[Blocks, int]] = field(default_factory=dict)  # id -> new blocks, computed tokens
     counts: dict[str, int] = field(default_factory=dict)  # id -> tokens of this step
     preempted: set[str] = field(default_factory=set)
 
@@ -178,11 +224,11 @@ class Step:
         cached = SimpleNamespace(
             req_ids=list(self.running),
             resumed_req_ids=set(),
-            new_block_ids=[(blocks,) if blocks else None for blocks, _ in self.running.values()],
+            new_block_ids=[by_group(blocks) if blocks else None for blocks, _ in self.running.values()],
             num_computed_tokens=[computed for _, computed in self.running.values()],
         )
         new = [
-            SimpleNamespace(req_id=request.request_id, block_ids=(blocks,), num_computed_tokens=computed)
+            SimpleNamespace(req_id=request.request_id, block_ids=by_group(blocks), num_computed_tokens=computed)
             for request, blocks, computed in self.new
         ]
         return SimpleNamespace(
@@ -193,8 +239,9 @@ class Step:
         )
 
 
-def new_caches(seed: int) -> dict[str, torch.Tensor]:
-    """Two layers of [2, blocks, block_size, heads, head_size] halves."""
+def new_caches(seed: int, num_groups: int = 1) -> dict[str, torch.Tensor]:
+    """Two layers of [2, blocks, block_size, heads, head_size] halves; groups of layers lie in the same memory."""
     generator = torch.Generator().manual_seed(seed)
     shape = (2, NUM_BLOCKS, BLOCK_SIZE, 2, 8)
-    return {f"layer{i}": torch.randn(shape, generator=generator).half() for i in range(2)}
+    memory = [torch.randn(shape, generator=generator).half() for _ in range(2)]
+    return {f"layer{i}": memory[i % 2] for i in range(2 * num_groups)}

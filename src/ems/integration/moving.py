@@ -1,22 +1,23 @@
 """The worker's half of a connector: moves whole blocks of one rank between the engine's cache and the pool.
 
 All on the SDK's threads. A block of a save stays the engine's and unchanged until the save is reported (or was waited
-for, before a preemption); a block of a load is not used until it is reported. What fails is a miss.
+for, before others are given the block); a block of a load is not used until it is reported. What fails is a miss.
 """
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from ems.circuit import Circuit
 from ems.common.exception import EmsException
-from ems.config import CcKvOption
+from ems.config import CcKvOption, CcResult
 from ems.context_caching import CcFuture
 from ems.integration.scheduling import Transfer
 from ems.integration.settings import RankLayout, Settings
-from ems.session import Session
 
 log = logging.getLogger(__name__)
 _HEALTH_S = 1.0
@@ -25,39 +26,62 @@ _HEALTH_S = 1.0
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
     transfer: Transfer
-    future: CcFuture
+    future: "CcFuture | Future[CcResult]"
     begun_s: float
     is_void: bool = False  # what a load brings is not wanted any more
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Requests whose saves, and whose loads, are over; and those whose loads failed, where blocks cannot be named."""
+
+    sent: set[str]
+    received: set[str]
+    failed: set[str]
 
 
 class Moving:
     """Owned by the worker's thread."""
 
-    def __init__(self, settings: Settings, layout: RankLayout, parts: Sequence[object]) -> None:
-        """parts: the rank's cache as tensors of uint8 [num_blocks, 1, bytes]; a block has all of them."""
-        self._session: Session = settings.open(layout.identity())
-        self._session.caching.register_kvcache([list(parts)])
+    def __init__(
+        self, settings: Settings, layout: RankLayout, caches: Sequence[Sequence[Sequence[object]]], is_hybrid: bool
+    ) -> None:
+        """caches: of each kind and group of layers, the rank's tensors of uint8 [num_blocks, 1, bytes].
+
+        is_hybrid: the engine has several groups of layers; it does not take single blocks as failed then.
+        """
+        self._sessions = [layout.open(settings, kind, groups) for kind, groups in enumerate(caches)]
+        self._is_hybrid = is_hybrid
         self._option = CcKvOption(timeout=settings.timeout_ms)
-        self._circuit = Circuit(lambda: self._session.is_healthy(_HEALTH_S))
+        self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
         self._circuit.wait_up(settings.timeout_ms / 1000)
         self._loads: list[_UnderWay] = []
         self._saves: list[_UnderWay] = []
         self._savers: set[str] = set()  # requests with saves that are not reported
         self._finished: set[str] = set()  # of those, the ones whose blocks wait for the report
+        self._incoming: Counter[str] = Counter()  # loads of a request that are not over
         self._received: set[str] = set()
+        self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._is_saving = not layout.is_mla or layout.rank_in_tp == 0  # with MLA all tensor ranks have the same bytes
-        self._block_bytes = sum(layout.widths)
+        self._block_bytes = [kind.block_bytes for kind in layout.kinds]
         self._saved: list[int] = []
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(int)
+
+    @property
+    def is_up(self) -> bool:
+        """The pool answers, as far as is known."""
+        return self._circuit.is_up
 
     def forget_loads(self) -> None:
         """Loads under way end as if nothing had been found."""
         self._loads = [replace(work, is_void=True) for work in self._loads]
 
     def load(self, transfers: Iterable[Transfer]) -> None:
-        """Begins loads; each is reported by `reports`."""
-        for transfer in transfers:
+        """Begins loads; each request is reported by `reports`."""
+        begun = list(transfers)
+        self._incoming.update(transfer.request_id for transfer in begun)
+        for transfer in begun:
             future = self._begin(transfer, is_load=True)
             if future is None:
                 self._end_load(transfer, 0)
@@ -74,27 +98,37 @@ class Moving:
             if future is not None:
                 self._saves.append(_UnderWay(transfer, future, time.monotonic()))
             else:
-                self._counts["unsaved_blocks"] += len(transfer.blocks)
+                self._counts["unsaved_blocks"] += len(transfer.hashes)
 
-    def wait_for(self, request_ids: Iterable[str]) -> None:
-        """Ends the saves of preempted requests; their blocks may be overwritten afterwards."""
-        preempted = set(request_ids)
+    def adopt(self, transfer: Transfer, future: "Future[CcResult]") -> None:
+        """A save that was begun elsewhere, and is reported as others are."""
+        self._savers.add(transfer.request_id)
+        self._saves.append(_UnderWay(transfer, future, time.monotonic()))
+
+    def wait_for(self, preempted: Iterable[str], overtaken: Iterable[str]) -> None:
+        """Ends the saves of these requests; their blocks may be overwritten afterwards.
+
+        Those of preempted ones are not reported any more.
+        """
+        waited = {*preempted, *overtaken}
         for work in self._saves:
-            if work.transfer.request_id in preempted:
+            if work.transfer.request_id in waited:
                 self._end_save(work)
-        self._saves = [work for work in self._saves if work.transfer.request_id not in preempted]
-        self._savers -= preempted
+        self._saves = [work for work in self._saves if work.transfer.request_id not in waited]
+        self._savers -= set(preempted)
 
-    def reports(self, finished: Iterable[str]) -> tuple[set[str], set[str]]:
-        """Requests whose saves, and whose loads, are over. finished: requests that ended since the last call."""
+    def reports(self, finished: Iterable[str]) -> Reports:
+        """What is over since the last call. finished: requests that ended since then."""
         self._finished |= set(finished) & self._savers
         self._collect()
         busy = {work.transfer.request_id for work in self._saves}
         sent, received = self._finished - busy, self._received
         self._finished &= busy
         self._savers -= sent
+        failed = self._failed_requests & received
+        self._failed_requests -= failed
         self._received = set()
-        return sent, received
+        return Reports(sent, received, failed)
 
     def take_failed_blocks(self) -> set[int]:
         """Blocks of ended loads that did not come."""
@@ -102,27 +136,31 @@ class Moving:
         return failed
 
     def take_saved(self) -> list[int]:
-        """The hashes of blocks that the pool has taken since the last call."""
+        """The hashes of blocks, of the first kind, that the pool has taken since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call, by name."""
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = self._counts, defaultdict(int)
         return dict(counts)
 
     def close(self) -> None:
         self._circuit.close()
-        self._session.close()
+        for session in self._sessions:
+            session.close()
 
     def _begin(self, transfer: Transfer, is_load: bool) -> CcFuture | None:
         """None: the pool is down, nothing was begun."""
         if not self._circuit.is_up:
             return None
-        caching = self._session.caching
+        caching, blocks = self._sessions[transfer.kind].caching, transfer.blocks
         try:
             move = caching.async_load if is_load else caching.async_save
-            return move(transfer.blocks, transfer.hashes, [1] * len(transfer.blocks), self._option)
+            if len(blocks) == 1:
+                return move(blocks[0], transfer.hashes, [1] * len(transfer.hashes), self._option)
+            chunks = [[(block, 1) for block in group] for group in blocks]
+            return move(hashes=transfer.hashes, chunk_descs=chunks, option=self._option)
         except EmsException as error:
             self._circuit.failed(str(error))
             return None
@@ -150,17 +188,25 @@ class Moving:
     def _end_save(self, work: _UnderWay) -> None:
         """Waits for it."""
         count = self._result(work) or 0
-        self._saved += work.transfer.hashes[:count]
-        self._counts["unsaved_blocks"] += len(work.transfer.blocks) - count
+        if work.transfer.kind == 0:
+            self._saved += work.transfer.hashes[:count]
+        self._counts["unsaved_blocks"] += len(work.transfer.hashes) - count
         self._count("save", work, count)
 
     def _count(self, kind: str, work: _UnderWay, count: int) -> None:
         done = {"save": "saved", "load": "loaded"}[kind]
         self._counts[f"{done}_blocks"] += count
-        self._counts[f"{done}_bytes"] += count * self._block_bytes
-        self._counts[f"{kind}_seconds"] += time.monotonic() - work.begun_s  # type: ignore[assignment]
+        self._counts[f"{done}_bytes"] += count * self._block_bytes[work.transfer.kind]
+        self._counts[f"{kind}_seconds"] += time.monotonic() - work.begun_s
 
     def _end_load(self, transfer: Transfer, count: int) -> None:
-        self._counts["failed_blocks"] += len(transfer.blocks) - count
-        self._received.add(transfer.request_id)
-        self._failed_blocks |= set(transfer.blocks[count:])
+        missing = len(transfer.hashes) - count
+        self._counts["failed_blocks"] += missing
+        if missing and self._is_hybrid:
+            self._failed_requests.add(transfer.request_id)
+        elif missing:
+            self._failed_blocks.update(chain.from_iterable(group[count:] for group in transfer.blocks))
+        self._incoming[transfer.request_id] -= 1
+        if not self._incoming[transfer.request_id]:
+            del self._incoming[transfer.request_id]
+            self._received.add(transfer.request_id)

@@ -8,10 +8,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class BlockParts:
-    """The cache as uint8 [num_blocks, 1, bytes]: one part for each piece of memory in which a block is contiguous."""
+    """The cache as uint8 [num_blocks, 1, bytes]: one part for each piece of memory in which a block is contiguous.
+
+    layers: the numbers of each layer's parts; names: the number of each name's layer, which several may share.
+    """
 
     parts: list[torch.Tensor]
     arrangement: str
+    layers: list[range]
+    names: dict[str, int]
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -24,22 +29,27 @@ def split_blocks(caches: Mapping[str, torch.Tensor], num_blocks: int) -> BlockPa
     caches: by layer; a tensor has one dimension of `num_blocks` (or a multiple: smaller blocks for the kernels), and in
     front of it at most K and V. Tensors that several layers share count once. Raises ValueError for any other memory.
     """
-    parts, about, seen = [], [], set()
+    parts: list[torch.Tensor] = []
+    about: list[str] = []
+    layers: list[range] = []
+    seen: dict[tuple[int, torch.Size], int] = {}
+    names: dict[str, int] = {}
     for name, tensor in caches.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{name}: a KV cache of {type(tensor).__name__} is not supported")
-        if (tensor.data_ptr(), tensor.shape) in seen:
+        names[name] = seen.setdefault((tensor.data_ptr(), tensor.shape), len(layers))
+        if names[name] < len(layers):
             continue
-        seen.add((tensor.data_ptr(), tensor.shape))
         if num_blocks <= 2:
             raise ValueError(f"{name}: a cache of {num_blocks} blocks cannot be told from K and V")
         dim = next((i for i, n in enumerate(tensor.shape[:2]) if n % num_blocks == 0 and n >= num_blocks), None)
         if dim is None or (dim == 1 and tensor.shape[0] > 2):
             raise ValueError(f"{name}: shape {list(tensor.shape)} has no dimension of {num_blocks} blocks")
         halves = [tensor] if dim == 0 else list(tensor)
+        layers.append(range(len(parts), len(parts) + len(halves)))
         parts += [_rows(name, half, num_blocks) for half in halves]
         about.append(f"{tensor.dtype}{list(tensor.shape[dim + 1 :])}{list(tensor.stride()[dim + 1 :])}")
-    return BlockParts(parts, "|".join(about))
+    return BlockParts(parts, "|".join(about), layers, names)
 
 
 def _rows(name: str, tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:

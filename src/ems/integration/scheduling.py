@@ -2,7 +2,8 @@
 
 A request asks the pool once for the full blocks of its prompt behind those the engine has, on a thread: the scheduler
 waits for a moment and otherwise asks again in its next step. A load that came short is not tried again. Blocks are
-saved in the step that fills them, once the scheduler knows their tokens.
+saved in the step that fills them, once the scheduler knows their tokens. The engine takes blocks of a sliding window
+back while a request runs: who is given one of them waits for the save that still reads it.
 """
 
 import hashlib
@@ -11,33 +12,42 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
-from ems.circuit import Circuit
-from ems.config import CcKvOption
 from ems.integration.adapters import Adapters
-from ems.integration.chain import Chain, ExtraKeys
-from ems.integration.settings import RankLayout, Settings
+from ems.integration.lookup import Lookup
+from ems.integration.prefix import Chain, ExtraKeys, Kind, unit_of
 from ems.integration.stored import Stored, StoredBlock
-from ems.session import Session
 
 log = logging.getLogger(__name__)
 _PATIENCE_S = 0.002  # of a scheduler step for a lookup
-_HEALTH_S = 1.0
-_LOOKUP_THREADS = 4
 PROMISED = "ems_num_tokens"
 """In kv_transfer_params: so many tokens of the prompt are in the pool, or on their way there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks of the engine's cache and the hashes of what belongs into them, in chain order."""
+    """Blocks of the engine's cache and the hashes of what belongs into them, in chain order.
+
+    blocks: of each group of layers of the kind, one a hash. stage: where the bytes are, of a load layer by layer.
+    """
 
     request_id: str
-    blocks: list[int]
+    kind: int
+    blocks: list[list[int]]
+    hashes: list[int]
+    stage: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Blocks that a worker brings into its host memory, for a request that will have room for them later."""
+
+    number: int
     hashes: list[int]
 
 
@@ -45,90 +55,73 @@ class Transfer:
 class Plan:
     """What the workers do in one step. preempted: requests whose blocks are about to be overwritten.
 
+    overtaken: requests of which some blocks are, that the engine took back because they are outside of the window.
     is_reset: loads that are under way bring what is not wanted any more.
+    stages, dropped: of loads layer by layer, what is to come and what nobody waits for any more.
     """
 
     loads: list[Transfer] = field(default_factory=list)
     saves: list[Transfer] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    overtaken: list[str] = field(default_factory=list)
     is_reset: bool = False
+    stages: list[Stage] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Duties:
-    """What a connector does. handover_s: how long a request waits for tokens that another engine has promised."""
+    """What a connector does. handover_s: how long a request waits for tokens that another engine has promised.
+
+    is_layerwise: loads are staged, and run within a step.
+    """
 
     is_loading: bool = True
     is_saving: bool = True
     has_events: bool = False
     handover_s: float = 0.0
-
-
-class Lookup:
-    """Asks the pool how many blocks of a prefix all ranks have."""
-
-    def __init__(self, settings: Settings, layouts: Iterable[RankLayout]) -> None:
-        self._timeout_s = settings.timeout_ms / 1000
-        self._sessions: list[Session] = []
-        for layout in layouts:
-            session = settings.open(layout.identity())
-            session.caching.register_kvcache(layout.empty_cache())
-            self._sessions.append(session)
-        self._executor = ThreadPoolExecutor(_LOOKUP_THREADS, thread_name_prefix="ems-lookup")
-        self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that have a part of each block."""
-        return len(self._sessions)
-
-    def begin(self, hashes: list[int]) -> "Future[int] | None":
-        """None while the pool is down."""
-        return self._executor.submit(self._count, hashes) if self._circuit.is_up else None
-
-    def _count(self, hashes: list[int]) -> int:
-        deadline_s, count = time.monotonic() + self._timeout_s, len(hashes)
-        for session in self._sessions:
-            left_ms = int((deadline_s - time.monotonic()) * 1000)
-            count = session.caching.exists(hashes[:count], CcKvOption(timeout=max(1, left_ms))) if count else 0
-        if time.monotonic() >= deadline_s:
-            self._circuit.failed("a lookup took longer than its deadline")
-        else:
-            self._circuit.succeeded()
-        return count
-
-    def close(self) -> None:
-        self._circuit.close()
-        self._executor.shutdown(wait=True, cancel_futures=True)
-        for session in self._sessions:
-            session.close()
+    is_layerwise: bool = False
 
 
 @dataclass(slots=True)
 class _Tracked:
     request: Any
-    chain: Chain
-    blocks: list[int] = field(default_factory=list)
-    num_saved: int = 0  # blocks from the first on that the pool has, or is being given
-    asked: tuple[int, int] | None = None  # first block and number of blocks that `lookup` is about
+    chains: dict[int, Chain]  # by block size
+    num_saved: list[int]  # of each kind, the blocks from the first on that the pool has, or is being given
+    blocks: list[list[int]] = field(default_factory=list)  # of each group of layers
+    asked: tuple[int, int] | None = None  # tokens that the engine has, and could have, that `lookup` is about
     lookup: "Future[int] | None" = None
+    stage: int | None = None  # of a load layer by layer; and by each rank, how many blocks it has staged
+    staged: list[int] = field(default_factory=list)
     loading: frozenset[int] = frozenset()
     is_let_down: bool = False  # a load came short
     waits_until_s: float | None = None  # for tokens that were promised
+
+    def hashes(self, kind: Kind, num_blocks: int) -> list[int]:
+        """Of the first blocks of a kind, which the request's tokens must fill."""
+        return self.chains[kind.block_size].upto(self.request, num_blocks)
 
 
 class Scheduling:
     """Owned by the scheduler's thread."""
 
-    def __init__(self, block_size: int, extra_keys: ExtraKeys, duties: Duties) -> None:
-        self._block_size = block_size
+    def __init__(self, kinds: Sequence[Kind], extra_keys: ExtraKeys, duties: Duties) -> None:
+        self._kinds = kinds
+        self._unit = unit_of(kinds)
+        self._num_groups = sum(len(kind.groups) for kind in kinds)
         self._extra_keys = extra_keys
         self._duties = duties
         self._tracked: dict[str, _Tracked] = {}
         self._saving: set[str] = set()  # requests with a save that the workers were told of
+        self._readers: dict[int, str] = {}  # by block of a window, the request that may still be saving it
+        self._overtaken: set[str] = set()
         self._loads: list[Transfer] = []
         self._root = b""
         self._is_reset = False
+        self._stages: list[Stage] = []
+        self._dropped: list[int] = []
+        self._by_stage: dict[int, _Tracked] = {}
+        self._next_stage = 0
         self._adapters = Adapters()
         self._stored = Stored()
         self._counts: Counter[str] = Counter()
@@ -140,17 +133,18 @@ class Scheduling:
         Only this engine knows the new names: nobody can tell whose weights are the same.
         """
         self._root = secrets.token_bytes(32)
+        for tracked in self._tracked.values():
+            self._drop(tracked)
         self._tracked = {}
         self._loads = [replace(load, hashes=[secrets.randbits(256) for _ in load.hashes]) for load in self._loads]
         self._is_reset = True
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens behind `num_computed_tokens` that the pool has, in whole blocks; None = ask again. And if to load."""
-        size = self._block_size
-        first = num_computed_tokens // size
-        count = (request.num_tokens - 1) // size - first  # the last token is always computed
+        unit, start = self._unit, num_computed_tokens
+        end = (request.num_tokens - 1) // unit * unit  # the last token is always computed
         may_load = self._duties.is_loading and self.lookup is not None
-        if not may_load or count < 1 or num_computed_tokens % size or getattr(request, "skip_reading_prefix_cache", 0):
+        if not may_load or end <= start or start % unit or getattr(request, "skip_reading_prefix_cache", 0):
             return 0, False
         if self._is_adapter_read(request):
             return None, False
@@ -160,97 +154,168 @@ class Scheduling:
         tracked = self._track(request, root)
         if tracked.is_let_down:
             return 0, False
-        if tracked.asked != (first, count):
-            hashes = tracked.chain.upto(request, first + count)[first:]
+        if tracked.asked != (start, end):
+            self._drop(tracked)
+            hashes = [tracked.hashes(kind, end // kind.block_size) for kind in self._kinds]
             assert self.lookup is not None
-            tracked.asked, tracked.lookup = (first, count), self.lookup.begin(hashes)
+            tracked.asked, tracked.lookup = (start, end), self.lookup.begin(hashes, start, end)
         if tracked.lookup is None:
             return 0, False
         try:
-            found = tracked.lookup.result(_PATIENCE_S) * size
+            reached = tracked.lookup.result(_PATIENCE_S)
         except FutureTimeout:
             return None, False
-        if self._is_awaited(tracked, first * size + found):
+        if self._is_awaited(tracked, reached):
             tracked.asked = None
             return None, False
-        self._counts.update(lookups=1, lookup_blocks=count, hit_blocks=found // size)
-        return found, found > 0
+        if self._duties.is_layerwise and reached > start:
+            count = self._staged(tracked, range(start // unit, reached // unit))
+            if count is None:
+                return None, False
+            reached = start + count * unit
+        found = reached - start
+        self._counts.update(lookups=1, lookup_blocks=(end - start) // unit, hit_blocks=found // unit)
+        return found, found > 0 and not self._duties.is_layerwise
+
+    def _staged(self, tracked: _Tracked, wanted: range) -> int | None:
+        """How many of these blocks all ranks have in host memory; None while they are not ready."""
+        if tracked.stage is None:
+            tracked.stage, self._next_stage = self._next_stage, self._next_stage + 1
+            self._by_stage[tracked.stage] = tracked
+            hashes = tracked.hashes(self._kinds[0], wanted.stop)[wanted.start :]
+            self._stages.append(Stage(tracked.stage, hashes))
+        assert self.lookup is not None
+        return min(tracked.staged) if len(tracked.staged) == self.lookup.num_ranks else None
+
+    def staged(self, reports: Mapping[int, Sequence[int]]) -> None:
+        """reports: of stages, how many blocks some more ranks have."""
+        for number, counts in reports.items():
+            if number in self._by_stage:
+                self._by_stage[number].staged += counts
+
+    def _drop(self, tracked: _Tracked) -> None:
+        """Nobody will load what was staged for the request."""
+        if tracked.stage is not None:
+            del self._by_stage[tracked.stage]
+            self._dropped.append(tracked.stage)
+            tracked.stage, tracked.staged = None, []
 
     def _is_awaited(self, tracked: _Tracked, num_tokens: int) -> bool:
         """Whether more than `num_tokens` were promised, by an engine that may still be saving them."""
         promised = (getattr(tracked.request, "kv_transfer_params", None) or {}).get(PROMISED, 0)
-        size = self._block_size
-        if not isinstance(promised, int) or num_tokens >= min(promised, tracked.request.num_tokens - 1) // size * size:
+        unit = self._unit
+        if not isinstance(promised, int) or num_tokens >= min(promised, tracked.request.num_tokens - 1) // unit * unit:
             return False
         now_s = time.monotonic()
         if tracked.waits_until_s is None:
             tracked.waits_until_s = now_s + self._duties.handover_s
         return now_s < tracked.waits_until_s
 
-    def allocated(self, request: Any, blocks: Sequence[int], num_external_tokens: int) -> None:
+    def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external_tokens: int) -> None:
         """The request has its blocks; the tokens that `matched` promised are to be loaded into them."""
+        self._overtake(blocks)
         root = self._root_of(request)
         if root is None:
             return
         tracked = self._track(request, root)
-        tracked.blocks = list(blocks)
+        tracked.blocks = [list(some) for some in blocks]
         if num_external_tokens and tracked.asked is not None:
-            first, count = tracked.asked[0], num_external_tokens // self._block_size
-            hashes = tracked.chain.upto(request, first + count)[first:]
-            self._loads.append(Transfer(request.request_id, tracked.blocks[first : first + count], hashes))
-            tracked.loading = frozenset(tracked.blocks[first : first + count])
+            start = tracked.asked[0]
+            loads = self._transfers(
+                tracked, [kind.range_of(start, start + num_external_tokens) for kind in self._kinds]
+            )
+            if tracked.stage is not None:
+                loads = [replace(load, stage=tracked.stage) for load in loads]
+                del self._by_stage[tracked.stage]
+                tracked.stage, tracked.staged = None, []
+            self._loads += loads
+            tracked.loading = frozenset(chain.from_iterable(chain.from_iterable(load.blocks for load in loads)))
+        self._drop(tracked)
         tracked.asked = tracked.lookup = None
 
     def plan(self, output: Any) -> Plan:
         """The step's transfers, from vLLM's SchedulerOutput."""
         plan = Plan(loads=self._loads, preempted=list(output.preempted_req_ids or ()), is_reset=self._is_reset)
-        self._loads, self._is_reset = [], False
+        plan.stages, plan.dropped = self._stages, self._dropped
+        self._loads, self._is_reset, self._stages, self._dropped = [], False, [], []
         self._saving -= set(plan.preempted)  # the workers end these saves first
         num_computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             num_computed[new.req_id] = new.num_computed_tokens
-            self._restart(new.req_id, list(new.block_ids[0]), new.num_computed_tokens)
+            self._restart(new.req_id, new.block_ids, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for id, new_blocks, computed in zip(
             cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             num_computed[id] = computed
             if id in cached.resumed_req_ids:
-                self._restart(id, list(new_blocks[0]) if new_blocks else [], computed)
-            elif new_blocks and id in self._tracked:
-                self._tracked[id].blocks += new_blocks[0]
+                self._restart(id, new_blocks or [[]] * self._num_groups, computed)
+            elif new_blocks:
+                self._overtake(new_blocks)
+                for mine, more in zip(
+                    self._tracked[id].blocks if id in self._tracked else (), new_blocks, strict=False
+                ):
+                    mine += more
+        plan.overtaken, self._overtaken = sorted(self._overtaken), set()
         if self._duties.is_saving:
             for id, count in output.num_scheduled_tokens.items():
-                self._save(plan, id, num_computed.get(id, 0) + count)
+                self._save(plan, id, num_computed.get(id, 0), count)
         return plan
 
-    def _restart(self, request_id: str, blocks: list[int], num_computed_tokens: int) -> None:
+    def _restart(self, request_id: str, blocks: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
         """A request begins to compute: what it has then was loaded, or was saved when somebody computed it."""
+        self._overtake(blocks)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
-            tracked.blocks, tracked.num_saved = blocks, num_computed_tokens // self._block_size
+            tracked.blocks = [list(some) for some in blocks]
+            tracked.num_saved = [num_computed_tokens // kind.block_size for kind in self._kinds]
 
-    def _save(self, plan: Plan, request_id: str, num_computed_tokens: int) -> None:
+    def _overtake(self, blocks: Iterable[Sequence[int]]) -> None:
+        """Somebody is given these blocks."""
+        if self._readers:
+            given = self._readers.keys() & chain.from_iterable(blocks)
+            self._overtaken |= {self._readers.pop(block) for block in given}
+
+    def _save(self, plan: Plan, request_id: str, num_computed: int, num_tokens: int) -> None:
+        """num_computed: tokens before this step. Of a window what is behind them by then may be somebody else's."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        num_known = min(num_computed_tokens, tracked.request.num_tokens)  # guesses and tokens on their way come later
-        first, end = tracked.num_saved, min(num_known // self._block_size, len(tracked.blocks))
-        if end > first:
-            hashes = tracked.chain.upto(tracked.request, end)[first:]
-            plan.saves.append(Transfer(request_id, tracked.blocks[first:end], hashes))
-            if self._duties.has_events:
-                self._expect(tracked.request, first, hashes)
-            tracked.num_saved = end
+        num_known = min(num_computed + num_tokens, tracked.request.num_tokens)  # guesses, and tokens on their way, wait
+        ranges = []
+        for kind, num_saved in zip(self._kinds, tracked.num_saved, strict=True):
+            num_blocks = min(len(tracked.blocks[group]) for group in kind.groups) if tracked.blocks else 0
+            first, end = max(num_saved, kind.first_needed(num_computed)), min(num_known // kind.block_size, num_blocks)
+            ranges.append(range(first, end))
+        saves = self._transfers(tracked, ranges)
+        for save in saves:
+            wanted, kind = ranges[save.kind], self._kinds[save.kind]
+            tracked.num_saved[save.kind] = wanted.stop
+            if kind.window is not None:
+                self._readers.update(dict.fromkeys(chain.from_iterable(save.blocks), request_id))
+            if save.kind == 0 and self._duties.has_events:
+                self._expect(tracked.request, wanted.start, save.hashes)
             self._saving.add(request_id)
+        plan.saves += saves
 
-    def loaded(self, request_ids: Iterable[str], failed_blocks: Iterable[int]) -> None:
-        """The workers report ended loads, and all blocks that did not come."""
-        failed = frozenset(failed_blocks)
+    def _transfers(self, tracked: _Tracked, ranges: Sequence[range]) -> list[Transfer]:
+        """Of these blocks of each kind."""
+        transfers = []
+        for number, (kind, wanted) in enumerate(zip(self._kinds, ranges, strict=True)):
+            if wanted:
+                hashes = tracked.hashes(kind, wanted.stop)[wanted.start :]
+                blocks = [tracked.blocks[group][wanted.start : wanted.stop] for group in kind.groups]
+                transfers.append(Transfer(tracked.request.request_id, number, blocks, hashes))
+        return transfers
+
+    def loaded(self, request_ids: Iterable[str], failed_blocks: Iterable[int], failed: Iterable[str]) -> None:
+        """The workers report ended loads, and what did not come: blocks or, in models of several groups, requests."""
+        missing, let_down = frozenset(failed_blocks), frozenset(failed)
         for id in request_ids:
             tracked = self._tracked.get(id)
             if tracked is not None:
-                tracked.is_let_down = tracked.is_let_down or bool(tracked.loading & failed)
+                has_failed = id in let_down or bool(tracked.loading & missing)
+                tracked.is_let_down = tracked.is_let_down or has_failed
                 tracked.loading = frozenset()
 
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -259,17 +324,20 @@ class Scheduling:
         And what is told to who asked for a handover: how many tokens the pool has, or is being given.
         """
         tracked = self._tracked.pop(request.request_id, None)
+        if tracked is not None:
+            self._drop(tracked)
         is_saving = request.request_id in self._saving
         self._saving.discard(request.request_id)
         wants_handover = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_decode")
         if not wants_handover or tracked is None:
             return is_saving, None
-        return is_saving, {PROMISED: tracked.num_saved * self._block_size}
+        saved = zip(self._kinds, tracked.num_saved, strict=True)
+        return is_saving, {PROMISED: min(kind.block_size * count for kind, count in saved) // self._unit * self._unit}
 
     # What was saved, and what was counted
 
     def _expect(self, request: Any, first: int, names: list[int]) -> None:
-        size, hashes = self._block_size, request.block_hashes
+        size, hashes = self._kinds[0].block_size, request.block_hashes
         if len(hashes) < first + len(names):
             return  # vLLM hashes nothing where its own prefix cache is off
         adapter = getattr(request.lora_request, "lora_name", None)
@@ -299,7 +367,8 @@ class Scheduling:
     def _track(self, request: Any, root: bytes) -> _Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked = _Tracked(request, Chain(self._block_size, self._extra_keys, root))
+            chains = {size: Chain(size, self._extra_keys, root) for size in {kind.block_size for kind in self._kinds}}
+            tracked = _Tracked(request, chains, [0] * len(self._kinds))
             self._tracked[request.request_id] = tracked
         return tracked
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from ems.session import Session, locate_socket
 from ems.values.pool import KvPool
 
 log = logging.getLogger(__name__)
-KEYS = ("socket", "access_id", "access_key_file", "model_id", "timeout_ms", "handover_ms")
+_TEXTS = ("socket", "access_id", "access_key_file", "model_id")
+KEYS = (*_TEXTS, "timeout_ms")
+CONNECTOR_KEYS = (*KEYS, "handover_ms", "layerwise")
 _MAX_TIMEOUT_MS = 60_000
 _CONNECTOR = "kv_connector_extra_config"
 _PIECE_BYTES = 4 << 20
@@ -32,6 +34,7 @@ class Settings:
 
     timeout_ms: what a request waits for its prefix at most, and a save for the pool.
     handover_ms: how long a request waits for tokens that another engine has promised (EMSConnector only).
+    layerwise: blocks cross into and out of the engine's cache one layer after the other (EMSConnector only).
     """
 
     socket: str = ""
@@ -40,26 +43,28 @@ class Settings:
     model_id: str = ""
     timeout_ms: int = 500
     handover_ms: int = 2000
+    layerwise: bool = False
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = _CONNECTOR) -> "Settings":
         """where: of the engine's configuration they are. Raises ValueError naming the key that is unknown or wrong."""
-        known = KEYS if where == _CONNECTOR else KEYS[:-1]
+        known = CONNECTOR_KEYS if where == _CONNECTOR else KEYS
         unknown = sorted(values.keys() - set(known))
         if unknown:
             raise ValueError(f"{where}.{unknown[0]}: is not known; known are {', '.join(known)}")
-        for name in KEYS[:-2]:
+        for name in _TEXTS:
             if not isinstance(values.get(name, ""), str):
                 raise ValueError(f"{where}.{name}: must be a string")
-        numbers = [
-            _number(values, name, default, where) for name, default in (("timeout_ms", 500), ("handover_ms", 2000))
-        ]
+        if not isinstance(values.get("layerwise", False), bool):
+            raise ValueError(f"{where}.layerwise: must be true or false")
         settings = cls(
             values.get("socket", ""),
             values.get("access_id", ""),
             _first_line(values.get("access_key_file", ""), where),
             values.get("model_id", ""),
-            *numbers,
+            _number(values, "timeout_ms", 500, where),
+            _number(values, "handover_ms", 2000, where),
+            values.get("layerwise", False),
         )
         try:
             settings._config(CcConfig_v1(0, 0, settings.model_id or "m")).validate()
@@ -85,23 +90,40 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class RankLayout:
-    """What a worker tells the scheduler, so that both use the same names for a rank's blocks.
+class KindLayout:
+    """The blocks of one kind of attention. arrangement: how the engine lays a block's elements out.
 
-    widths: bytes of one block in each registered part; arrangement: how the engine lays a block's elements out.
+    widths: of each group of layers, the bytes of one block in each registered part.
     """
+
+    arrangement: str
+    widths: tuple[tuple[int, ...], ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(map(sum, self.widths))
+
+    def empty_cache(self) -> list[list[npt.NDArray[np.uint8]]]:
+        """A cache of one block that is never filled: enough to make the names of blocks."""
+        return [[np.empty((1, 1, width), np.uint8) for width in group] for group in self.widths]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """What a worker tells the scheduler, so that both use the same names for a rank's blocks."""
 
     model_id: str
     engine: str
-    arrangement: str
     is_mla: bool
     tp_world_size: int
     pp_world_size: int
     rank_in_tp: int
     rank_in_pp: int
-    widths: tuple[int, ...]
+    kinds: tuple[KindLayout, ...]
 
-    def identity(self) -> CcConfig_v1:
+    def identity(self, kind: int) -> CcConfig_v1:
+        """Of the blocks of one kind."""
+        arrangement = self.kinds[kind].arrangement
         return CcConfig_v1(
             rank_id=self.rank_in_pp * self.tp_world_size + self.rank_in_tp,
             device_id=0,
@@ -110,13 +132,16 @@ class RankLayout:
             pp_world_size=self.pp_world_size,
             rank_in_tp_group=self.rank_in_tp,
             rank_in_pp_group=self.rank_in_pp,
-            llm_engine=f"{self.engine}/{hashlib.sha256(self.arrangement.encode()).hexdigest()[:32]}",
+            llm_engine=f"{self.engine}/{hashlib.sha256(arrangement.encode()).hexdigest()[:32]}",
             kvcache_type=KVCacheType.MLA if self.is_mla else KVCacheType.GQA,
         )
 
-    def empty_cache(self) -> list[list[npt.NDArray[np.uint8]]]:
-        """A cache of one block that is never filled: enough to make the names of blocks."""
-        return [[np.empty((1, 1, width), np.uint8) for width in self.widths]]
+    def open(self, settings: Settings, kind: int, kvcache: Sequence[Sequence[object]]) -> Session:
+        """A session over blocks of one kind; kvcache: of each group of layers, its registered parts."""
+        session = settings.open(self.identity(kind))
+        groups = [[number] for number in range(len(kvcache))] if len(kvcache) > 1 else None
+        session.caching.register_kvcache([list(parts) for parts in kvcache], groups)
+        return session
 
 
 def model_fingerprint(folder: str, facts: tuple[object, ...]) -> str:

@@ -1,0 +1,64 @@
+"""How far the pool has what a prefix needs, of all ranks and kinds of attention."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
+
+from ems.circuit import Circuit
+from ems.config import CcKvOption
+from ems.integration.prefix import Kind, longest_hit
+from ems.integration.settings import RankLayout, Settings
+from ems.session import Session
+
+_HEALTH_S = 1.0
+_THREADS = 4
+
+
+class Lookup:
+    """Asks the pool up to where all ranks have what a prefix needs."""
+
+    def __init__(self, settings: Settings, layouts: Sequence[RankLayout], kinds: Sequence[Kind]) -> None:
+        self._timeout_s = settings.timeout_ms / 1000
+        self._kinds = kinds
+        self._sessions: list[list[Session]] = [  # of each kind, one a rank
+            [rank.open(settings, i, rank.kinds[i].empty_cache()) for rank in layouts] for i in range(len(kinds))
+        ]
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="ems-lookup")
+        self._circuit = Circuit(lambda: self._sessions[0][0].is_healthy(_HEALTH_S))
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that have a part of each block."""
+        return len(self._sessions[0])
+
+    def begin(self, hashes: list[list[int]], start: int, end: int) -> "Future[int] | None":
+        """How many tokens an engine that has `start` can have, at most `end`; None while the pool is down.
+
+        hashes: of each kind, those of all blocks up to `end`.
+        """
+        return self._executor.submit(self._reach, hashes, start, end) if self._circuit.is_up else None
+
+    def _reach(self, hashes: list[list[int]], start: int, end: int) -> int:
+        deadline_s = time.monotonic() + self._timeout_s
+
+        def count(kind: int, first: int, last: int) -> int:
+            found = last - first
+            for session in self._sessions[kind]:
+                left_ms = int((deadline_s - time.monotonic()) * 1000)
+                some = hashes[kind][first : first + found] if left_ms > 0 else []
+                found = session.caching.exists(some, CcKvOption(timeout=left_ms)) if some else 0
+            return found
+
+        reached = longest_hit(self._kinds, start, end, count)
+        if time.monotonic() >= deadline_s:
+            self._circuit.failed("a lookup took longer than its deadline")
+        else:
+            self._circuit.succeeded()
+        return reached
+
+    def close(self) -> None:
+        self._circuit.close()
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        for session in chain.from_iterable(self._sessions):
+            session.close()
