@@ -12,7 +12,7 @@ from kvloom.engine.counts import STEP_TOKEN_BOUNDS
 from kvloom.engine.histogram import Histogram
 from kvloom.engine.stats import Stats
 from kvloom.fleet.args import FleetArgs
-from kvloom.fleet.engine import Ways
+from kvloom.fleet.engine import Way, Ways
 from kvloom.fleet.figures import told
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.plan import make_plan
@@ -38,7 +38,7 @@ class FakeFleet:
 
     def __init__(self) -> None:
         self.board = Board()
-        ways = Ways(Replicas([2]).call, self.board)
+        ways = Ways(Way(Replicas([2]).call, self.board))
         self._ingress = Ingress(make_plan(FleetArgs(backend="fake")), Fleet(self._describe, ways), "n")
         self._app, self._is_loaded = self._ingress.app(), False
         self.url = ""
