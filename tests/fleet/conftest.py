@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.waiting import until
 
-START_S = 90.0
+START_S = 180.0
 
 
 @dataclass

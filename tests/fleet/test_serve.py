@@ -192,7 +192,7 @@ def test_a_wrong_file_is_told_in_one_line_by_serves_status_and_what_runs_goes_on
 
     def message() -> list[str]:
         done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=60)
-        return done.stdout.splitlines()
+        return done.stdout.strip().splitlines()  # none until it is told
 
     told = until(message, 60)
     assert told[-1] == "args.replicas: expected `int | null`, got `str`"
