@@ -7,7 +7,6 @@ A step has two halves, so that work for people overlaps work for the model:
   finish_step  wait for the oldest batch -> append tokens, publish blocks, end sequences
 """
 
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -17,14 +16,14 @@ from msgspec.structs import replace
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Batch, NewSeq, Sample
-from kvloom.contract.request import Delta, FinishReason, Request, capped, check_request
+from kvloom.contract.request import Delta, FinishReason, Request, check_request
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts, gauges
 from kvloom.engine.giving import GivenEnds, check_giving, giving_of
 from kvloom.engine.link.executor import Executor
-from kvloom.engine.live import Fresh, Live, oldest_wait_s
+from kvloom.engine.live import Arrivals, Fresh, Live, oldest_wait_s
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, adapter_salt, extend_chain
 from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
@@ -37,8 +36,7 @@ from kvloom.engine.schedule.suspicion import accuse, next_alone
 from kvloom.engine.schedule.swap import SwapCosts
 from kvloom.engine.schedule.transfers import Transfers
 from kvloom.engine.stats import Stats
-from kvloom.engine.text.detok import Detokenizer, text_bytes
-from kvloom.engine.text.stop import Ends, StopStrings
+from kvloom.engine.text.stop import Ends
 from kvloom.engine.verbose import tell_plan
 
 Planner = Callable[[Sequence[Seq], BlockPool, Limits], Plan]  # plan_step, or a policy on top of it
@@ -70,7 +68,7 @@ class Engine:
         self.adapters = Adapters(executor, lambda: (live.request.adapter for live in self._seqs.values()))
         self._seqs: dict[int, Live] = {}  # arrival order
         self._by_request: dict[str, Live] = {}
-        self._next_id = 0
+        self._arrivals = Arrivals(config, vocabulary)
         self._fresh: list[Fresh] = []
         self._giving = GivenEnds()
         self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
@@ -114,24 +112,16 @@ class Engine:
         check_giving(request, self._executor.info, self._transfers.pool if self.config.kv_tier else None)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
-        request = capped(request, self.config.max_iter_times)
-        params = request.params
-        seed = params.seed if params.seed is not None else self._draw_seed()
         salt = adapter_salt(request.cache_salt, self.adapters.digest(request.adapter))
-        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), salt)
+        live = self._arrivals.live(request, self.max_seq_len, salt, self._clock())
+        request, seq = live.request, live.seq
         seq.priority = request.priority
-        seq.max_len = request.max_len(self.max_seq_len)
-        now_s = self._clock()
-        seq.turn = self._turns.turn(now_s, seq.max_len, request.tenant, request.priority, request.slo_s)
-        seq.may_reuse, seq.is_scored = request.may_reuse, params.prompt_logprobs is not None
+        seq.turn = self._turns.turn(live.arrival_s, seq.max_len, request.tenant, request.priority, request.slo_s)
+        seq.may_reuse, seq.is_scored = request.may_reuse, request.params.prompt_logprobs is not None
         seq.giving = giving_of(request, self._limits.block_size)
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
-        stops = StopStrings(params.stop, params.include_stop)
-        detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
-        live = Live(request, seq, seed, detok, stops, now_s, lookup_of(self.config))
+        live.lookup = lookup_of(self.config)
         seq.may_run_ahead = live.lookup is None  # a guess follows from the token before
-        live.go_on()
-        self._next_id += 1
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -328,9 +318,6 @@ class Engine:
     def _oldest_wait_s(self) -> float:
         """No matter when batches are not held back."""
         return 0.0 if self._limits.max_queue_delay_s == 0 else oldest_wait_s(self._seqs.values(), self._clock())
-
-    def _draw_seed(self) -> int:
-        return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
 
     def _introduce(self, plan: Plan) -> list[NewSeq]:
         """Sequences of the plan that the rank has not seen."""

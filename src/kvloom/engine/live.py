@@ -1,16 +1,19 @@
-"""Live: a request in the engine, its sequence and the text side of its answer."""
+"""Live: a request in the engine, its sequence and the text side of its answer; Arrivals makes them."""
 
+import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Logprob, NewSeq, PromptLogprobs, Sample
-from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob
+from kvloom.contract.request import Delta, FinishReason, Request, TokenLogprob, capped
+from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.counts import Counts
 from kvloom.engine.schedule.commit import forget_rank
 from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.seq import Seq, Status
-from kvloom.engine.text.detok import Detokenizer
+from kvloom.engine.text.detok import Detokenizer, text_bytes
 from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
 
@@ -24,7 +27,7 @@ class Live:
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
-    lookup: PromptLookup | None  # what guesses its next tokens; None = nobody does
+    lookup: PromptLookup | None = None  # what guesses its next tokens; None = nobody does
     is_known: bool = False  # the rank has its tokens
     num_lost: int | None = None  # tokens that were computed when a rank died under it, until it runs again
     finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
@@ -133,6 +136,28 @@ class Fresh(NamedTuple):
     live: Live
     token: Sample | None
     finish: FinishReason | None
+
+
+class Arrivals:
+    """Makes a Live of each request that an engine has accepted: numbers them, and draws seeds for those without."""
+
+    def __init__(self, config: EngineConfig, vocabulary: Tokenizer) -> None:
+        self._config, self._vocabulary = config, vocabulary
+        self._next_id = 0
+
+    def live(self, request: Request, max_seq_len: int, salt: str = "", now_s: float = 0.0) -> Live:
+        request = capped(request, self._config.max_iter_times)
+        params, config = request.params, self._config
+        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids), salt)
+        seq.max_len = request.max_len(max_seq_len)
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(63) if config.seed is None else (config.seed + seq.id) & (2**63 - 1)
+        detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
+        live = Live(request, seq, seed, detok, StopStrings(params.stop, params.include_stop), now_s)
+        live.go_on()
+        self._next_id += 1
+        return live
 
 
 def oldest_wait_s(lives: Iterable[Live], now_s: float) -> float:

@@ -5,7 +5,6 @@ what the host says at once. Where a host dies, requests wait for the next and go
 """
 
 import dataclasses
-import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,19 +15,17 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import Abort, Answers, Brought, Figures, HostReport, Start
 from kvloom.contract.messages import Logprob, PromptLogprobs, Sample
-from kvloom.contract.request import Delta, FinishReason, Request, capped, check_request
+from kvloom.contract.request import Delta, FinishReason, Request, check_request
 from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.adapters import Adapter, Adapters
 from kvloom.engine.completed import StepSize
 from kvloom.engine.counts import Counts
 from kvloom.engine.hosted.going_on import OTHERWISE, behind, follows
 from kvloom.engine.hosted.host import Host
-from kvloom.engine.live import Live
+from kvloom.engine.live import Arrivals, Live
 from kvloom.engine.schedule.repute import Repute
-from kvloom.engine.schedule.seq import Seq
 from kvloom.engine.stats import Stats
-from kvloom.engine.text.detok import Detokenizer, text_bytes
-from kvloom.engine.text.stop import Ends, StopStrings
+from kvloom.engine.text.stop import Ends
 
 GUILTY = "the model's process died twice while it computed this request"
 _FINISHES = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
@@ -64,7 +61,7 @@ class HostedEngine:
         self._ids: dict[str, int] = {}  # sequence of a request
         self._outbox: list[Delta] = []
         self._counts = Counts()
-        self._next_id = 0
+        self._arrivals = Arrivals(config, vocabulary)
         self._before = Figures()  # totals of the hosts before this one
         self._figures = Figures()
         self._metrics = ""
@@ -102,15 +99,8 @@ class HostedEngine:
         if request.pooling and request.pooling != info.pooling:
             raise BadRequest("pooling", f"must be {info.pooling!r} with this engine, got {request.pooling!r}")
         self.adapters.digest(request.adapter)
-        request = capped(request, self.config.max_iter_times)
-        params = request.params
-        seq = Seq(self._next_id, [*request.prompt_ids, *request.answer], len(request.prompt_ids))
-        seq.max_len = request.max_len(self.max_seq_len)
-        seed = params.seed if params.seed is not None else self._draw_seed()
-        detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
-        live = Live(request, seq, seed, detok, StopStrings(params.stop, params.include_stop), 0.0, None)
-        live.go_on()
-        self._next_id += 1
+        live = self._arrivals.live(request, self.max_seq_len)
+        request, seq = live.request, live.seq
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         if request.computes_nothing:
@@ -305,6 +295,3 @@ class HostedEngine:
         self._counts.add("total_finished")
         if is_known:
             self._host.send(Abort(hosted.live.seq.id))
-
-    def _draw_seed(self) -> int:
-        return secrets.randbits(63) if self.config.seed is None else (self.config.seed + self._next_id) & (2**63 - 1)
