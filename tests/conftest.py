@@ -17,6 +17,7 @@ from hypothesis import Phase, settings
 
 from kvloom.checkpoints.demo_models import pull
 from tests.support.kept import kept
+from tests.support.vllm_serving import OVER_VLLM
 
 if TYPE_CHECKING:
     from tests.support.servers import FakeServer
@@ -76,6 +77,9 @@ def together(nodeid: str) -> str:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(together(item.nodeid), len(rank)))
+    for item in items if OVER_VLLM else ():
+        if (mark := item.get_closest_marker("mock")) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"not over vLLM: {mark.args[0]}"))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -117,6 +121,16 @@ def tiny_pipeline() -> Path:
 
 def _make_pipeline(folder: Path) -> None:
     import_module("tests.support.pipelines").stable_diffusion(folder)
+
+
+@pytest.fixture(scope="module")
+def embedder(server: "FakeServer") -> Iterator["FakeServer"]:
+    """A server that makes embeddings: vLLM does where it was started for nothing else."""
+    if not OVER_VLLM:
+        yield server
+        return
+    with import_module("tests.support.servers").fake_server(plugin_options={"runner": "pooling"}) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

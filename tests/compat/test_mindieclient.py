@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.net.devcerts import make_files
 from kvloom.server.secure.tls import tls_context
-from tests.support.servers import FakeServer, fake_server
+from tests.support.servers import OVER_VLLM, FakeServer, fake_server
 
 pytestmark = pytest.mark.compat
 
@@ -24,6 +24,8 @@ LAST_LINES = {
     "status": "gets_slot_count: {'total_slots': 64, 'free_slots': 64",
     "cancel": "Test cancel api succeed!",
 }
+if OVER_VLLM:  # these ask for a watermark and typical sampling, which it has not
+    LAST_LINES = {name: line for name, line in LAST_LINES.items() if name in ("infer", "async_infer", "status")}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_mutual_tls(secure: FakeServer, client_files: Path, name: str):
     assert LAST_LINES[name] in run(name, "-u", secure.url, "-s", *options)
 
 
-@pytest.mark.parametrize("name", ["async_infer", "generate_stream", "cancel"])
+@pytest.mark.parametrize("name", [name for name in ("async_infer", "generate_stream", "cancel") if name in LAST_LINES])
 def test_when_gevent_has_patched_everything(plain: FakeServer, name: str):
     pytest.importorskip("gevent")
     before = "from gevent import monkey; monkey.patch_all()"

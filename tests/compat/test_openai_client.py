@@ -70,16 +70,17 @@ def test_completions_with_texts_ids_echo_and_log_probabilities(client: openai.Op
     assert len(scored.choices[0].logprobs.tokens) == 10
 
 
-def test_embeddings(client: openai.OpenAI):
+def test_embeddings(embedder: FakeServer):
     """The client asks for base64 unless told otherwise."""
-    default = client.embeddings.create(model=MODEL, input=["hello", "hello there"])
-    floats = client.embeddings.create(model=MODEL, input=["hello", "hello there"], encoding_format="float")
-    assert [item.embedding for item in default.data] == [item.embedding for item in floats.data]
-    assert default.usage.total_tokens == 16
-    short = client.embeddings.create(model=MODEL, input=list(b"hello"), dimensions=4)
-    assert len(short.data[0].embedding) == 4
-    with pytest.raises(openai.BadRequestError, match="dimensions"):
-        client.embeddings.create(model=MODEL, input="a", dimensions=100)
+    with openai.OpenAI(base_url=embedder.url + "/v1", api_key="none", max_retries=0) as client:
+        default = client.embeddings.create(model=MODEL, input=["hello", "hello there"])
+        floats = client.embeddings.create(model=MODEL, input=["hello", "hello there"], encoding_format="float")
+        assert [item.embedding for item in default.data] == [item.embedding for item in floats.data]
+        assert default.usage.total_tokens == 16
+        short = client.embeddings.create(model=MODEL, input=list(b"hello"), dimensions=4)
+        assert len(short.data[0].embedding) == 4
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(model=MODEL, input="a", dimensions=10_000)
 
 
 def test_responses_and_their_streams_agree(client: openai.OpenAI):

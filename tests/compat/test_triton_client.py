@@ -89,6 +89,7 @@ def test_asyncio(server: FakeServer, client: triton.InferenceServerClient):
     assert asyncio.run(ask()) == [expected] * 8
 
 
+@pytest.mark.mock("counts its steps and their time")
 def test_statistics_count_what_ran():
     with fake_server(has_eos=False, step_s=0.001) as server:
         client = triton.InferenceServerClient(server.url.removeprefix("http://"))

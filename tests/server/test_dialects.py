@@ -234,6 +234,7 @@ def test_the_description_names_every_route_and_its_fields(server: FakeServer):
     assert "<title>kvloom: routes</title>" in server.client.get("/docs").text
 
 
+@pytest.mark.mock("vLLM decides by itself who is next")
 def test_the_holder_of_an_api_key_is_the_tenant_of_its_requests():
     """With a share a token, one key's second request waits behind another key's first."""
     keys = [new_key(), new_key()]

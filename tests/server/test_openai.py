@@ -5,17 +5,15 @@ from typing import Any
 
 import pytest
 
-from kvloom.contract.request import SamplingParams
-from kvloom.rank.fake import ByteTokenizer, fake_answer
+from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.server.serving.options import WireOptions
-from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.servers import MODEL, FakeServer, fake_server, greedy_answer
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 def truth(prompt: str, count: int) -> str:
-    ids = ByteTokenizer().encode(prompt)
-    return bytes(fake_answer(ids, SamplingParams(temperature=0), 0, count)).decode()
+    return bytes(greedy_answer(ByteTokenizer().encode(prompt), count)).decode()
 
 
 def chat_prompt(text: str) -> str:

@@ -97,7 +97,7 @@ def test_auto_with_a_format_either_calls_or_answers_in_it(styled: FakeServer):
     for seed in range(12):
         message = choice_of(styled, tools=[OTHER], guided_regex="[abc]{4}", seed=seed, max_tokens=60)["message"]
         found.add("call" if message.get("tool_calls") else message["content"][0])
-    assert found >= {"a", "b", "c"} or "call" in found
+    assert len(found) > 1
     assert all(one in ("a", "b", "c", "call") for one in found)
 
 

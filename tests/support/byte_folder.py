@@ -1,6 +1,7 @@
-"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, 256 is <eos>. Others make its weights."""
+"""A Hugging Face folder with a byte-level tokenizer: token i is byte i, the last is <eos>. Others make its weights."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,21 @@ TEMPLATE = (
 )
 
 
-def make_byte_folder(folder: Path, **config: Any) -> Path:
+def make_byte_folder(folder: Path, specials: Sequence[str] = ("<eos>",), **config: Any) -> Path:
     """`config`: of config.json, beside the end token's id. An empty file stands for the weights."""
+    eos_id = 255 + len(specials)
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = iter(range(256, 512))
     meta = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": [*(chr(b) if b in kept else chr(next(moved)) for b in range(256)), "<eos>"],
-        "tokenizer.ggml.token_type": [1] * 256 + [3],
-        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.tokens": [*(chr(b) if b in kept else chr(next(moved)) for b in range(256)), *specials],
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(specials),
+        "tokenizer.ggml.eos_token_id": eos_id,
     }
     folder.mkdir(parents=True, exist_ok=True)
     build_fast_tokenizer(meta, "test").save(str(folder / "tokenizer.json"))
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": EOS, **config}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": eos_id, **config}))
     (folder / "model.safetensors").touch()
     return folder

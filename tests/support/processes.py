@@ -31,6 +31,11 @@ class ServeProcess:
                 children += file.read().split()
         return int(children[0])
 
+    def stop(self, limit_s: float = 60.0) -> None:
+        """As its user would, so that what it has started ends with it."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(limit_s)
+
     def read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:

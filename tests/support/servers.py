@@ -1,4 +1,4 @@
-"""Real HTTP servers on free ports, over the fake model in this process."""
+"""Real HTTP servers on free ports, over the fake model in this process, or over vLLM (vllm_hosts.py)."""
 
 import asyncio
 import threading
@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 
 import httpx
+import pytest
 import uvicorn
 from starlette.types import ASGIApp
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch
+from kvloom.contract.request import SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.executor import InProcessExecutor, RankDied
 from kvloom.engine.thread import EngineThread
 from kvloom.net.listening import listen
 from kvloom.net.sites import Policy
-from kvloom.rank.fake import ByteTokenizer, FakeRunner
+from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.http.app import AppSettings, make_app
@@ -36,9 +39,10 @@ from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 from tests.support.asgi import PromptServer, in_thread
+from tests.support.vllm_serving import OVER_VLLM
 
 MODEL = "mock"
-LIMIT_S = 10.0
+LIMIT_S = 60.0 if OVER_VLLM else 10.0
 
 
 class FakeExecutor(InProcessExecutor):
@@ -69,8 +73,14 @@ class FakeServer:
     engine: EngineThread
     health: Health
     client: httpx.Client
-    executor: FakeExecutor
     parsing: Parsing
+
+    @property
+    def executor(self) -> FakeExecutor:
+        """The fake model's."""
+        if not isinstance(self.engine._executor, FakeExecutor):
+            pytest.skip("does something to the fake model")
+        return self.engine._executor
 
     @property
     def admission(self) -> Admission:
@@ -113,13 +123,12 @@ def fake_server(
     `keys`: API keys, one of which is asked for; `policy`: which pages may ask; `wrap`: what stands before the app.
     `config` goes into EngineConfig, `card` into ModelCard.
     """
-    shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
-    executor = FakeExecutor(partial(FakeRunner, shape))
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
     engine_config = EngineConfig(backend="fake", **config)
-    engine = EngineThread(Engine(engine_config, executor, tokenizer), executor)
+    shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
+    engine = _engine(engine_config, shape, tokenizer)
     made: list[FakeServer] = []
 
     def on_start() -> None:
@@ -132,7 +141,7 @@ def fake_server(
         models = Models(services, replace(options or WireOptions(), keeps_responses=store is not None))
         health = Health(models)
         client = httpx.Client(base_url=url, timeout=LIMIT_S)
-        made.append(FakeServer(url, engine, health, client, executor, Parsing(models)))
+        made.append(FakeServer(url, engine, health, client, Parsing(models)))
         shown = ServerConfig(tuple(cards), api_key_hashes=tuple(hash_key(key) for key in keys))
         dialects = make_dialects(models, health, Control(partial(_drain, health), "test"), shown, store)
         ring = KeyRing(shown.api_key_hashes) if keys else None
@@ -149,6 +158,23 @@ def fake_server(
             for each in made:
                 each.parsing.close()
             engine.close()
+
+
+def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
+    """What the model says, wherever it computes."""
+    if OVER_VLLM:
+        found: list[int] = import_module("tests.support.chained_llama").chained_answer(prompt_ids, num_tokens)
+        return found
+    return fake_answer(prompt_ids, SamplingParams(temperature=0), 0, num_tokens)
+
+
+def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: ByteTokenizer) -> EngineThread:
+    """`shape`: of the fake model; of vLLM only its length."""
+    if OVER_VLLM:
+        lend = import_module("tests.support.vllm_hosts").vllm_engine
+        return EngineThread(*lend(replace(config, max_seq_len=shape.max_seq_len), tokenizer))
+    executor = FakeExecutor(partial(FakeRunner, shape))
+    return EngineThread(Engine(config, executor, tokenizer), executor)
 
 
 def _server(app: ASGIApp, tls: ServerContext | None) -> PromptServer:

@@ -3,8 +3,10 @@
 What differs from run to run (ids, times, the version) is replaced by placeholders in `stable`, and only there.
 """
 
+import itertools
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,10 +33,10 @@ _UNSTABLE = (
 
 
 @contextmanager
-def golden_server() -> Iterator[FakeServer]:
-    """maxSeqLen 2048 and the other limits that the files show."""
+def golden_server(**config: object) -> Iterator[FakeServer]:
+    """maxSeqLen 2048 and the other limits that the files show. `config`: more of EngineConfig."""
     options = WireOptions(validates_model=True)
-    limits = {"max_iter_times": 512, "enable_prefix_cache": False}
+    limits = {"max_iter_times": 512, "enable_prefix_cache": False, **config}
     with fake_server(names=(MODEL,), options=options, max_link_num=300, **limits) as server:
         yield server
 
@@ -57,6 +59,41 @@ def shown(server: FakeServer, case: Case) -> str:
     return "\n".join(
         [*lines, "", f"{response.status_code} {httpx.codes(response.status_code).phrase}", *kept, "", answer]
     )
+
+
+def shape(shown: str) -> list[object]:
+    """What `shown` has of a request whoever computes: all but the values of a good answer, of which their kinds.
+
+    Several alike, one behind the other, are one: events of a stream, elements of a list.
+    """
+    head, status, rest = re.split(r"^(\d{3} [A-Z].*)$\n", shown, maxsplit=1, flags=re.MULTILINE)
+    headers, _, body = rest.partition("\n\n")
+    told: list[object] = [head, status, headers]
+    if not status.startswith("2"):
+        return [*told, body]
+    frames = re.sub(r":(TIME|NS|MS)\b", ":0", body).replace("<NUL>", "").split("\n\n")
+    return [*told, _once(_once(map(_line_shape, frame.split("\n"))) for frame in frames)]
+
+
+def _line_shape(line: str) -> object:
+    found = re.fullmatch(r"(data: ?|event: )?(.*)", line, re.DOTALL)
+    assert found is not None
+    name, data = found.groups()
+    return (name, _kinds(json.loads(data)) if data[:1] in ("{", "[") and data != "[DONE]" else data)
+
+
+def _kinds(value: object) -> object:
+    if isinstance(value, dict):
+        if set(map(type, value.values())) == {float}:  # log-probabilities by token
+            return {"": "number"}
+        return {name: _kinds(held) for name, held in value.items()}
+    if isinstance(value, list):
+        return _once(_kinds(held) for held in value)
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+
+
+def _once(values: Iterable[object]) -> list[object]:
+    return [value for value, _ in itertools.groupby(values)]
 
 
 def read(case: Case) -> str:

@@ -1,12 +1,19 @@
-"""Every route and dialect, streaming and not, against the golden files (`make golden` writes them again)."""
+"""Every route and dialect, streaming and not, against the golden files (`make golden` writes them again).
+
+Over vLLM, whose tokens are others, their shape is compared: status, headers, names and kinds of all values, and the
+order of a stream's events.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.servers import FakeServer
+from tests.support.servers import OVER_VLLM, FakeServer
 from tests.wire.cases import CASES, Case
-from tests.wire.golden import FOLDER, golden_server, read, shown
+from tests.wire.golden import FOLDER, golden_server, read, shape, shown
+
+_EMBEDS = ("ollama-embed", "ollama-embeddings", "embeddings", "embeddings-base64")
+_REFUSED = (*_EMBEDS, "embeddings-error")
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +22,30 @@ def golden() -> Iterator[FakeServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def embedding(golden: FakeServer) -> Iterator[FakeServer]:
+    """vLLM embeds where it was started for nothing else."""
+    if not OVER_VLLM:
+        yield golden
+        return
+    with golden_server(plugin_options={"runner": "pooling"}) as server:
+        yield server
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_wire_is_as_written_down(golden: FakeServer, case: Case):
-    assert shown(golden, case) == read(case)
+    if not OVER_VLLM:
+        assert shown(golden, case) == read(case)
+    elif case.name in _REFUSED:
+        assert "400 Bad Request" in shown(golden, case)
+        assert "vLLM was started to generate; --vllm runner=pooling makes embeddings" in shown(golden, case)
+    else:
+        assert shape(shown(golden, case)) == shape(read(case))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in _EMBEDS], ids=lambda case: case.name)
+def test_embeddings_are_as_written_down(embedding: FakeServer, case: Case):
+    assert shape(shown(embedding, case)) == shape(read(case))
 
 
 def test_there_is_a_file_for_every_case_and_a_case_for_every_route(golden: FakeServer):

@@ -1,0 +1,51 @@
+"""`kvloom serve --backend vllm` for tests: over a vLLM whose tokens are known (fake_vllm), or over vLLM itself.
+
+KVLOOM_TEST_ENGINE=vllm asks for the latter, see vllm_hosts.py.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+
+from tests.support.byte_folder import make_byte_folder
+from tests.support.processes import ServeProcess, serving
+
+OVER_VLLM = os.environ.get("KVLOOM_TEST_ENGINE") == "vllm"
+PYTHON = (os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable) if OVER_VLLM else sys.executable
+START_S, WAIT_S = (400.0, 180.0) if OVER_VLLM else (60.0, 30.0)
+FAKE = Path(__file__).resolve().parent / "fake_vllm"
+SOURCE = Path(__file__).resolve().parents[2] / "src"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def environment(folder: Path) -> Mapping[str, str]:
+    """Of an interpreter that has vLLM and not kvloom, whose sources it takes, and its version from `folder`."""
+    meta = folder / "site/kvloom-0.dist-info/METADATA"
+    meta.parent.mkdir(parents=True, exist_ok=True)
+    meta.write_text(f"Metadata-Version: 2.1\nName: kvloom\nVersion: {importlib.metadata.version('kvloom')}\n")
+    return {**ENVIRONMENT, "PYTHONPATH": f"{SOURCE}:{folder / 'site'}"}
+
+
+@contextmanager
+def vllm_server(folder: Path, *flags: str) -> Iterator[ServeProcess]:
+    """A server of the model m, whose tokens are bytes."""
+    if OVER_VLLM:
+        model = import_module("tests.support.vllm_hosts").chained_model()
+        flags += ("--vllm", "enforce_eager=true", "--vllm", "dtype=float32", "--vllm", "block_size=32")
+        variables = environment(folder)
+    else:
+        model = make_byte_folder(folder / "model", max_position_embeddings=2048)
+        variables = {"PYTHONPATH": f"{FAKE}:{SOURCE}"}
+    command = [PYTHON, "-m", "kvloom.cli", "serve", str(model), "--backend", "vllm", "--served-model-name", "m"]
+    with serving([*command, "--port", "0", *flags], START_S, **variables) as running:
+        yield running
+        running.stop()
