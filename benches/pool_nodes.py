@@ -55,11 +55,9 @@ class Pair:
     def turn(self, number: int) -> None:
         """Some loads of new blocks. What processors took is told in hundredths of a second, so of all of them."""
         here, there = self._clients
-        made = []
         for call in range(CALLS):
-            made.append(there.hashes_at("b", ("a", "b")))
-            there.save((number + call) % SLICES, made[-1])
-        for hashes in made:
+            hashes = there.hashes_at("b", ("a", "b"))
+            there.save((number + call) % SLICES, hashes)
             before, start_s = self._processor_s(), time.perf_counter()
             here.load(number % SLICES, hashes)
             wall_s = time.perf_counter() - start_s

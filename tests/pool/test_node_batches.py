@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -165,19 +166,6 @@ def test_a_peer_that_dies_or_stalls_in_mid_batch_costs_what_has_not_come(pair, n
     pair.proxy.go_on()
     pair.a.peers._links["b"].breaker.succeed()
     assert sorted(pair.fetch(pair.here.missing(keys), soon())[1]) == sorted(set(keys) - set(came))
-
-
-def test_one_fault_of_several_connections_is_one_failure_of_the_peer(tmp_path):
-    files = NodeFiles(tmp_path)
-    with nodes(files.config("a"), files.config("b")) as pair:
-        keys = keys_of("b")
-        for key in keys:
-            keep(pair.there, key)
-        assert len(pair.fetch(keys, soon())[1]) == NUM_KEYS
-        pair.here.evict(1 << 30)
-        pair.proxy.limit(100, is_cut=True)
-        assert pair.fetch(keys, soon())[0] is Cause.PEER_DOWN
-        assert pair.a.peers._links["b"].breaker.failures == 1
 
 
 @pytest.mark.parametrize(("hole", "asked"), [(0, 48), (20, 112), (100, NUM_KEYS)])
@@ -344,6 +332,20 @@ def test_a_push_that_breaks_off_leaves_whole_blocks_and_no_memory_taken(called, 
     for block in blocks:
         assert (pool.view(block.offset, block.length) == data_of(block.key)).all()
     pool.check()
+
+
+def test_one_fault_of_several_connections_is_one_failure_of_the_peer(called):
+    agent, _line = called
+    address, breaker, both = Address("b", "127.0.0.1", agent.peer_port), Breaker(), threading.Barrier(2)
+    lines = [PeerLine(address, Own("a", SECRET), breaker, Complaints()) for _ in range(2)]
+
+    def fail(_channel: Channel) -> Cause:
+        both.wait(WAIT_S)
+        raise ConnectionResetError("the peer died")
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda line: line.call(soon(), fail), lines)) == [Cause.PEER_DOWN] * 2
+    assert breaker.failures == 1
 
 
 @pytest.mark.parametrize("sizes", [[1], [100, 300_000, 1], [20_000] * 70, [0, 5, 0, 700_000, 0]])
