@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
-from ems.keys import KeySpace
+from ems.keys import KEY_BYTES, KeySpace
+from ems.native.cut import native_cut
 from ems.runs import SKIPPED, Blocks, Run
 
 Slots = npt.NDArray[np.int64]
 _MAX_TOKEN = 2**63
-_Names = Callable[[int, int], list[bytes]]
+_Names = Callable[[int, int], bytes]
 
 
 class Request:
@@ -33,8 +34,8 @@ class Request:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def keys(self, start: int, end: int) -> list[bytes]:
-        """The names of blocks start .. end, computed now: the first ones can be on their way before the last."""
+    def keys(self, start: int, end: int) -> bytes:
+        """The names of blocks start .. end, packed; computed now: the first can be on their way before the last."""
         return self._names(start, end)
 
 
@@ -47,11 +48,10 @@ class Cache:
     num_slots: int
     groups: tuple[tuple[int, int], ...] = ()  # tokens a block and number of slots of each layer group, if there are any
 
-    def name(self, block_hash: int) -> bytes:
-        """Of a full block."""
-        if self.groups:
-            return self.keys.of_chunk(block_hash, [size for size, _slots in self.groups])
-        return self.keys.of_hash(block_hash, self.block_size)
+    def names(self, hashes: Sequence[int]) -> bytes:
+        """Of full blocks, packed."""
+        sizes = [size for size, _slots in self.groups] or [self.block_size]
+        return self.keys.of_chunks(hashes, np.array([sizes], np.int64).repeat(len(hashes), 0))
 
 
 class Arguments(NamedTuple):
@@ -101,8 +101,8 @@ def _by_hash(cache: Cache, slots: Slots, hashes: object, offsets: object) -> Req
     if sum(counts) != len(slots):
         raise invalid_argument("offsets", f"sum to {sum(counts)}, slot_mapping has {len(slots)} entries")
 
-    def names(start: int, end: int) -> list[bytes]:
-        return list(map(cache.keys.of_hash, values[start:end], counts[start:end]))
+    def names(start: int, end: int) -> bytes:
+        return cache.keys.of_chunks(values[start:end], np.array(counts[start:end], np.int64)[:, None])
 
     return Request(_blocks(cache, slots, counts), [counts], names)
 
@@ -120,8 +120,12 @@ def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
             raise invalid_argument(name, f"must have one (start_slot, length) for each of {len(values)} hashes")
         runs.append([_runs(name, chunk, size, num_slots) for chunk in of_group])
     tokens = [[sum(count for _block, _start, count in chunk) for chunk in of_group] for of_group in runs]
-    keys = list(map(cache.keys.of_chunk, values, zip(*tokens, strict=True)))
-    return Request(Blocks.of(list(zip(*runs, strict=True))), tokens, lambda start, end: keys[start:end])
+    lengths = np.array(tokens, np.int64).T
+
+    def names(start: int, end: int) -> bytes:
+        return cache.keys.of_chunks(values[start:end], lengths[start:end])
+
+    return Request(Blocks.of(list(zip(*runs, strict=True))), tokens, names)
 
 
 def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Run, ...]:
@@ -166,7 +170,7 @@ def plan_hashes(hashes: object) -> list[int]:
 
 
 def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object, is_load: bool) -> Request:
-    tokens: list[int] = _integers("token_ids", token_ids).tolist()
+    tokens = _integers("token_ids", token_ids)
     if len(tokens) != len(slots):
         raise invalid_argument("token_ids", f"{len(tokens)} tokens for {len(slots)} entries of slot_mapping")
     skipped = 0
@@ -178,14 +182,15 @@ def _by_tokens(cache: Cache, slots: Slots, token_ids: object, mask: object, is_l
             raise invalid_argument("mask", "must be zeros followed by ones")
         skipped = len(bits) - int(bits.sum())
     size = cache.block_size
-    keys = list(cache.keys.of_tokens(tokens, size))
+    keys = cache.keys.of_sequence(tokens, size)
     counts = [min(size, len(tokens) - start) for start in range(0, len(tokens), size)]
-    first = len(keys) if skipped == len(tokens) else skipped // size
+    first = len(counts) if skipped == len(tokens) else skipped // size
     blocks = _blocks(cache, slots[first * size :], counts[first:])
     if is_load and blocks and skipped % size:
         blocks = Blocks.of([(_without(blocks[0][0], skipped % size),), *blocks[1:]])
-    parent, keys = keys[first - 1] if first else b"", keys[first:]
-    return Request(blocks, [counts[first:]], lambda start, end: keys[start:end], parent)
+    before, names = keys[: first * KEY_BYTES], keys[first * KEY_BYTES :]
+    parent = before[-KEY_BYTES:]
+    return Request(blocks, [counts[first:]], lambda start, end: names[start * KEY_BYTES : end * KEY_BYTES], parent)
 
 
 def _without(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
@@ -201,6 +206,9 @@ def _without(runs: tuple[Run, ...], count: int) -> tuple[Run, ...]:
 
 def _blocks(cache: Cache, slots: Slots, counts: list[int]) -> Blocks:
     """Cuts the slots into blocks, and each block into runs of consecutive slots within one block of the cache."""
+    cut = native_cut(slots, counts, cache.block_size, cache.num_slots)
+    if cut is not None:
+        return cut
     if len(slots) and (slots.min() < 0 or slots.max() >= cache.num_slots):
         raise invalid_argument("slot_mapping", f"slots must be 0 to {cache.num_slots - 1}")
     size = cache.block_size

@@ -14,7 +14,7 @@ from ems.common.exception import invalid_argument
 from ems.device import DeviceTensors
 from ems.keys import Layout
 from ems.native.tensors import native_tensors
-from ems.runs import SKIPPED, Block, Bytes
+from ems.runs import SKIPPED, Block, Bytes, Numbers
 from ems.tensors import Tensor, as_tensor
 
 
@@ -99,14 +99,9 @@ class RegisteredCache:
         else:
             self.tensors = DeviceTensors([tensor.data for tensor in tensors], widths, group_of)
 
-    def sizes(self, request: Request) -> list[int]:
+    def sizes(self, request: Request) -> Numbers:
         """Bytes of each block."""
-        if len(self._group_bytes) == 1:
-            return [count * self.token_bytes for count in request.tokens[0]]
-        return [
-            sum(count * width for count, width in zip(counts, self._group_bytes, strict=True))
-            for counts in zip(*request.tokens, strict=True)
-        ]
+        return np.array(self._group_bytes, np.int64) @ np.array(request.tokens, np.int64)
 
     @property
     def num_slots(self) -> int:
@@ -118,7 +113,7 @@ class Snapshot(Checked):
 
     def __init__(self, cache: RegisteredCache, request: Request) -> None:
         self.sizes = cache.sizes
-        copies = [np.empty(size, np.uint8) for size in cache.sizes(request)]
+        copies = [np.empty(size, np.uint8) for size in cache.sizes(request).tolist()]
         self.num_bytes = sum(map(len, copies))
         cache.tensors.gather(request.blocks, copies)
         self._copies = dict(zip(request.blocks, copies, strict=True))

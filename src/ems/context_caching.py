@@ -7,6 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
+
 from ems import pipeline
 from ems.blocks import Arguments, Cache, Request, plan, plan_counts, plan_hashes
 from ems.buffer import RegisteredCache, Snapshot
@@ -16,8 +18,6 @@ from ems.config import CcKvOption, CcResult, checked_option
 from ems.keys import KeySpace
 from ems.profiling import Profiler
 from ems.transport import LinkPool
-from ems.wire import messages as m
-from ems.wire.frames import WireError
 
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
@@ -165,19 +165,10 @@ class ContextCaching:
             with self._links.lend(deadline_s) as link:
                 cache = self._planning_cache(link.welcome.key_salt)
                 if counts is None:
-                    keys = [cache.name(value) for value in values]
+                    keys = cache.names(values)
                 else:
-                    keys = list(map(cache.keys.of_hash, values, counts))
-                count = 0
-                for start in range(0, len(keys), m.MAX_KEYS):
-                    part = keys[start : start + m.MAX_KEYS]
-                    answer = link.call(m.Exists(b"".join(part), settings.read_local_only), deadline_s)
-                    if not isinstance(answer, m.Count):
-                        raise WireError("expected a count")
-                    count += answer.count
-                    if answer.count < len(part):
-                        break
-                return count
+                    keys = cache.keys.of_chunks(values, np.array(counts, np.int64)[:, None])
+                return link.exists(keys, settings.read_local_only, deadline_s)
         except EmsException as error:
             if error.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT:
                 raise
@@ -219,7 +210,7 @@ class ContextCaching:
     def _snapshot(self, request: Request) -> Snapshot | None:
         """A copy of the blocks; None when too many bytes of copies wait already."""
         cache = self._registered()
-        size = sum(cache.sizes(request))
+        size = int(cache.sizes(request).sum())
         with self._lock:
             if self._snapshot_bytes + size > _MAX_SNAPSHOT_BYTES:
                 return None

@@ -11,6 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
+import numpy as np
+import numpy.typing as npt
+
+from ems.native.names import native_names
+
 KEY_BYTES = 32
 NONCE_BYTES = 32
 DEFAULT_TENANT = "default"
@@ -93,6 +98,7 @@ class KeySpace:
         base = sha256(b"ems key 2" + _encode_owner(salt, identity) + layout.fingerprint())
         self._hash_base = base.digest() + b"h"
         self._token_base = base.digest() + b"t"
+        self._native = native_names()
 
     def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
         """Name of the block whose prefix hash the caller computed; any integer."""
@@ -101,6 +107,17 @@ class KeySpace:
     def of_chunk(self, block_hash: int, lengths: Sequence[int]) -> bytes:
         """Name of a block of a cache in layer groups: its hash, and its tokens in each group. One group = `of_hash`."""
         return sha256(self._hash_base + encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths)).digest()
+
+    def of_chunks(self, hashes: Sequence[int], lengths: "npt.NDArray[np.int64]") -> bytes:
+        """`of_chunk` of each, packed. lengths [hashes, groups]."""
+        packed = self._native.of_hashes(self._hash_base, hashes, lengths) if self._native else None
+        return packed if packed is not None else b"".join(map(self.of_chunk, hashes, lengths.tolist()))
+
+    def of_sequence(self, token_ids: "npt.NDArray[np.int64]", block_size: int) -> bytes:
+        """`of_tokens`, packed."""
+        if self._native:
+            return self._native.of_tokens(self._token_base, token_ids, block_size)
+        return b"".join(self.of_tokens(token_ids.tolist(), block_size))
 
     def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
         """Names of the blocks of a token sequence, the last one possibly short. Tokens are signed 64-bit.

@@ -6,12 +6,15 @@ Both update a `Progress` as they go, so that a call that is cut short still know
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
-from ems.runs import Areas, Blocks, Bytes
+from ems.keys import KEY_BYTES
+from ems.native.line import WantedLoad, WantedSave
+from ems.native.tensors import NativeHostTensors
+from ems.runs import Areas, Blocks, Bytes, Numbers
 from ems.transport import Link
 from ems.wire import messages as m
 from ems.wire.frames import WireError
@@ -23,6 +26,7 @@ _NO_ROOM = (
 _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
 _FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
 _GROWTH = 4
+_NATIVE_FIRST_BYTES = 128 << 10  # a message costs less there
 _SUCCESSES = bytes(status for status in m.Status if status.is_success)
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
@@ -62,6 +66,11 @@ class Transfer:
     deadline_s: float  # of time.monotonic()
     progress: Progress
 
+    @property
+    def is_local(self) -> bool:
+        """Whether no other node is asked."""
+        return self.option.read_local_only or self.option.timeout == 0
+
 
 def _groups(sizes: Sequence[int], first_bytes: int, max_bytes: int) -> list[range]:
     """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
@@ -84,30 +93,60 @@ def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     sizes = cache.sizes(transfer.request)
     limit = transfer.link.welcome.max_block_bytes
-    if max(sizes) > limit:
+    if sizes.max() > limit:
         transfer.link.complain(
-            f"a block of {max(sizes)} bytes is not saved, nor any behind it: the agent's --slab, its largest block, "
+            f"a block of {sizes.max()} bytes is not saved, nor any behind it: the agent's --slab, its largest block, "
             f"is {limit}"
         )
-        sizes = list(takewhile(lambda size: size <= limit, sizes))
-        if not sizes:
+        sizes = sizes[: int((sizes > limit).argmax())]
+        if not len(sizes):
             return
     if transfer.link.welcome.is_direct:
-        _save_direct(transfer, cache, sizes)
+        _save_direct(transfer, cache, sizes.tolist())
+    elif transfer.link.is_native and isinstance(cache.tensors, NativeHostTensors):
+        _save_natively(transfer, cache.tensors, sizes)
     else:
-        _save_staged(transfer, cache, sizes)
+        _save_staged(transfer, cache, sizes.tolist())
     if transfer.progress.problem is m.Status.NO_ROOM:
         transfer.link.complain(_NO_ROOM)
+
+
+def _save_natively(transfer: Transfer, tensors: NativeHostTensors, sizes: Numbers) -> None:
+    """As `_save_staged`, all of it in one call."""
+    link, request, progress = transfer.link, transfer.request, transfer.progress
+    arena, num_regions, region_bytes = _regions(transfer, int(sizes.max()))
+    wanted = WantedSave(
+        blocks=tensors.batch_of(request.blocks),
+        keys=request.keys(0, len(sizes)),
+        sizes=sizes,
+        parent=request.parent,
+        arena=arena,
+        region_bytes=region_bytes,
+        num_regions=num_regions,
+        first_bytes=_NATIVE_FIRST_BYTES,
+        write_rcache=transfer.option.write_rcache,
+    )
+    statuses = bytearray()
+    try:
+        link.save(wanted, statuses, transfer.deadline_s)
+    finally:
+        progress.add(bytes(statuses))
+        progress.num_bytes += int(sizes[: len(statuses)].sum())
+
+
+def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
+    """Staging memory for blocks of at most `largest` bytes; how many messages go through it in turn, bytes of each."""
+    largest = _aligned(largest)
+    region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
+    arena = transfer.link.arena(region_bytes * _REGIONS, largest, transfer.deadline_s)
+    num_regions = min(_REGIONS, len(arena) // largest)
+    return arena, num_regions, len(arena) // num_regions // _ALIGN * _ALIGN
 
 
 def _save_staged(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
     """Copies into the agent's staging memory, region by region, while the agent takes the regions before."""
     link, request, deadline_s, progress = transfer.link, transfer.request, transfer.deadline_s, transfer.progress
-    largest = _aligned(max(sizes))
-    region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
-    arena = link.arena(region_bytes * _REGIONS, largest, deadline_s)
-    num_regions = min(_REGIONS, len(arena) // largest)
-    region_bytes = len(arena) // num_regions // _ALIGN * _ALIGN
+    arena, num_regions, region_bytes = _regions(transfer, max(sizes))
     groups = _groups(sizes, _FIRST_BYTES, region_bytes)
     parent, under_way, is_ended = request.parent, 0, False
     for index, group in enumerate(groups):
@@ -121,10 +160,10 @@ def _save_staged(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: l
         is_ended = index == len(groups) - 1
         offsets = list(accumulate(map(_aligned, lengths[:-1]), initial=(index % num_regions) * region_bytes))
         cache.tensors.gather(request.blocks[part], Areas({0: arena}, [0] * len(offsets), offsets, lengths))
-        message = m.Save(b"".join(keys), offsets, lengths, parent, transfer.option.write_rcache, is_ended)
+        message = m.Save(keys, offsets, lengths, parent, transfer.option.write_rcache, is_ended)
         link.begin(message, deadline_s)
         under_way += 1
-        parent = keys[-1]
+        parent = keys[-KEY_BYTES:]
         progress.num_bytes += sum(lengths)
     if not is_ended:
         link.begin(m.Save(b"", [], []), deadline_s)
@@ -146,7 +185,7 @@ def _save_direct(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: l
     parent = request.parent
     for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
         keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
-        answer = link.call(m.Reserve(b"".join(keys), lengths, parent), deadline_s)
+        answer = link.call(m.Reserve(keys, lengths, parent), deadline_s)
         if not isinstance(answer, m.Reserved) or len(answer.statuses) != len(group):
             raise WireError("expected the result of a reservation")
         reserved = [i for i, status in enumerate(answer.statuses) if status == m.Status.STORED]
@@ -161,7 +200,7 @@ def _save_direct(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: l
             raise WireError("expected the result of a commit")
         progress.add(answer.statuses)
         progress.num_bytes += sum(lengths)
-        parent = keys[-1]
+        parent = keys[-KEY_BYTES:]
         if not progress.is_whole:
             return
 
@@ -176,25 +215,43 @@ def load(transfer: Transfer, cache: RegisteredCache) -> None:
 
     Where copies of other nodes' blocks found no more room beside those being read, these are released, and it goes on.
     """
-    link, request, option = transfer.link, transfer.request, transfer.option
+    request, tensors = transfer.request, cache.tensors
     sizes = cache.sizes(request)
     start = 0
     while start < len(request):
         part = slice(start, min(start + m.MAX_KEYS, len(request)))
-        keys = b"".join(request.keys(part.start, part.stop))
-        is_local = option.read_local_only or option.timeout == 0
-        found = link.call(m.Load(keys, is_local), transfer.deadline_s)
-        if not isinstance(found, m.Found) or len(found.segments) > part.stop - start:
-            raise WireError("expected the result of a load")
         before = transfer.progress.success
-        corrupt = _copy_found(transfer, cache, request.blocks[part], sizes[part], found)
-        if found.lease:
-            link.begin(m.Release(found.lease, corrupt), max(transfer.deadline_s, time.monotonic() + 0.1))
+        if transfer.link.is_native and isinstance(tensors, NativeHostTensors):
+            is_cut = _load_natively(transfer, tensors, sizes, part)
+        else:
+            is_cut = _load_part(transfer, cache, sizes.tolist(), part)
         count = transfer.progress.success - before
-        is_cut = found.cause == m.Cause.NO_ROOM and corrupt < 0
         if count < part.stop - start and not (is_cut and count):
             return
         start += count
+
+
+def _load_natively(transfer: Transfer, tensors: NativeHostTensors, sizes: Numbers, part: slice) -> bool:
+    """As `_load_part`, in one call."""
+    request, progress = transfer.request, transfer.progress
+    keys, wanted_sizes = request.keys(part.start, part.stop), sizes[part]
+    wanted = WantedLoad(tensors.batch_of(request.blocks[part]), keys, wanted_sizes, transfer.is_local)
+    done = transfer.link.load(wanted, transfer.deadline_s)
+    progress.success += done.num_done
+    progress.num_bytes += int(wanted_sizes[: done.num_done].sum())
+    return done.cause == m.Cause.NO_ROOM and not done.is_damaged
+
+
+def _load_part(transfer: Transfer, cache: RegisteredCache, sizes: list[int], part: slice) -> bool:
+    """The prefix of some blocks. Whether it ended for want of room for copies."""
+    link, request = transfer.link, transfer.request
+    found = link.call(m.Load(request.keys(part.start, part.stop), transfer.is_local), transfer.deadline_s)
+    if not isinstance(found, m.Found) or len(found.segments) > part.stop - part.start:
+        raise WireError("expected the result of a load")
+    corrupt = _copy_found(transfer, cache, request.blocks[part], sizes[part], found)
+    if found.lease:
+        link.begin(m.Release(found.lease, corrupt), max(transfer.deadline_s, time.monotonic() + 0.1))
+    return found.cause == m.Cause.NO_ROOM and corrupt < 0
 
 
 def _copy_found(transfer: Transfer, cache: RegisteredCache, blocks: Blocks, sizes: list[int], found: m.Found) -> int:

@@ -7,8 +7,8 @@ from typing import TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-Bytes: TypeAlias = "npt.NDArray[np.uint8]"
-Numbers: TypeAlias = "npt.NDArray[np.int64]"
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Numbers: TypeAlias = npt.NDArray[np.int64]
 Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
 SKIPPED = -1  # instead of a block: tokens of a saved block that a load leaves alone
 Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
@@ -65,7 +65,11 @@ class Areas(Sequence[Bytes]):
     """Pieces of a few large memories, by number, offset and length in bytes: [areas] each."""
 
     def __init__(
-        self, memories: Mapping[int, Bytes], numbers: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
+        self,
+        memories: Mapping[int, Bytes],
+        numbers: Sequence[int] | Numbers,
+        offsets: Sequence[int] | Numbers,
+        lengths: Sequence[int] | Numbers,
     ) -> None:
         self._memories = memories
         self._numbers = numbers
@@ -87,16 +91,20 @@ class Areas(Sequence[Bytes]):
 
     def are_within(self) -> bool:
         """Whether every one lies within its memory."""
-        sizes = {number: len(memory) for number, memory in self._memories.items()}
-        each = zip(self._numbers, self._offsets, self.lengths, strict=True)
-        return all(0 <= offset <= offset + length <= sizes[number] for number, offset, length in each)
+        sizes = self._of_memories({number: len(memory) for number, memory in self._memories.items()})
+        offsets, lengths = np.asarray(self._offsets, np.int64), np.asarray(self.lengths, np.int64)
+        return bool(((offsets >= 0) & (lengths >= 0) & (lengths <= sizes) & (offsets <= sizes - lengths)).all())
 
     def addresses(self) -> Numbers:
         """Where each begins in this process, [areas]."""
         bases = {number: address_of(memory) for number, memory in self._memories.items()}
-        if len(bases) == 1:
-            return np.array(self._offsets, np.int64) + next(iter(bases.values()))
-        return np.array([bases[n] + offset for n, offset in zip(self._numbers, self._offsets, strict=True)], np.int64)
+        return np.asarray(self._offsets, np.int64) + self._of_memories(bases)
+
+    def _of_memories(self, values: Mapping[int, int]) -> Numbers | int:
+        """The value of each area's memory; one for all when there is one memory."""
+        if len(values) == 1:
+            return next(iter(values.values()))
+        return np.array([values[int(number)] for number in self._numbers], np.int64)
 
 
 def addresses_of(areas: Iterable[Bytes]) -> Numbers:

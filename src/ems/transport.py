@@ -21,7 +21,10 @@ import numpy.typing as npt
 
 from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms
 from ems.common.exception import EmsErrorCode, EmsException, io_error, io_timeout
-from ems.keys import NONCE_BYTES, proof, same, verifier
+from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same, verifier
+from ems.native.functions import Segment
+from ems.native.line import Loaded, Mapped, NativeLine, Unexpected, WantedLoad, WantedSave, native_line
+from ems.runs import address_of
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
@@ -49,12 +52,14 @@ class SegmentMaps:
         self._num_given_back = 0
         self._said: set[tuple[bytes, str]] = set()
         self._maps: dict[int, tuple[mmap.mmap, Bytes]] = {}
+        self._mapped: Mapped | None = None  # the same for C++, until it changes
 
     def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
         """Lets go of all mappings when the pool has given segments back: their memory is free when nobody maps it."""
         with self._lock:
             if (incarnation, num_given_back) != (self._incarnation, self._num_given_back):
                 self._incarnation, self._num_given_back, self._maps = incarnation, num_given_back, {}
+                self._mapped = None
 
     def is_news(self, incarnation: bytes, problem: str) -> bool:
         """Whether this was not said of that agent yet."""
@@ -66,10 +71,22 @@ class SegmentMaps:
     def find(self, incarnation: bytes, segment: int) -> Bytes | None:
         with self._lock:
             if incarnation != self._incarnation:
-                self._incarnation, self._maps = incarnation, {}
+                self._incarnation, self._maps, self._mapped = incarnation, {}, None
             self._is_used = True
             found = self._maps.get(segment)
             return found[1] if found else None
+
+    def mapped(self, incarnation: bytes) -> Mapped:
+        """All of them, for C++."""
+        with self._lock:
+            if incarnation != self._incarnation:
+                self._incarnation, self._maps, self._mapped = incarnation, {}, None
+            self._is_used = True
+            if self._mapped is None:
+                rows = [(number, memory) for number, (_map, memory) in self._maps.items()]
+                table = (Segment * len(rows))(*(Segment(n, address_of(memory), len(memory)) for n, memory in rows))
+                self._mapped = Mapped(table, [memory for _number, memory in rows], self._num_given_back)
+            return self._mapped
 
     def add(self, incarnation: bytes, segment: int, fd: int, size: int, is_writable: bool) -> Bytes:
         """Maps the descriptor; a second mapping of the same segment is dropped in favour of the first."""
@@ -78,6 +95,7 @@ class SegmentMaps:
         with self._lock:
             if incarnation != self._incarnation:
                 self._incarnation, self._maps = incarnation, {}
+            self._mapped = None
             if not self._is_watched:
                 self._is_watched = True
                 threading.Thread(target=self._watch, name="ems-maps", daemon=True).start()
@@ -89,7 +107,7 @@ class SegmentMaps:
             is_closed = self._closed.wait(self._idle_s)
             with self._lock:
                 if is_closed or not self._is_used:
-                    self._maps, self._is_watched = {}, False
+                    self._maps, self._mapped, self._is_watched = {}, None, False
                 self._is_used = False
 
     def close(self) -> None:
@@ -106,6 +124,7 @@ class Link:
         self._arena_asked = 0
         self._next_id = 0
         self.channel = Channel(_connected(path, deadline_s))
+        self._line: NativeLine | None = None
         try:
             self.welcome = self._authenticate(access_id, access_key, deadline_s)
         except BaseException:
@@ -142,6 +161,68 @@ class Link:
         """One request and its answer."""
         self.begin(message, deadline_s)
         return self.finish(deadline_s)
+
+    def exists(self, keys: bytes, is_local: bool, deadline_s: float) -> int:
+        """How many of the packed keys, from the first on, a load would find."""
+        line = self._native()
+        if line is not None:
+            try:
+                return line.exists(keys, is_local, deadline_s)
+            except Unexpected as unexpected:
+                raise self._unexpected(unexpected.data) from None
+        count, step = 0, m.MAX_KEYS * KEY_BYTES
+        for start in range(0, len(keys), step):
+            part = keys[start : start + step]
+            answer = self.call(m.Exists(part, is_local), deadline_s)
+            if not isinstance(answer, m.Count):
+                raise WireError("expected a count")
+            count += answer.count
+            if answer.count * KEY_BYTES < len(part):
+                break
+        return count
+
+    def _native(self) -> NativeLine | None:
+        """This link in C++, as soon as the library is there."""
+        if self._line is None:
+            self._line = native_line(self.channel.sock.fileno())
+        return self._line
+
+    @property
+    def is_native(self) -> bool:
+        """Whether `load` and `save` may be called."""
+        return self._native() is not None
+
+    def load(self, wanted: WantedLoad, deadline_s: float) -> Loaded:
+        """Loads a batch in C++, the longest prefix that the pool has."""
+        assert self._line is not None, "there is a library"
+
+        def maps(numbers: list[int] | None, num_given_back: int) -> Mapped:
+            if numbers is not None:
+                self.keep_up(num_given_back)
+                for number in set(numbers):
+                    self.segment(number, deadline_s)
+            return self._maps.mapped(self.welcome.incarnation)
+
+        try:
+            return self._line.load(wanted, maps, deadline_s)
+        except IndexError as error:
+            raise WireError(str(error)) from None
+        except Unexpected as unexpected:
+            raise self._unexpected(unexpected.data) from None
+
+    def save(self, wanted: WantedSave, statuses: bytearray, deadline_s: float) -> None:
+        """Saves a batch in C++; adds to `statuses` what became of each block, also when it raises."""
+        assert self._line is not None, "there is a library"
+        try:
+            self._line.save(wanted, statuses, deadline_s)
+        except Unexpected as unexpected:
+            raise self._unexpected(unexpected.data) from None
+
+    def _unexpected(self, data: bytes) -> WireError:
+        """What is to be raised for an answer that C++ did not expect. Raises EmsException for a refusal."""
+        self.channel.feed(data)
+        answer = self.finish(time.monotonic())
+        return WireError(f"expected another answer than {type(answer).__name__}")
 
     def _call_for_fd(self, message: m.Message, deadline_s: float) -> int:
         self.begin(message, deadline_s)

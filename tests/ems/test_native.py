@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ems.buffer import HostTensors, RegisteredCache
+from ems.keys import Identity, KeySpace, Layout
 from ems.native import library
 from ems.native.build import BuildError, Library
+from ems.native.names import native_names
 from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
@@ -146,3 +148,17 @@ def test_a_library_that_sums_otherwise_is_not_used(monkeypatch):
     assert library.sums_alike(xxhash.xxh3_128_digest)
     assert not library.sums_alike(lambda data: xxhash.xxh3_128_digest(data)[::-1])
     assert not library.sums_alike(lambda data: xxhash.xxh3_128_digest(data[:30000]))
+
+
+@given(
+    hashes=st.lists(st.integers(-(2**70), 2**70) | st.integers(-(2**63), 2**63 - 1) | st.integers(0, 300), max_size=5)
+    | st.lists(st.integers(0, 2**64 - 1), max_size=5),
+    groups=st.integers(1, 3),
+    tokens=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20),
+)
+def test_names_are_those_of_python(hashes, groups, tokens):
+    assert native_names() is not None
+    keys = KeySpace(b"salt", Identity("m", "vllm", "MHA", 1, 1, 0, 0), Layout("uint8", 4, ((1, 8),)))
+    counts = np.arange(len(hashes) * groups).reshape(len(hashes), groups) + 1
+    assert keys.of_chunks(hashes, counts) == b"".join(map(keys.of_chunk, hashes, counts.tolist()))
+    assert keys.of_sequence(np.array(tokens), 3) == b"".join(keys.of_tokens(tokens, 3))

@@ -45,7 +45,7 @@ def test_a_block_is_its_slots_in_order(size, data, copies):
     cuts = sorted(data.draw(st.sets(st.integers(1, len(slots)))) | {len(slots)})
     counts = [end - start for start, end in zip([0, *cuts], cuts, strict=False)]
     request = plan(cache, Arguments(slots, list(range(len(counts))), counts, {}))
-    assert registered.sizes(request) == [count * registered.token_bytes for count in counts]
+    assert registered.sizes(request).tolist() == [count * registered.token_bytes for count in counts]
     targets = [np.empty(size, np.uint8) for size in registered.sizes(request)]
     (Snapshot(registered, request) if copies else registered.tensors).gather(request.blocks, targets)
     starts = [0, *accumulate(counts)]

@@ -100,7 +100,7 @@ def test_all_that_was_saved_is_found_from_every_node(engines):
     result = engines[0].save(hashes)
     assert (result.success, result.local) == (NUM_BLOCKS, 0)
     cache = engines[0].cc._planning_cache(engines[0].cc._key_space[0])
-    keys = [cache.name(value) for value in hashes]
+    keys = m.split_keys(cache.names(hashes))
 
     def is_home() -> bool:
         nodes = held(engines, keys)

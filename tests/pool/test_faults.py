@@ -18,6 +18,7 @@ import pytest
 
 from ems import CcKvOption, EmsErrorCode, EmsException, context_caching
 from ems.common.channel import Channel
+from ems.native.line import NativeLine
 from ems.wire import messages as m
 from kvloom.net.devcerts import make_files
 from kvloom.pool.auth import new_credential
@@ -43,15 +44,20 @@ def _nothing_is_left():
 @contextmanager
 def waits_until(deadline_ms: int):
     """Whatever the call inside waits for, it waits until its deadline at the latest: the clock stands as it begins."""
-    begin_s, wait, found = time.monotonic(), Channel._wait, []
+    begin_s, wait, begin, found = time.monotonic(), Channel._wait, NativeLine._by, []
 
     def noted(poll, deadline_s) -> None:
         found.append(deadline_s)
         wait(poll, deadline_s)
 
+    def noted_by(line, deadline_s):
+        found.append(deadline_s)
+        return begin(line, deadline_s)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_caching, "time", SimpleNamespace(monotonic=lambda: begin_s))
         patch.setattr(Channel, "_wait", staticmethod(noted))
+        patch.setattr(NativeLine, "_by", noted_by)
         yield
     assert found
     assert max(found) <= begin_s + deadline_ms / 1000

@@ -23,6 +23,7 @@ from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Batch
+from tests.support.pool_sessions import Sessions
 
 SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60
 SIZES = (5000, 20000, 40000)  # the largest is summed in pieces
@@ -134,6 +135,8 @@ def main() -> int:
         threading.Thread(target=storm.send, args=(here,)),
         threading.Thread(target=storm.receive, args=(there,)),
     ]
+    sessions = Sessions(storm.pool, storm.errors)
+    threads += [threading.Thread(target=sessions.run, args=(seed,)) for seed in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -75,6 +75,14 @@ class Channel:
         """As `send`, but the frame waits for the next one: several answers wake their reader once."""
         self._held += self._writer.encode(message, request_id)
 
+    def feed(self, data: bytes) -> None:
+        """What another reader of this socket has received for `receive`."""
+        self._reader.feed(data)
+
+    def take_received(self) -> bytes:
+        """What was received and not read yet, for another reader of this socket."""
+        return self._reader.take()
+
     def has_frame(self) -> bool:
         """Whether `receive` would return at once."""
         return self._reader.missing == 0 or bool(self._readable.poll(0))

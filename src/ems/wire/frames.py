@@ -109,6 +109,12 @@ class FrameReader:
     def feed(self, data: bytes) -> None:
         self._buffer += data
 
+    def take(self) -> bytes:
+        """What was fed and not read yet, for another reader."""
+        data = bytes(self._buffer)
+        self._buffer.clear()
+        return data
+
     def _total(self) -> int:
         magic, version, op, _flags, _id, _deadline, size, _crc = _HEADER.unpack_from(self._buffer)
         if magic != _MAGIC or version != VERSION or op not in _KINDS:

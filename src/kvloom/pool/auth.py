@@ -1,5 +1,6 @@
 """Keyring: which access keys open which tenant's pool. Holds verifiers, never keys."""
 
+import ctypes
 import json
 import logging
 import os
@@ -84,12 +85,14 @@ class Keyring:
         self._secret = secret
         self._lock = threading.Lock()
         self._credentials: dict[str, Credential] = {}
+        self.version = ctypes.c_uint64()  # grows with every replacement; C++ looks at it
 
     def replace(self, credentials: Iterable[Credential]) -> None:
         """Only these are valid from now on; sessions of others end at their next request."""
         fresh = {each.access_id: each for each in credentials}
         with self._lock:
             self._credentials = fresh
+            self.version.value += 1
 
     def salt(self, access_id: str) -> bytes:
         """The salt for a challenge. An unknown id gets a steady one of its own: nobody learns which ids exist."""

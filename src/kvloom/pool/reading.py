@@ -18,7 +18,7 @@ class Reader:
         self._pool = pool
         self._node = node
         self._leases: dict[int, list[Held]] = {}  # a prefix in parts
-        self._next_lease = 1
+        self._next_lease = 2  # even: the odd ones are C++'s, where it answers too
 
     def load(self, message: m.Load, deadline_s: float) -> m.Found:
         """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease."""
@@ -48,7 +48,7 @@ class Reader:
             _release(held)
             return 0
         lease = self._next_lease
-        self._next_lease += 1
+        self._next_lease += 2
         self._leases[lease] = held
         return lease
 

@@ -18,6 +18,7 @@ from ems.wire.frames import Frame, WireError
 from kvloom.pool.node import Node
 from kvloom.pool.picking import Picker
 from kvloom.pool.reading import Reader
+from kvloom.pool.storage.pool import Serving, Terms
 from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.writing import Writer
 
@@ -45,6 +46,7 @@ class ClientSession:
         self._arena: SharedMemory | None = None
         self._access_id = ""
         self._verifier = b""
+        self._serving: Serving | None = None  # of what is answered without Python
 
     def run(self, hello: m.Hello, request_id: int) -> None:
         """From the client's Hello to the end of the connection. Never raises for what the client does."""
@@ -57,6 +59,12 @@ class ClientSession:
         pool = self._node.pool(tenant)
         writer, reader = Writer(pool, self._node), Reader(pool, self._node)
         picker = Picker(pool, self._node, reader)
+        terms = Terms(
+            can_save=self._node.others is None and self._node.put_limit(tenant) is None,
+            has_others=self._node.others is not None,
+            keyring_version=self._node.keyring.version,
+        )
+        self._serving = pool.serving(self._channel, terms)
         handlers: dict[type[m.Message], Callable[[Any, float], m.Message | None]] = {
             m.Save: lambda message, deadline_s: writer.save(message, self._staged(message), deadline_s),
             m.Reserve: lambda message, _: writer.reserve(message),
@@ -70,12 +78,12 @@ class ClientSession:
         }
         try:
             while True:
-                frame = self._channel.receive()
+                frame = self._frames.receive()
                 if not self._node.keyring.is_valid(self._access_id, self._verifier):
                     self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "the access key was revoked")
                     return
                 self._answer(frame, handlers, pool.segment_fd)
-                while writer.rest() and not self._channel.has_frame():
+                while writer.rest() and not self._frames.has_frame():
                     pass
         except CHANNEL_ERRORS:
             self._node.counts["sessions_broken"] += 1
@@ -83,6 +91,13 @@ class ClientSession:
             writer.close()
             reader.close()
             self._drop_arena()
+            if self._serving is not None:
+                self._serving.close()
+
+    @property
+    def _frames(self) -> "Serving | Channel":
+        """Where requests come from."""
+        return self._serving or self._channel
 
     def _authenticate(self, hello: m.Hello, request_id: int) -> str | None:
         deadline_s = time.monotonic() + _HANDSHAKE_S
@@ -139,7 +154,7 @@ class ClientSession:
         except Refused as refusal:
             self._fail(frame, refusal.code, str(refusal))
             return
-        if isinstance(message, m.Save) and not message.is_last and answer is not None and self._channel.has_frame():
+        if isinstance(message, m.Save) and not message.is_last and answer is not None and self._frames.has_frame():
             self._channel.hold(answer, frame.request_id)  # its client sends the rest of the batch and waits for the end
         elif answer is not None:
             self._channel.send(answer, time.monotonic() + _SEND_S, request_id=frame.request_id, fd=fd)
@@ -164,10 +179,14 @@ class ClientSession:
         except OSError as error:
             staging.give_back(taken)
             raise Refused(EmsErrorCode.EMS_IO_ERROR, f"no memory for a staging area: {error}") from None
+        if self._serving is not None:
+            self._serving.use_arena(self._arena)
         return self._arena.fd
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
+            if self._serving is not None:
+                self._serving.use_arena(None)
             self._arena.close()
             self._node.staging.give_back(self._arena.size)
             self._arena = None

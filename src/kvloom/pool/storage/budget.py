@@ -5,6 +5,7 @@ tenant's quota. A tenant that finds nothing left evicts its own blocks, never an
 learn about, what others keep. When limits change, `excess` says who has to give memory back for them to hold at once.
 """
 
+import ctypes
 import threading
 from dataclasses import dataclass
 from enum import StrEnum
@@ -45,6 +46,7 @@ class Budget:
         self.total_bytes = total_bytes
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
+        self.version = ctypes.c_uint64()  # grows when limits change or room comes about; C++ looks at it
 
     def set_limits(self, tenant: str, guarantee: int, quota: int) -> bool:
         """Sets or changes a tenant's limits, bytes; False, and no change, when the node cannot keep all guarantees.
@@ -57,6 +59,7 @@ class Budget:
                 return False
             share = self._shares.setdefault(tenant, _Share(guarantee, quota))
             share.guarantee, share.quota = guarantee, quota
+            self.version.value += 1
             return True
 
     def knows(self, tenant: str) -> bool:
@@ -90,6 +93,7 @@ class Budget:
         """Ends the booking of `size` bytes."""
         with self._lock:
             self._shares[tenant].used -= size
+            self.version.value += 1
 
     def excess(self) -> dict[str, int]:
         """Bytes that each tenant must give back, so that all keep to their quotas and all guarantees can be used.

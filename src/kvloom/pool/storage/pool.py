@@ -7,15 +7,18 @@ to its key. `TenantPool` keeps them in Python, `NativePool` in C++, with the sam
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from ctypes import c_uint64
 from typing import NamedTuple, Protocol
 
 import xxhash
 
+from ems.common.channel import Channel
 from ems.runs import Areas
+from ems.wire.frames import Frame
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.budget import Budget, Refusal
 from kvloom.pool.storage.entries import Begun, Block, Geometry, Published, Reservation, Written
-from kvloom.pool.storage.segments import Bytes
+from kvloom.pool.storage.segments import Bytes, SharedMemory
 
 
 class Located(NamedTuple):
@@ -92,6 +95,34 @@ class Saved(NamedTuple):
     num_stored: int
 
 
+class Terms(NamedTuple):
+    """What a session may be answered without asking the node."""
+
+    can_save: bool  # its rate has no limit, and no block's home is another node
+    has_others: bool  # other nodes may have what is not here
+    keyring_version: c_uint64  # grows when the session's key may have been revoked
+
+
+class Serving(Protocol):
+    """The requests of a session, but for those that are answered without its knowing."""
+
+    def receive(self) -> Frame:
+        """The next one; waits for ever. Raises what `Channel.receive` does."""
+        ...
+
+    def has_frame(self) -> bool:
+        """Whether `receive` would return at once, or what comes is being answered."""
+        ...
+
+    def use_arena(self, arena: SharedMemory | None) -> None:
+        """The session's staging area."""
+        ...
+
+    def close(self) -> None:
+        """Ends the session's pins."""
+        ...
+
+
 class Pool(ABC):
     """All methods may be called from any thread."""
 
@@ -159,6 +190,12 @@ class Pool(ABC):
     @abstractmethod
     def num_given_back(self) -> int:
         """Segments that went back to the system: who has mapped one may let go of it."""
+
+    # Sessions
+
+    def serving(self, channel: Channel, terms: Terms) -> "Serving | None":
+        """What answers a session's requests without Python; None where nothing does."""
+        return None
 
     # Writing
 

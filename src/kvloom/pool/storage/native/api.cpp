@@ -1,39 +1,20 @@
 // What Python calls: a few flat functions over Pool, each of which locks it for as long as it looks something up or
 // changes it, and never while it copies or sums. Python lets go of its own lock for all of them.
-#include <atomic>
-
-#include "batch.hpp"
+#include "serving.hpp"
 
 using ems::Sum;
 using ems::Xxh3;
-using pool::Batch;
 using pool::Begun;
 using pool::Entry;
+using pool::Glance;
+using pool::Held;
 using pool::Id;
 using pool::Key;
 using pool::kNone;
-using pool::Outcome;
-using pool::Pool;
 using pool::Published;
 using pool::Save;
 
-namespace {
-
-// What Python reads without a call.
-struct Glance {
-    std::atomic<uint64_t> num_evicted{0};
-    std::atomic<uint64_t> num_given_back{0};  // segments
-    std::atomic<uint64_t> num_left{0};        // of these, those that Python has not closed
-};
-
-}  // namespace
-
 extern "C" {
-
-struct PoolHandle {
-    Pool pool;
-    Glance glance;
-};
 
 struct Described {
     Key key;
@@ -59,70 +40,20 @@ struct Usage {
     int64_t num_slabs;
 };
 
-}  // extern "C"
-
-namespace {
-
-// Holds the pool; what Python reads is up to date when it lets go.
-class Held {
-  public:
-    explicit Held(PoolHandle* handle) : handle_(*handle), lock_(handle->pool.lock) {}
-    ~Held() {
-        handle_.glance.num_evicted = handle_.pool.num_evicted;
-        handle_.glance.num_given_back = handle_.pool.memory.num_given_back();
-        handle_.glance.num_left = handle_.pool.memory.left().size();
-    }
-
-  private:
-    PoolHandle& handle_;
-    std::lock_guard<std::mutex> lock_;
-};
-
-Outcome begin_or_stop(PoolHandle* handle, Save* save) {
-    const Held held(handle);
-    if (save->batch == nullptr) {
-        save->batch = new Batch;
-    }
-    return pool::begin(handle->pool, *save, *save->batch);
-}
-
-void end(Save* save) {
-    save->num_done = static_cast<int64_t>(save->batch->begun.size());
-    delete save->batch;
-    save->batch = nullptr;
-}
-
-}  // namespace
-
-extern "C" {
-
 PoolHandle* pool_open(int64_t segment_bytes, int64_t slab_bytes, int is_lru, uint64_t seed) {
     return new PoolHandle{{segment_bytes, slab_bytes, is_lru != 0, seed}, {}};
 }
 
 void pool_close(PoolHandle* handle) { delete handle; }
 
-const Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
+Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
 
 // Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
-int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) {
-    if (begin_or_stop(handle, save) == pool::kNeedsMemory) {
-        return pool::kNeedsMemory;
-    }
-    const std::vector<Sum> sums = pool::fill(*xxh3, *save, *save->batch);
-    const Held held(handle);
-    for (size_t i = 0; i < sums.size(); i++) {
-        const Published done = pool::settle(handle->pool, *save, static_cast<int64_t>(i), save->batch->begun[i], sums[i]);
-        save->statuses[i] = done.status;
-        save->ids[i] = done.id;
-    }
-    end(save);
-    return pool::kDone;
-}
+int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) { return pool::write(handle, *xxh3, *save); }
 
 // The first half of a save, for who writes the bytes himself: `offsets` where a status is kStored.
 int pool_begin(PoolHandle* handle, Save* save) {
-    if (begin_or_stop(handle, save) == pool::kNeedsMemory) {
+    if (pool::begin_or_stop(handle, *save) == pool::kNeedsMemory) {
         return pool::kNeedsMemory;
     }
     for (size_t i = 0; i < save->batch->begun.size(); i++) {
@@ -131,22 +62,12 @@ int pool_begin(PoolHandle* handle, Save* save) {
         save->ids[i] = begun.id;
         save->offsets[i] = begun.offset;
     }
-    end(save);
+    pool::end(*save);
     return pool::kDone;
 }
 
 // Gives up a batch that was told to come again.
-void pool_abandon_batch(PoolHandle* handle, Save* save) {
-    const Held held(handle);
-    for (const Begun& begun : save->batch->begun) {
-        if (begun.status == pool::kStored) {
-            handle->pool.memory.free(begun.offset);
-        } else if (begun.status == pool::kDuplicate) {
-            handle->pool.unpin(begun.id);
-        }
-    }
-    end(save);
-}
+void pool_abandon_batch(PoolHandle* handle, Save* save) { pool::abandon(handle, *save); }
 
 // Makes reserved memory that holds its block's bytes readable: its status and the block of its key, pinned.
 int pool_publish(PoolHandle* handle, const Described* block, const Key* parent, Id* id) {
@@ -275,9 +196,10 @@ void pool_grow(PoolHandle* handle, int64_t size, uint8_t* segment) {
     handle->pool.memory.grow(size, segment);
 }
 
-int64_t pool_evict(PoolHandle* handle, int64_t size, int64_t* closed_bytes) {
+// kMore: to be called again.
+int pool_evict(PoolHandle* handle, pool::Eviction* order) {
     const Held held(handle);
-    return handle->pool.evict(size, *closed_bytes);
+    return handle->pool.evict_some(*order);
 }
 
 // Gives the segment of least use back, which is written to `segment`; its bytes. -1 = there is none; -2 = some of its
@@ -328,5 +250,32 @@ const char* pool_check(PoolHandle* handle) {
     const Held held(handle);
     return handle->pool.check();
 }
+
+pool::Serving* serving_open(PoolHandle* handle, int fd, const ems::Xxh3* xxh3, const pool::Callbacks* callbacks,
+                            const pool::Terms* terms) {
+    return new pool::Serving(handle, fd, *xxh3, *callbacks, *terms);
+}
+
+// What was received before: for requests that came with the handshake.
+void serving_feed(pool::Serving* serving, const uint8_t* data, int64_t size) {
+    serving->feed(data, static_cast<size_t>(size));
+}
+
+// The session's staging area, or null.
+void serving_use_arena(pool::Serving* serving, const uint8_t* arena, int64_t size) { serving->use_arena(arena, size); }
+
+// The next frame that is Python's, until the next call. 0, or an error number.
+int serving_next(pool::Serving* serving, uint64_t valid_at, const uint8_t** frame, int64_t* size) {
+    ems::Frame found{};
+    const int problem = serving->next(valid_at, found);
+    *frame = found.bytes;
+    *size = static_cast<int64_t>(found.size);
+    return problem;
+}
+
+int serving_has_frame(pool::Serving* serving) { return serving->has_frame(); }
+
+// Ends the session's leases and pins.
+void serving_close(pool::Serving* serving) { delete serving; }
 
 }  // extern "C"

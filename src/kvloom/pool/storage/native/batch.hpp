@@ -120,4 +120,47 @@ inline Published settle(Pool& pool, const Save& save, int64_t i, const Begun& be
     return pool.publish({save.keys[i], begun.offset, length, slot, save.is_rcache[i] != 0, sum, parent});
 }
 
+inline Outcome begin_or_stop(PoolHandle* handle, Save& save) {
+    const Held held(handle);
+    if (save.batch == nullptr) {
+        save.batch = new Batch;
+    }
+    return begin(handle->pool, save, *save.batch);
+}
+
+inline void end(Save& save) {
+    save.num_done = static_cast<int64_t>(save.batch->begun.size());
+    delete save.batch;
+    save.batch = nullptr;
+}
+
+// Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
+inline Outcome write(PoolHandle* handle, const Xxh3& xxh3, Save& save) {
+    if (begin_or_stop(handle, save) == kNeedsMemory) {
+        return kNeedsMemory;
+    }
+    const std::vector<Sum> sums = fill(xxh3, save, *save.batch);
+    const Held held(handle);
+    for (size_t i = 0; i < sums.size(); i++) {
+        const Published done = settle(handle->pool, save, static_cast<int64_t>(i), save.batch->begun[i], sums[i]);
+        save.statuses[i] = done.status;
+        save.ids[i] = done.id;
+    }
+    end(save);
+    return kDone;
+}
+
+// Gives up a batch that was told to come again.
+inline void abandon(PoolHandle* handle, Save& save) {
+    const Held held(handle);
+    for (const Begun& begun : save.batch->begun) {
+        if (begun.status == kStored) {
+            handle->pool.memory.free(begun.offset);
+        } else if (begun.status == kDuplicate) {
+            handle->pool.unpin(begun.id);
+        }
+    }
+    end(save);
+}
+
 }  // namespace pool

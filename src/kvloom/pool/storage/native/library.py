@@ -20,13 +20,69 @@ Key = c_uint8 * KEY_BYTES
 Sum = c_uint8 * SUM_BYTES
 
 
+LOOK, GROW, REFUSE = ctypes.CFUNCTYPE(None), ctypes.CFUNCTYPE(c_int), ctypes.CFUNCTYPE(c_int, POINTER(Key), c_uint32)
+
+
+class Counts(ctypes.Structure):
+    """What sessions that C++ serves have counted, as handle.hpp has it; saved: by `Status`, missed: by `Cause`."""
+
+    num_calls: int
+    saved: Any
+    missed: Any
+    load_keys: int
+    load_hits: int
+    corrupt: int
+    _fields_ = [
+        ("num_calls", c_uint64),
+        ("saved", c_uint64 * 8),
+        ("missed", c_uint64 * 8),
+        ("load_keys", c_uint64),
+        ("load_hits", c_uint64),
+        ("corrupt", c_uint64),
+    ]
+
+
 class Glance(ctypes.Structure):
-    """What is read without a call."""
+    """What is read without a call; the last three are written so, of the budget."""
 
     num_evicted: int
     num_given_back: int
     num_left: int
-    _fields_ = [("num_evicted", c_uint64), ("num_given_back", c_uint64), ("num_left", c_uint64)]
+    counts: Counts
+    quota: int
+    may_grow: int
+    looked_at: int
+    _fields_ = [
+        ("num_evicted", c_uint64),
+        ("num_given_back", c_uint64),
+        ("num_left", c_uint64),
+        ("counts", Counts),
+        ("quota", c_int64),
+        ("may_grow", c_int64),
+        ("looked_at", c_uint64),
+    ]
+
+
+class Callbacks(ctypes.Structure):
+    """What sessions ask of Python, as serving.hpp has it."""
+
+    _fields_ = [
+        ("look", LOOK),
+        ("grow", GROW),
+        ("refuse", REFUSE),
+        ("close_left", LOOK),
+    ]
+
+
+class Terms(ctypes.Structure):
+    """What a session may answer without Python, as serving.hpp has it."""
+
+    _fields_ = [
+        ("can_save", c_int64),
+        ("has_others", c_int64),
+        ("budget_version", POINTER(c_uint64)),
+        ("keyring_version", POINTER(c_uint64)),
+    ]
 
 
 class Save(ctypes.Structure):
@@ -50,6 +106,14 @@ class Save(ctypes.Structure):
         ("is_chain", c_int64),
         ("batch", c_void_p),
     ]
+
+
+class Eviction(ctypes.Structure):
+    """An order to evict, and how far it is carried out. Bytes, but for the last two."""
+
+    freed: int
+    closed_bytes: int
+    _fields_ = [(name, c_int64) for name in ("size", "freed", "closed_bytes", "segment", "has_segments")]
 
 
 class Described(ctypes.Structure):
@@ -128,12 +192,18 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_spoil": (c_int, [c_void_p, c_uint32]),
     "pool_make_room_ahead": (c_int, [c_void_p, c_uint32, c_int64, c_int64, c_int]),
     "pool_grow": (None, [c_void_p, c_int64, c_void_p]),
-    "pool_evict": (c_int64, [c_void_p, c_int64, POINTER(c_int64)]),
+    "pool_evict": (c_int, [c_void_p, POINTER(Eviction)]),
     "pool_shrink": (c_int64, [c_void_p, POINTER(c_int64)]),
     "pool_take_left": (c_int64, [c_void_p]),
     "pool_usage": (None, [c_void_p, POINTER(Usage)]),
     "pool_keys": (c_int64, [c_void_p, c_void_p, c_int64]),
     "pool_check": (ctypes.c_char_p, [c_void_p]),
+    "serving_open": (c_void_p, [c_void_p, c_int, POINTER(Xxh3), POINTER(Callbacks), POINTER(Terms)]),
+    "serving_feed": (None, [c_void_p, c_void_p, c_int64]),
+    "serving_use_arena": (None, [c_void_p, c_void_p, c_int64]),
+    "serving_next": (c_int, [c_void_p, c_uint64, POINTER(c_void_p), POINTER(c_int64)]),
+    "serving_has_frame": (c_int, [c_void_p]),
+    "serving_close": (None, [c_void_p]),
 }
 
 

@@ -6,6 +6,7 @@ namespace {
 constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explained
 constexpr int kMaxEvictions = 4096;       // to make room for one block
 constexpr size_t kForgottenAtOnce = 2048;  // of a segment that is given back, between two turns of others
+constexpr int64_t kEvictedAtOnce = 8 << 20;  // bytes of one chain, likewise
 constexpr int64_t kAheadBlocks = 64;      // evicted at a time: a request that comes meanwhile waits for that long
 }  // namespace
 
@@ -304,29 +305,42 @@ Outcome Pool::make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool 
     return gone.empty() ? kDone : kMore;
 }
 
-// Drops blocks of `size` bytes, or all that are not pinned: first the segments of least use, which go back to the node
-// (closed_bytes), then single blocks. Bytes freed.
-int64_t Pool::evict(int64_t size, int64_t& closed_bytes) {
-    int64_t freed = 0;
-    for (int64_t segment; (segment = memory.coldest_segment(true)) >= 0;) {
+// Drops some of what an order says: first blocks of the segments of least use, which go back to the node, then single
+// blocks, until all that are not pinned are gone. Whether there is more to do.
+Outcome Pool::evict_some(Eviction& order) {
+    if (order.segment >= 0) {
+        if (!empty_some(order.segment)) {
+            order.closed_bytes += memory.give_back(order.segment);
+            order.segment = -1;
+        }
+        return kMore;
+    }
+    if (order.has_segments != 0) {
+        order.segment = memory.coldest_segment(true);
         int64_t held = 0;
-        for (Id id : memory.blocks_of(segment)) {
-            held += entries[id].slot;
+        if (order.segment >= 0) {
+            for (Id id : memory.blocks_of(order.segment)) {
+                held += entries[id].slot;
+            }
         }
-        if (held > size - freed) {
-            break;
+        if (order.segment < 0 || held > order.size - order.freed) {
+            order.segment = -1;
+            order.has_segments = 0;
+        } else {
+            order.freed += held;
         }
-        closed_bytes += give_back(segment);
-        freed += held;
+        return kMore;
     }
-    while (freed < size) {
-        const std::vector<Id> gone = evict_from(orders_.every(), size - freed);
+    for (size_t count = 0; order.freed < order.size && count < kForgottenAtOnce;) {
+        const int64_t wanted = std::min(order.size - order.freed, kEvictedAtOnce);
+        const std::vector<Id> gone = evict_from(orders_.every(), wanted);
         if (gone.empty()) {
-            break;
+            return kDone;
         }
-        freed += free_all(gone);
+        count += gone.size();
+        order.freed += free_all(gone);
     }
-    return freed;
+    return order.freed < order.size ? kMore : kDone;
 }
 
 // Forgets some blocks of a segment; those that are being read stay readable until then. Whether there are more.
@@ -343,13 +357,6 @@ bool Pool::empty_some(int64_t segment) {
     }
     free_all(unpinned);
     return has_more;
-}
-
-// Gives a segment back with all its blocks. Its bytes.
-int64_t Pool::give_back(int64_t segment) {
-    while (empty_some(segment)) {
-    }
-    return memory.give_back(segment);
 }
 
 // States the invariants; what does not hold, or null.

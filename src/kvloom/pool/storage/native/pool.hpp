@@ -3,6 +3,7 @@
 // a call that lacks memory stops with `kNeedsMemory` and is called again when Python has asked for it.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -14,7 +15,8 @@
 namespace pool {
 
 // Of ems.wire.messages; kLeft: its memory is being given back meanwhile, so that it is not kept.
-enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLeft = 255 };
+enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLocal = 6, kLeft = 255 };
+inline bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 enum Cause : uint8_t { kCold = 1, kEvicted = 2, kCorrupt = 3 };
 enum Outcome : int { kDone = 0, kMore = 1, kNeedsMemory = 2 };
 
@@ -51,6 +53,15 @@ struct Published {
     Id id;  // pinned
 };
 
+// An order to evict `size` bytes, which is carried out in turns with others. As library.py has it.
+struct Eviction {
+    int64_t size;
+    int64_t freed;         // so far
+    int64_t closed_bytes;  // of segments that were given back so far
+    int64_t segment;       // that is being emptied, -1 = none
+    int64_t has_segments;  // whether there are more of them to look at
+};
+
 // All methods but those of `lock` are called under it.
 class Pool {
   public:
@@ -81,9 +92,8 @@ class Pool {
 
     // Room
     Outcome make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool may_grow);
-    int64_t evict(int64_t size, int64_t& closed_bytes);
+    Outcome evict_some(Eviction& order);
     bool empty_some(int64_t segment);
-    int64_t give_back(int64_t segment);
 
     const char* check();
 
@@ -109,6 +119,67 @@ class Pool {
     Key hint_victim_{};
     Id hint_ = kNone;
     uint64_t hint_born_ = 0;
+};
+
+constexpr size_t kNumStatuses = 8;  // of messages.Status
+constexpr size_t kNumCauses = 8;    // of messages.Cause
+
+// What sessions that are served here have counted. Python adds it to its own counts.
+struct Counts {
+    std::atomic<uint64_t> num_calls{0};  // grows whenever one of the others may have
+    std::atomic<uint64_t> saved[kNumStatuses] = {};
+    std::atomic<uint64_t> missed[kNumCauses] = {};
+    std::atomic<uint64_t> load_keys{0};
+    std::atomic<uint64_t> load_hits{0};
+    std::atomic<uint64_t> corrupt{0};
+
+    // A load of so many keys, and why the first of those that were not found was not.
+    void add(uint64_t num_keys, uint64_t num_found, uint8_t cause) {
+        load_keys += num_keys;
+        load_hits += num_found;
+        missed[cause % kNumCauses] += num_keys - num_found;
+        num_calls++;
+    }
+};
+
+// What Python reads without a call.
+struct Glance {
+    std::atomic<uint64_t> num_evicted{0};
+    std::atomic<uint64_t> num_given_back{0};  // segments
+    std::atomic<uint64_t> num_left{0};        // of these, those that Python has not closed
+    Counts counts;
+    // Of the tenant's budget; Python writes them.
+    std::atomic<int64_t> quota{0};
+    std::atomic<int64_t> may_grow{0};
+    std::atomic<uint64_t> looked_at{0};  // the budget's number of changes when they were written
+};
+
+}  // namespace pool
+
+extern "C" {
+
+struct PoolHandle {
+    pool::Pool pool;
+    pool::Glance glance;
+};
+
+}  // extern "C"
+
+namespace pool {
+
+// Holds the pool; what Python reads is up to date when it lets go.
+class Held {
+  public:
+    explicit Held(PoolHandle* handle) : handle_(*handle), lock_(handle->pool.lock) {}
+    ~Held() {
+        handle_.glance.num_evicted = handle_.pool.num_evicted;
+        handle_.glance.num_given_back = handle_.pool.memory.num_given_back();
+        handle_.glance.num_left = handle_.pool.memory.left().size();
+    }
+
+  private:
+    PoolHandle& handle_;
+    std::lock_guard<std::mutex> lock_;
 };
 
 }  // namespace pool

@@ -7,11 +7,13 @@ import ctypes
 import logging
 import secrets
 import threading
+import weakref
 from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
 
+from ems.common.channel import Channel
 from ems.keys import KEY_BYTES
 from ems.runs import Areas, address_of
 from ems.wire.messages import Cause, Status
@@ -20,7 +22,8 @@ from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Begun, Block, Geometry, NoRoom, Published, Reservation, Written
 from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.native.held import HeldBlocks, NativeBlock
-from kvloom.pool.storage.pool import Batch, Pool, Saved
+from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
+from kvloom.pool.storage.pool import Batch, Pool, Saved, Terms
 from kvloom.pool.storage.segments import Bytes, SharedMemory
 
 log = logging.getLogger(__name__)
@@ -48,12 +51,27 @@ class NativePool(Pool):
         self._glance: c.Glance = self._short.pool_glance(self.handle).contents
         self._segments: list[SharedMemory | None] = []  # None = given back; its number is never used again
         self._growing = threading.Lock()  # one asks for memory, or gives some back, at a time
+        self.budget_version = budget.version
+        me = weakref.proxy(self)  # a pool that nobody needs any more goes at once
+        self._asked = callbacks(
+            Asks(
+                lambda: me._look(),
+                lambda: me._grow_and_look(),
+                lambda key, slot: me._refuse(key, slot),
+                lambda: me._close_left(),
+            )
+        )
+        self._tally, self._tallying = Tally(self._glance.counts), threading.Lock()
+        self._look()
 
     def __del__(self) -> None:
         self._short.pool_close(self.handle)
 
     @property
     def counts(self) -> Counter[str]:
+        if self._tally.is_behind:
+            with self._tallying:
+                self._tally.add_to(self._counts)
         if self._glance.num_evicted:
             self._counts["evicted"] = self._glance.num_evicted
         return self._counts
@@ -108,6 +126,22 @@ class NativePool(Pool):
     @property
     def num_given_back(self) -> int:
         return self._glance.num_given_back
+
+    # Sessions
+
+    def serving(self, channel: Channel, terms: Terms) -> NativeServing:
+        return NativeServing(self, channel, self._asked, terms)
+
+    def _look(self) -> None:
+        """Writes down what C++ has to know of the budget."""
+        glance, budget = self._glance, self._budget
+        glance.looked_at = budget.version.value
+        glance.quota, glance.may_grow = budget.quota(self.tenant), budget.has_room(self.tenant)
+
+    def _grow_and_look(self) -> bool:
+        is_grown = self._grow()
+        self._look()
+        return is_grown
 
     # Writing
 
@@ -208,12 +242,15 @@ class NativePool(Pool):
     # Room
 
     def evict(self, size: int) -> int:
-        closed = ctypes.c_int64()
-        with self._growing:
-            freed = int(self._long.pool_evict(self.handle, size, closed))
-            self._budget.give_back(self.tenant, closed.value)
-        self._close_left()
-        return freed
+        order, outcome = c.Eviction(size, segment=-1, has_segments=1), c.MORE
+        while outcome == c.MORE:
+            closed = order.closed_bytes
+            with self._growing:
+                outcome = self._long.pool_evict(self.handle, order)
+                if order.closed_bytes > closed:
+                    self._budget.give_back(self.tenant, order.closed_bytes - closed)
+            self._close_left()
+        return order.freed
 
     def shrink(self, size: int) -> None:
         while size > 0:

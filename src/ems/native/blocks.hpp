@@ -1,0 +1,85 @@
+// Blocks of the registered KV cache, and how the pieces of each are found in it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "sums.hpp"
+
+namespace ems {
+
+constexpr int64_t kSkipped = -1;  // instead of a block number: tokens that a load leaves alone
+
+// A registered tensor. stride: bytes from block to block; width: bytes of a token.
+struct Tensor {
+    uint8_t* data;
+    int64_t stride;
+    int64_t width;
+    int64_t group;
+};
+
+// Tokens that lie together: the block of the cache, the first one in it, how many.
+struct Run {
+    int64_t number;
+    int64_t start;
+    int64_t count;
+};
+
+// What a batch moves. edges [num_blocks * num_groups + 1]: where the runs of each block and layer group begin.
+struct Batch {
+    const Tensor* tensors;
+    int64_t num_tensors;
+    int64_t num_groups;
+    const Run* runs;
+    const int64_t* edges;
+    int64_t num_blocks;
+};
+
+// Calls move(memory of the cache or null, bytes) for each piece of a block in the order of its bytes.
+template <typename Move>
+void for_pieces(const Batch& batch, int64_t block, Move move) {
+    for (int64_t t = 0; t < batch.num_tensors; t++) {
+        const Tensor& tensor = batch.tensors[t];
+        const int64_t* edge = batch.edges + block * batch.num_groups + tensor.group;
+        for (const Run* run = batch.runs + edge[0]; run != batch.runs + edge[1]; run++) {
+            uint8_t* memory = nullptr;
+            if (run->number != kSkipped) {
+                memory = tensor.data + run->number * tensor.stride + run->start * tensor.width;
+            }
+            move(memory, static_cast<size_t>(run->count * tensor.width));
+        }
+    }
+}
+
+inline int64_t block_bytes(const Batch& batch, int64_t block) {
+    int64_t size = 0;
+    for_pieces(batch, block, [&](const uint8_t*, size_t count) { size += static_cast<int64_t>(count); });
+    return size;
+}
+
+// Writes a block's bytes to `target`; where they end.
+inline uint8_t* gather(const Batch& batch, int64_t block, uint8_t* target) {
+    for_pieces(batch, block, [&](const uint8_t* memory, size_t size) {
+        std::memcpy(target, memory, size);
+        target += size;
+    });
+    return target;
+}
+
+// Writes a source of `size` bytes, as many as the block has, to the block's tokens; not if its sum is another than
+// `sum`. xxh3: null = it is not summed. Whether it did.
+inline bool scatter(const Batch& batch, int64_t block, const uint8_t* source, int64_t size, const Xxh3* xxh3,
+                    const Sum* sum) {
+    if (xxh3 != nullptr && sum_of(*xxh3, source, static_cast<size_t>(size)) != *sum) {
+        return false;
+    }
+    for_pieces(batch, block, [&](uint8_t* memory, size_t count) {
+        if (memory != nullptr) {
+            std::memcpy(memory, source, count);
+        }
+        source += count;
+    });
+    return true;
+}
+
+}  // namespace ems

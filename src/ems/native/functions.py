@@ -1,0 +1,137 @@
+"""The functions of the SDK's C++ library, as its C++ files have them."""
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
+
+from ems.native.build import BLOCKS
+from ems.native.library import Xxh3, is_to_be_compiled, load, sums_alike, xxh3
+
+_SUM_BYTES = 16
+
+
+class Batch(ctypes.Structure):
+    """Blocks of the registered cache, as blocks.hpp has them."""
+
+    kept: object  # arrays whose addresses it has
+    _fields_ = [
+        ("tensors", c_void_p),
+        ("num_tensors", c_int64),
+        ("num_groups", c_int64),
+        ("runs", c_void_p),
+        ("edges", c_void_p),
+        ("num_blocks", c_int64),
+    ]
+
+
+class Line(ctypes.Structure):
+    """A link for one call."""
+
+    fd: int
+    deadline_ns: int
+    request_id: int
+    odd: int
+    num_odd: int
+    _fields_ = [
+        ("fd", c_int64),
+        ("deadline_ns", c_int64),
+        ("request_id", c_int64),
+        ("odd", c_void_p),
+        ("num_odd", c_int64),
+    ]
+
+
+class Segment(ctypes.Structure):
+    """A segment of the pool that is mapped here."""
+
+    _fields_ = [("number", c_int64), ("memory", c_void_p), ("bytes", c_int64)]
+
+
+class Load(ctypes.Structure):
+    """Blocks to load. Arrays by address."""
+
+    mapped: int | None
+    num_mapped: int
+    num_given_back: int
+    num_found: int
+    cause: int
+    num_done: int
+    corrupt: int
+    _fields_ = [
+        ("blocks", POINTER(Batch)),
+        ("keys", c_char_p),
+        ("sizes", c_void_p),
+        ("num", c_int64),
+        ("is_local", c_int64),
+        ("xxh3", POINTER(Xxh3)),
+        ("mapped", c_void_p),
+        ("num_mapped", c_int64),
+        ("num_given_back", c_int64),
+        ("segments", c_void_p),
+        ("offsets", c_void_p),
+        ("lengths", c_void_p),
+        ("sums", c_void_p),
+        ("num_found", c_int64),
+        ("lease", c_int64),
+        ("cause", c_int64),
+        ("is_asked", c_int64),
+        ("num_done", c_int64),
+        ("corrupt", c_int64),
+    ]
+
+
+class Save(ctypes.Structure):
+    """Blocks to save. Arrays by address, `num` elements each."""
+
+    num_done: int
+    _fields_ = [
+        ("blocks", POINTER(Batch)),
+        ("keys", c_char_p),
+        ("sizes", c_void_p),
+        ("parent", c_char_p),
+        ("arena", c_void_p),
+        ("statuses", c_void_p),
+        ("num", c_int64),
+        ("num_done", c_int64),
+        ("region_bytes", c_int64),
+        ("num_regions", c_int64),
+        ("first_bytes", c_int64),
+        ("write_rcache", c_int64),
+    ]
+
+
+_SIGNATURES = {
+    "ems_sum": (None, [POINTER(Xxh3), c_char_p, c_uint64, c_void_p]),
+    "ems_gather": (None, [POINTER(Batch), c_void_p, POINTER(Xxh3), c_void_p]),
+    "ems_scatter": (c_int64, [POINTER(Batch), c_void_p, c_void_p, POINTER(Xxh3), c_char_p]),
+    "ems_line_exists": (c_int, [POINTER(Line), c_char_p, c_int64, c_int, POINTER(c_int64)]),
+    "ems_line_load": (c_int, [POINTER(Line), POINTER(Load)]),
+    "ems_cut": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "ems_line_save": (c_int, [POINTER(Line), POINTER(Save)]),
+    "ems_hash_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p]),
+    "ems_token_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+}
+
+
+def _prepare(library: ctypes.CDLL) -> None:
+    """Declares the functions. Raises OSError when the library sums otherwise than Python does."""
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+
+    def sum_of(data: bytes) -> bytes:
+        out = ctypes.create_string_buffer(_SUM_BYTES)
+        library.ems_sum(xxh3(), data, len(data), out)
+        return out.raw
+
+    if not sums_alike(sum_of):
+        raise OSError("its sums are not those of xxhash")
+
+
+def functions() -> ctypes.CDLL | None:
+    """The library; None where it cannot be had. The first time on a machine it is compiled."""
+    return load(BLOCKS, _prepare)
+
+
+def functions_at_hand() -> ctypes.CDLL | None:
+    """The library, if nothing has to be compiled for it: a call has a deadline."""
+    return None if is_to_be_compiled(BLOCKS) else functions()

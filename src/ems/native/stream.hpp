@@ -1,0 +1,165 @@
+// Frames over a connected Unix socket. Nothing here throws; what goes wrong is an error number, as errno has it.
+#pragma once
+
+#include <cerrno>
+#include <ctime>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include "wire.hpp"
+
+namespace ems {
+
+constexpr int64_t kForEver = INT64_MAX;
+constexpr int kMalformed = EBADMSG;
+
+// Of the clock that Python's time.monotonic() reads.
+inline int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
+}
+
+inline uint32_t left_ms(int64_t deadline_ns) {
+    return static_cast<uint32_t>(std::clamp<int64_t>((deadline_ns - now_ns()) / 1000000, 0, UINT32_MAX));
+}
+
+// Until the socket can be read or written. 0, or ETIMEDOUT.
+inline int wait_for(int fd, short events, int64_t deadline_ns) {
+    while (true) {
+        const int64_t left_ns = deadline_ns == kForEver ? 0 : deadline_ns - now_ns();
+        if (left_ns < 0) {
+            return ETIMEDOUT;
+        }
+        const timespec left{left_ns / 1000000000, left_ns % 1000000000};
+        pollfd wanted{fd, events, 0};
+        const int count = ppoll(&wanted, 1, deadline_ns == kForEver ? nullptr : &left, nullptr);
+        if (count != 0 && (count > 0 || errno != EINTR)) {
+            return count > 0 ? 0 : errno;
+        }
+    }
+}
+
+inline int send_all(int fd, const uint8_t* data, size_t size, int64_t deadline_ns) {
+    while (size > 0) {
+        if (deadline_ns != kForEver && now_ns() > deadline_ns) {
+            return ETIMEDOUT;
+        }
+        const ssize_t count = send(fd, data, size, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count >= 0) {
+            data += count;
+            size -= static_cast<size_t>(count);
+        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+            if (const int problem = wait_for(fd, POLLOUT, deadline_ns)) {
+                return problem;
+            }
+        } else if (errno != EINTR) {
+            return errno;
+        }
+    }
+    return 0;
+}
+
+// A frame that was received. It stays until the next one is asked for.
+struct Frame {
+    Header header;
+    const uint8_t* bytes;  // header and body; of what is no frame, what was received
+    size_t size;
+
+    BodyReader body() const { return {bytes + kHeaderBytes, size - kHeaderBytes}; }
+};
+
+class FrameStream {
+  public:
+    explicit FrameStream(int fd) : fd_(fd) {}
+
+    // What was received before this stream was made.
+    void feed(const uint8_t* data, size_t size) {
+        if (size == 0) {
+            return;
+        }
+        buffer_.resize(std::max(buffer_.size(), end_ + size));
+        std::memcpy(buffer_.data() + end_, data, size);
+        end_ += size;
+    }
+
+    // Whether the whole of another frame is here; then `next` does not wait.
+    bool has_frame() const {
+        if (end_ - start_ < kHeaderBytes) {
+            return false;
+        }
+        const Header header = header_here();
+        return !is_sound(header) || end_ - start_ >= kHeaderBytes + header.body_bytes;
+    }
+
+    // The next frame. 0, ETIMEDOUT, ECONNRESET when the other side closed, kMalformed, or what recv says.
+    int next(int64_t deadline_ns, Frame& frame) {
+        while (!has_frame()) {
+            if (const int problem = receive(deadline_ns)) {
+                return problem;
+            }
+        }
+        frame.header = header_here();
+        frame.bytes = buffer_.data() + start_;
+        frame.size = kHeaderBytes + frame.header.body_bytes;
+        const bool is_good = is_sound(frame.header) && crc_of(frame.bytes, frame.header.body_bytes) == frame.header.crc;
+        if (!is_good) {
+            frame.size = end_ - start_;
+        }
+        start_ += frame.size;
+        return is_good ? 0 : kMalformed;
+    }
+
+  private:
+    static constexpr size_t kAhead = 1 << 16;
+
+    static bool is_sound(const Header& header) {
+        return header.magic == kMagic && header.version == kVersion && header.body_bytes <= kMaxBodyBytes;
+    }
+
+    Header header_here() const {
+        Header header;
+        std::memcpy(&header, buffer_.data() + start_, sizeof header);
+        return header;
+    }
+
+    int receive(int64_t deadline_ns) {
+        if (start_ == end_) {
+            start_ = end_ = 0;
+        }
+        size_t wanted = kAhead;
+        if (end_ - start_ >= kHeaderBytes) {
+            wanted = std::max(wanted, kHeaderBytes + header_here().body_bytes - (end_ - start_));
+        }
+        if (start_ > 0 && buffer_.size() - end_ < wanted) {
+            std::memmove(buffer_.data(), buffer_.data() + start_, end_ - start_);
+            end_ -= start_;
+            start_ = 0;
+        }
+        if (buffer_.size() < end_ + wanted) {
+            buffer_.resize(end_ + wanted);
+        }
+        if (deadline_ns != kForEver) {
+            if (const int problem = wait_for(fd_, POLLIN, deadline_ns)) {
+                return problem;
+            }
+        }
+        while (true) {
+            const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, 0);
+            if (count > 0) {
+                end_ += static_cast<size_t>(count);
+                return 0;
+            }
+            if (count == 0 || errno != EINTR) {
+                return count == 0 ? ECONNRESET : errno;
+            }
+        }
+    }
+
+    int fd_;
+    std::vector<uint8_t> buffer_;  // of which start_ .. end_ is not read yet
+    size_t start_ = 0;
+    size_t end_ = 0;
+};
+
+}  // namespace ems

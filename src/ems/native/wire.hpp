@@ -1,0 +1,282 @@
+// Frames and their MessagePack bodies, as ems/wire/frames.py and packing.py have them, for the calls that move batches.
+// What does not read as it should is told as such and nothing more: Python reads it again, and says what is wrong.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace ems {
+
+constexpr uint32_t kMagic = 0x31534D45;  // "EMS1"
+constexpr uint8_t kVersion = 1;
+constexpr size_t kHeaderBytes = 28;
+constexpr size_t kCrcAt = 24;  // in the header; it covers what is before and behind it
+constexpr size_t kMaxBodyBytes = 1 << 20;
+constexpr size_t kKeyBytes = 32;
+constexpr int64_t kMaxKeys = 4096;               // a frame
+constexpr int64_t kMaxBlockBytes = int64_t{1} << 28;
+
+// Of messages.py.
+enum Op : uint8_t {
+    kSave = 9,
+    kSaved = 10,
+    kLoad = 14,
+    kFound = 15,
+    kRelease = 16,
+    kExists = 17,
+    kCount = 18,
+    kPing = 19,
+    kDone = 8,
+    kPick = 23,
+    kHas = 24,
+    kPresent = 25,
+};
+
+struct CrcTable {
+    uint32_t of[8][256];
+    constexpr CrcTable() : of() {
+        for (uint32_t i = 0; i < 256; i++) {
+            uint32_t crc = i;
+            for (int bit = 0; bit < 8; bit++) {
+                crc = (crc >> 1) ^ (crc & 1 ? 0xEDB88320U : 0);
+            }
+            of[0][i] = crc;
+        }
+        for (uint32_t i = 0; i < 256; i++) {
+            for (int n = 1; n < 8; n++) {
+                of[n][i] = (of[n - 1][i] >> 8) ^ of[0][of[n - 1][i] & 0xFF];
+            }
+        }
+    }
+};
+
+// CRC-32 as zlib has it, eight bytes at a time (Kounavis and Berry, 2005); `crc` = of what came before.
+inline uint32_t crc32(const uint8_t* data, size_t size, uint32_t crc = 0) {
+    static constexpr CrcTable table;
+    crc = ~crc;
+    for (; size >= 8; size -= 8, data += 8) {
+        uint64_t word;
+        std::memcpy(&word, data, sizeof word);
+        word ^= crc;
+        crc = 0;
+        for (int n = 0; n < 8; n++) {
+            crc ^= table.of[7 - n][(word >> (8 * n)) & 0xFF];
+        }
+    }
+    for (; size > 0; size--, data++) {
+        crc = (crc >> 8) ^ table.of[0][(crc ^ *data) & 0xFF];
+    }
+    return ~crc;
+}
+
+struct Header {
+    uint32_t magic;
+    uint8_t version;
+    uint8_t op;
+    uint16_t flags;
+    uint64_t request_id;
+    uint32_t deadline_ms;
+    uint32_t body_bytes;
+    uint32_t crc;
+} __attribute__((packed));
+static_assert(sizeof(Header) == kHeaderBytes, "the header is packed, little-endian");
+
+inline uint32_t crc_of(const uint8_t* frame, size_t body_bytes) {
+    return crc32(frame + kHeaderBytes, body_bytes, crc32(frame, kCrcAt));
+}
+
+// Writes frames one behind the other. Integers take the fewest bytes.
+class FrameWriter {
+  public:
+    std::vector<uint8_t> data;
+
+    void begin(Op op, uint64_t request_id, uint32_t deadline_ms, uint8_t num_values) {
+        start_ = data.size();
+        data.resize(start_ + kHeaderBytes);
+        const Header header{kMagic, kVersion, op, 0, request_id, deadline_ms, 0, 0};
+        std::memcpy(data.data() + start_, &header, sizeof header);
+        data.push_back(0x90 | num_values);
+    }
+
+    void boolean(bool value) { data.push_back(value ? 0xC3 : 0xC2); }
+
+    void integer(int64_t value) {
+        const uint64_t bits = static_cast<uint64_t>(value);
+        if (value >= -32 && value < 0x80) {
+            put(bits, 1);
+        } else if (value < 0) {
+            put_as(0xD0 + width_of(~value), bits, 1 << width_of(~value));
+        } else if (value <= 0xFF) {
+            put_as(0xCC, bits, 1);
+        } else if (value <= 0xFFFF) {
+            put_as(0xCD, bits, 2);
+        } else {
+            value <= 0xFFFFFFFF ? put_as(0xCE, bits, 4) : put_as(0xCF, bits, 8);
+        }
+    }
+
+    void bytes(const void* from, size_t size) {
+        if (size <= 0xFF) {
+            put_as(0xC4, size, 1);
+        } else {
+            size <= 0xFFFF ? put_as(0xC5, size, 2) : put_as(0xC6, size, 4);
+        }
+        if (size > 0) {
+            const auto* first = static_cast<const uint8_t*>(from);
+            data.insert(data.end(), first, first + size);
+        }
+    }
+
+    void integers(const int64_t* values, size_t count) {
+        if (count <= 15) {
+            data.push_back(static_cast<uint8_t>(0x90 | count));
+        } else {
+            count <= 0xFFFF ? put_as(0xDC, count, 2) : put_as(0xDD, count, 4);
+        }
+        for (size_t i = 0; i < count; i++) {
+            integer(values[i]);
+        }
+    }
+
+    void end() {
+        const size_t body_bytes = data.size() - start_ - kHeaderBytes;
+        uint8_t* frame = data.data() + start_;
+        const auto size = static_cast<uint32_t>(body_bytes);
+        std::memcpy(frame + kCrcAt - sizeof size, &size, sizeof size);
+        const uint32_t crc = crc_of(frame, body_bytes);
+        std::memcpy(frame + kCrcAt, &crc, sizeof crc);
+    }
+
+  private:
+    // Of a negative number, by its complement: 0 to 3 for 1 to 8 bytes.
+    static uint8_t width_of(int64_t below) { return below < 0x80 ? 0 : below < 0x8000 ? 1 : below < 0x80000000 ? 2 : 3; }
+
+    void put(uint64_t value, int size) {
+        for (int i = size - 1; i >= 0; i--) {
+            data.push_back(static_cast<uint8_t>(value >> (8 * i)));
+        }
+    }
+
+    void put_as(uint8_t first, uint64_t value, int size) {
+        data.push_back(first);
+        put(value, size);
+    }
+
+    size_t start_ = 0;
+};
+
+// Reads the values of a body in order. A value that is not what it is read as spoils the reader: `is_good` is false.
+class BodyReader {
+  public:
+    BodyReader(const uint8_t* data, size_t size) : at_(data), end_(data + size), left_(head(0x90, 0xDC)) {}
+
+    bool boolean(bool otherwise = false) {
+        if (!next()) {
+            return otherwise;
+        }
+        const uint64_t first = take(1);
+        is_good_ = is_good_ && (first == 0xC2 || first == 0xC3);
+        return first == 0xC3;
+    }
+
+    int64_t integer(int64_t otherwise = 0) { return next() ? number() : otherwise; }
+
+    // `size` bytes that stay where they are.
+    const uint8_t* bytes(size_t& size) {
+        size = 0;
+        if (!next()) {
+            return nullptr;
+        }
+        const uint64_t first = take(1);
+        const bool is_bytes = first >= 0xC4 && first <= 0xC6;
+        const uint64_t wanted = is_bytes ? take(1 << (first - 0xC4)) : 0;
+        is_good_ = is_good_ && is_bytes && wanted <= static_cast<uint64_t>(end_ - at_);
+        if (!is_good_) {
+            return nullptr;
+        }
+        const uint8_t* found = at_;
+        size = wanted;
+        at_ += wanted;
+        return found;
+    }
+
+    void integers(std::vector<int64_t>& out) {
+        out.clear();
+        if (!next()) {
+            return;
+        }
+        const uint64_t count = head(0x90, 0xDC);
+        is_good_ = is_good_ && count <= static_cast<uint64_t>(end_ - at_);
+        for (uint64_t i = 0; is_good_ && i < count; i++) {
+            out.push_back(number());
+        }
+    }
+
+    // Whether all that was read is what it should be, and `num_missing` values at most were not there, as in older
+    // versions. What newer ones add behind them is left unread.
+    bool is_good(uint64_t num_missing = 0) const {
+        return is_good_ && num_missing_ <= num_missing && (left_ > 0 || at_ == end_);
+    }
+
+  private:
+    bool next() {
+        if (left_ == 0) {
+            num_missing_++;
+            return false;
+        }
+        left_--;
+        return is_good_;
+    }
+
+    uint64_t take(int size) {
+        if (!is_good_ || end_ - at_ < size) {
+            is_good_ = false;
+            return 0;
+        }
+        uint64_t value = 0;
+        for (int i = 0; i < size; i++) {
+            value = value << 8 | *at_++;
+        }
+        return value;
+    }
+
+    uint64_t head(uint8_t short_form, uint8_t long_form) {
+        const uint64_t first = take(1);
+        if (is_good_ && first >= short_form && first <= short_form + 15U) {
+            return first - short_form;
+        }
+        is_good_ = is_good_ && (first == long_form || first == long_form + 1U);
+        return take(first == long_form ? 2 : 4);
+    }
+
+    int64_t number() {
+        const uint64_t first = take(1);
+        if (first < 0x80) {
+            return static_cast<int64_t>(first);
+        }
+        if (first >= 0xE0) {
+            return static_cast<int8_t>(first);
+        }
+        is_good_ = is_good_ && first >= 0xCC && first <= 0xD3;
+        const int size = 1 << ((first - 0xCC) & 3);
+        const uint64_t value = take(size);
+        if (first < 0xD0) {
+            is_good_ = is_good_ && value <= INT64_MAX;
+            return static_cast<int64_t>(value);
+        }
+        const int unused = 64 - 8 * size;
+        return static_cast<int64_t>(value << unused) >> unused;
+    }
+
+    const uint8_t* at_;
+    const uint8_t* end_;
+    bool is_good_ = true;
+    uint64_t left_;
+    uint64_t num_missing_ = 0;
+};
+
+}  // namespace ems

@@ -1,0 +1,63 @@
+// What a session is asked, read of its frames. What is not good is Python's to look at.
+#pragma once
+
+#include "stream.hpp"
+#include "entries.hpp"
+
+namespace pool {
+
+// The keys of a request and whether only this node is asked.
+struct Asked {
+    const Key* keys = nullptr;
+    int64_t num = 0;
+    bool is_local = false;
+    bool is_good = false;
+
+    explicit Asked(const ems::Frame& frame) {
+        ems::BodyReader body = frame.body();
+        size_t size;
+        keys = reinterpret_cast<const Key*>(body.bytes(size));
+        is_local = body.boolean();
+        num = static_cast<int64_t>(size / sizeof(Key));
+        is_good = body.is_good(1) && size % sizeof(Key) == 0 && num <= ems::kMaxKeys;
+    }
+};
+
+// Blocks to save, and where they lie in the staging area.
+struct ToSave {
+    const Key* keys = nullptr;
+    const Key* parent = nullptr;  // the key before the first, or null
+    std::vector<int64_t> offsets;
+    std::vector<int64_t> lengths;
+    bool is_last = true;
+    bool is_chain = true;
+    bool is_good = false;
+
+    explicit ToSave(const ems::Frame& frame) {
+        ems::BodyReader body = frame.body();
+        size_t num_keys, num_parent;
+        keys = reinterpret_cast<const Key*>(body.bytes(num_keys));
+        body.integers(offsets);
+        body.integers(lengths);
+        const uint8_t* before = body.bytes(num_parent);
+        parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
+        body.boolean();  // whether a copy stays here: it does where there is no other node
+        is_last = body.boolean(true);
+        is_chain = body.boolean(true);
+        const size_t num = num_keys / sizeof(Key);
+        is_good = body.is_good(4) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && offsets.size() == num &&
+                  lengths.size() == num && (num_parent == 0 || num_parent == sizeof(Key));
+    }
+
+    bool is_within(int64_t arena_bytes) const {
+        for (size_t i = 0; i < lengths.size(); i++) {
+            if (lengths[i] <= 0 || lengths[i] > ems::kMaxBlockBytes || offsets[i] < 0 ||
+                offsets[i] > arena_bytes - lengths[i]) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+}  // namespace pool

@@ -1,0 +1,400 @@
+#include "serving.hpp"
+
+#include "requests.hpp"
+
+namespace pool {
+
+namespace {
+
+using ems::BodyReader;
+using ems::Frame;
+
+constexpr size_t kMaxLeases = 1024;
+constexpr int64_t kKeysAtOnce = 64;               // of a message, between two turns of other sessions at the index
+constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // a client that takes its answers no faster is gone
+constexpr int64_t kAheadShare = 16;               // of a quota, what is kept free for the next batch at most
+}  // namespace
+
+Serving::~Serving() {
+    end_batch();
+    for (const auto& lease : leases_) {
+        unpin(lease.second);
+    }
+}
+
+int Serving::next(uint64_t valid_at, Frame& frame) {
+    while (true) {
+        const int problem = stream_.next(ems::kForEver, frame);
+        if (problem != 0 && problem != ems::kMalformed) {
+            return problem;
+        }
+        const bool is_ours = problem == 0 && terms_.keyring_version->load() == valid_at && answer(frame);
+        if (!(is_held_ && is_ours && has_frame())) {
+            if (const int failure = flush()) {
+                return failure;
+            }
+        }
+        if (!is_ours) {
+            return 0;
+        }
+        while (rest() && !has_frame()) {
+        }
+    }
+}
+
+// Whether another request is here, or on its way.
+bool Serving::has_frame() const {
+    pollfd wanted{fd_, POLLIN, 0};
+    return stream_.has_frame() || poll(&wanted, 1, 0) > 0;
+}
+
+int Serving::flush() {
+    const int problem = ems::send_all(fd_, out_.data.data(), out_.data.size(), ems::now_ns() + kSendNs);
+    out_.data.clear();
+    is_held_ = false;
+    return problem;
+}
+
+// Whether a request was answered, or needs no answer.
+bool Serving::answer(const Frame& frame) {
+    is_held_ = false;
+    switch (frame.header.op) {
+        case ems::kSave:
+            return save(frame);
+        case ems::kLoad:
+            return load(frame);
+        case ems::kPick:
+            return pick(frame);
+        case ems::kExists:
+            return exists(frame);
+        case ems::kHas:
+            return has(frame);
+        case ems::kRelease:
+            return release(frame);
+        case ems::kPing:
+            out_.begin(ems::kDone, frame.header.request_id, 0, 0);
+            out_.end();
+            return true;
+        default:
+            return false;
+    }
+}
+
+// One status a key, in order. After the first key that found no room the others are not tried.
+bool Serving::save(const Frame& frame) {
+    const ToSave wanted(frame);
+    if (!wanted.is_good || terms_.can_save == 0 || arena_ == nullptr || !wanted.is_within(arena_bytes_)) {
+        return false;
+    }
+    const size_t num = wanted.lengths.size();
+    if (has_ended_) {
+        end_batch();
+    }
+    std::vector<uint8_t> statuses(num), is_rcache(num);
+    std::vector<const uint8_t*> areas(num);
+    std::vector<Id> ids(num, kNone);
+    const auto& offsets = wanted.offsets;
+    std::transform(offsets.begin(), offsets.end(), areas.begin(), [&](int64_t at) { return arena_ + at; });
+    size_t done = 0;
+    while (done < num && (done == 0 || is_success(statuses[done - 1]))) {
+        const Key* before = done > 0 ? wanted.keys + done - 1 : wanted.parent;
+        Save part{wanted.keys + done,
+                  wanted.lengths.data() + done,
+                  is_rcache.data() + done,
+                  areas.data() + done,
+                  wanted.is_chain ? before : nullptr,
+                  statuses.data() + done,
+                  ids.data() + done,
+                  nullptr,
+                  std::min<int64_t>(kKeysAtOnce, static_cast<int64_t>(num - done)),
+                  0,
+                  0,
+                  0,
+                  wanted.is_chain,
+                  nullptr};
+        store(part);
+        done += static_cast<size_t>(part.num_done);
+    }
+    Counts& counts = handle_->glance.counts;
+    for (size_t i = 0; i < done; i++) {
+        counts.saved[statuses[i] % kNumStatuses]++;
+    }
+    counts.num_calls++;
+    if (done > 0) {
+        std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), statuses[done - 1]);
+    }
+    has_ended_ = wanted.is_last;
+    out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
+    out_.bytes(statuses.data(), statuses.size());
+    out_.end();
+    is_held_ = !wanted.is_last;  // its client sends the rest of the batch and waits for the end
+    return true;
+}
+
+// A part of a message's blocks, up to the first without room.
+void Serving::store(Save& part) {
+    Glance& glance = handle_->glance;
+    if (glance.looked_at != terms_.budget_version->load()) {
+        callbacks_.look();
+    }
+    part.may_grow = glance.may_grow;
+    while (write(handle_, xxh3_, part) == kNeedsMemory) {
+        part.may_grow = callbacks_.grow();
+    }
+    close_left();
+    for (int64_t i = 0; i < part.num_done; i++) {
+        const uint32_t slot = slot_bytes(static_cast<uint32_t>(part.lengths[i]));
+        if (part.statuses[i] == kStored) {
+            num_stored_++;
+            largest_slot_ = std::max(largest_slot_, slot);
+        } else if (part.statuses[i] == kNoRoom || part.statuses[i] == kLeft) {
+            part.statuses[i] = static_cast<uint8_t>(callbacks_.refuse(&part.keys[i], slot));
+        }
+        if (part.ids[i] != kNone) {
+            batch_.push_back(part.ids[i]);
+        }
+    }
+}
+
+// Some of what can wait until a batch was answered: makes room for another of its size, then ends its pins. Whether
+// there is more to do.
+bool Serving::rest() {
+    if (!has_ended_) {
+        return false;
+    }
+    Glance& glance = handle_->glance;
+    if (num_stored_ > 0) {
+        auto make_room = [&](bool may_grow) {
+            const Held held(handle_);
+            const int64_t share = std::min<int64_t>(glance.quota, handle_->pool.memory.capacity()) / kAheadShare;
+            return handle_->pool.make_room_ahead(largest_slot_, num_stored_, share, may_grow);
+        };
+        Outcome outcome = make_room(glance.may_grow != 0);
+        if (outcome == kNeedsMemory) {
+            outcome = callbacks_.grow() != 0 ? kMore : make_room(false);
+        }
+        if (outcome == kMore) {
+            return true;
+        }
+    }
+    end_batch();
+    return false;
+}
+
+void Serving::end_batch() {
+    unpin(batch_);
+    batch_.clear();
+    has_ended_ = false;
+    num_stored_ = largest_slot_ = 0;
+}
+
+void Serving::unpin(const std::vector<Id>& ids) {
+    if (ids.empty()) {
+        return;
+    }
+    {
+        const Held held(handle_);
+        for (Id id : ids) {
+            handle_->pool.unpin(id);
+        }
+    }
+    close_left();
+}
+
+// The longest prefix of the keys that is here, pinned under a lease.
+bool Serving::load(const Frame& frame) {
+    const Asked asked(frame);
+    if (!asked.is_good) {
+        return false;
+    }
+    std::vector<Id> ids;
+    uint8_t cause = 0;
+    {
+        const Held held(handle_);
+        Pool& pool = handle_->pool;
+        for (int64_t i = 0; i < asked.num; i++) {
+            const Id id = pool.find(asked.keys[i]);
+            if (id == kNone) {
+                cause = pool.why_missing(asked.keys[i]);
+                break;
+            }
+            ids.push_back(id);
+        }
+        if (static_cast<int64_t>(ids.size()) < asked.num && asks_others(asked.is_local)) {
+            return false;
+        }
+        for (Id id : ids) {
+            pool.pin(id);
+        }
+    }
+    handle_->glance.counts.add(static_cast<uint64_t>(asked.num), ids.size(), cause);
+    say_found(frame, ids, cause);
+    return true;
+}
+
+// Each of the keys that is here, pinned under one lease; one that comes twice is pinned twice.
+bool Serving::pick(const Frame& frame) {
+    const Asked asked(frame);
+    if (!asked.is_good) {
+        return false;
+    }
+    std::vector<Id> ids(static_cast<size_t>(asked.num));
+    uint64_t num_found = 0;
+    uint8_t cause = 0;
+    {
+        const Held held(handle_);
+        Pool& pool = handle_->pool;
+        for (int64_t i = 0; i < asked.num; i++) {
+            ids[i] = pool.find(asked.keys[i]);
+            num_found += ids[i] != kNone;
+            if (ids[i] == kNone && cause == 0) {
+                cause = pool.why_missing(asked.keys[i]);
+            }
+        }
+        if (cause != 0 && asks_others(asked.is_local)) {
+            return false;
+        }
+        for (Id id : ids) {
+            if (id != kNone) {
+                pool.pin(id);
+            }
+        }
+    }
+    handle_->glance.counts.add(static_cast<uint64_t>(asked.num), num_found, cause);
+    say_found(frame, ids, cause);
+    return true;
+}
+
+// Where blocks lie, and their sums; zeros where there is none. Their pins become a lease.
+void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_t cause) {
+    std::vector<Id> pinned;
+    std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });
+    const bool is_lent = !pinned.empty() && leases_.size() < kMaxLeases;
+    const bool is_each = request.header.op == ems::kPick;  // then there is an answer for each key, else for each block
+    const size_t num = is_lent || is_each ? ids.size() : 0;
+    std::vector<int64_t> segments(num), offsets(num), lengths(num);
+    std::vector<Sum> sums(num);
+    uint64_t num_given_back;
+    {
+        const Held held(handle_);
+        const Memory& memory = handle_->pool.memory;
+        for (size_t i = 0; is_lent && i < num; i++) {
+            if (ids[i] != kNone) {
+                const Entry& entry = handle_->pool.entries[ids[i]];
+                const auto offset = static_cast<int64_t>(entry.offset);
+                segments[i] = offset / memory.segment_bytes;
+                offsets[i] = offset % memory.segment_bytes;
+                lengths[i] = entry.length;
+                sums[i] = entry.sum;
+            }
+        }
+        num_given_back = memory.num_given_back();
+    }
+    int64_t lease = 0;
+    if (is_lent) {
+        lease = next_lease_;
+        next_lease_ += 2;
+        leases_.emplace(lease, std::move(pinned));
+    } else {
+        unpin(pinned);
+    }
+    out_.begin(ems::kFound, request.header.request_id, 0, 7);
+    out_.integer(lease);
+    out_.integers(segments.data(), num);
+    out_.integers(offsets.data(), num);
+    out_.integers(lengths.data(), num);
+    out_.bytes(sums.data(), num * sizeof(Sum));
+    out_.integer(cause);
+    out_.integer(static_cast<int64_t>(num_given_back));
+    out_.end();
+}
+
+// Ends a lease. A block that the client found damaged is summed here before it is given up.
+bool Serving::release(const Frame& frame) {
+    BodyReader body = frame.body();
+    const int64_t number = body.integer(), corrupt = body.integer(-1);
+    if (!body.is_good(1) || number % 2 == 0) {
+        return false;
+    }
+    const auto lease = leases_.find(number);
+    if (lease == leases_.end()) {
+        return true;
+    }
+    const std::vector<Id>& ids = lease->second;
+    if (corrupt >= 0 && corrupt < static_cast<int64_t>(ids.size())) {
+        distrust(ids[static_cast<size_t>(corrupt)]);
+    }
+    unpin(ids);
+    leases_.erase(lease);
+    return true;
+}
+
+// Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again.
+void Serving::distrust(Id id) {
+    Pool& pool = handle_->pool;
+    const uint8_t* memory;
+    size_t length;
+    Sum sum;
+    {
+        const Held held(handle_);
+        const Entry& entry = pool.entries[id];
+        memory = pool.memory.at(entry.offset);
+        length = entry.length;
+        sum = entry.sum;
+    }
+    if (ems::sum_of(xxh3_, memory, length) == sum) {
+        return;
+    }
+    const Held held(handle_);
+    if (pool.entries[id].is_live) {
+        pool.spoil(id);
+        handle_->glance.counts.corrupt++;
+        handle_->glance.counts.num_calls++;
+    }
+}
+
+// Length of the prefix that a load would find; no use of it.
+bool Serving::exists(const Frame& frame) {
+    const Asked asked(frame);
+    if (!asked.is_good) {
+        return false;
+    }
+    int64_t count = 0;
+    {
+        const Held held(handle_);
+        while (count < asked.num && handle_->pool.find(asked.keys[count]) != kNone) {
+            count++;
+        }
+    }
+    if (count < asked.num && asks_others(asked.is_local)) {
+        return false;
+    }
+    out_.begin(ems::kCount, frame.header.request_id, 0, 1);
+    out_.integer(count);
+    out_.end();
+    return true;
+}
+
+// Which of the keys `pick` would find.
+bool Serving::has(const Frame& frame) {
+    const Asked asked(frame);
+    if (!asked.is_good) {
+        return false;
+    }
+    std::vector<uint8_t> found(static_cast<size_t>(asked.num));
+    {
+        const Held held(handle_);
+        for (int64_t i = 0; i < asked.num; i++) {
+            found[i] = handle_->pool.find(asked.keys[i]) != kNone;
+        }
+    }
+    if (asks_others(asked.is_local) && std::count(found.begin(), found.end(), 0) > 0) {
+        return false;
+    }
+    out_.begin(ems::kPresent, frame.header.request_id, 0, 1);
+    out_.bytes(found.data(), found.size());
+    out_.end();
+    return true;
+}
+
+}  // namespace pool

@@ -1,0 +1,118 @@
+"""NativeServing: a session's requests that C++ answers from the pool; what it leaves is received here.
+
+The session's thread waits, reads and answers without Python's lock; it comes back with a request that needs the node.
+"""
+
+import ctypes
+import errno
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ems.common.channel import Channel
+from ems.runs import address_of
+from ems.wire.frames import Frame
+from ems.wire.messages import Cause, Status
+from kvloom.pool.storage.native import library as c
+from kvloom.pool.storage.pool import Terms
+from kvloom.pool.storage.segments import SharedMemory
+
+_NEVER = 2**64 - 1  # of the keyring's versions: the first request is checked by Python
+_SAVED = [f"save_{status.name.lower()}" for status in Status]
+_MISSED = [f"miss_{cause.name.lower()}" for cause in Cause]
+
+
+class Asks(NamedTuple):
+    """What a session asks of its pool in Python."""
+
+    look: Callable[[], None]
+    grow: Callable[[], bool]
+    refuse: Callable[[bytes, int], Status]
+    close_left: Callable[[], None]
+
+
+def callbacks(asks: Asks) -> c.Callbacks:
+    """The same for C++; to be kept as long as it may call them."""
+    return c.Callbacks(
+        c.LOOK(asks.look),
+        c.GROW(asks.grow),
+        c.REFUSE(lambda key, slot: int(asks.refuse(bytes(key.contents), slot))),
+        c.LOOK(asks.close_left),
+    )
+
+
+class Tally:
+    """Adds what C++ has counted to counts by name. One thread at a time."""
+
+    def __init__(self, counts: c.Counts) -> None:
+        self._counts = counts
+        self._num_calls = 0
+        self._added: Counter[str] = Counter()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is something to add."""
+        return self._counts.num_calls != self._num_calls
+
+    def add_to(self, counts: Counter[str]) -> None:
+        """What was counted since the last time."""
+        now, self._num_calls = self._counts, self._counts.num_calls
+        named = {**dict(zip(_SAVED, now.saved, strict=False)), **dict(zip(_MISSED, now.missed, strict=False))}
+        named |= {"load_keys": now.load_keys, "load_hits": now.load_hits, "corrupt": now.corrupt}
+        for name, count in named.items():
+            if count != self._added[name]:
+                counts[name] += count - self._added[name]
+                self._added[name] = count
+
+
+class NativeServing:
+    """Used by its session's thread only."""
+
+    def __init__(self, owner: Any, channel: Channel, asked: c.Callbacks, terms: Terms) -> None:
+        """owner: the pool, which is kept, as `asked` is."""
+        self._kept = owner, asked, terms
+        self._functions: c.Functions = owner.functions
+        self._channel = channel
+        self._version = terms.keyring_version
+        self._valid_at = _NEVER
+        inner = c.Terms(
+            terms.can_save,
+            terms.has_others,
+            ctypes.pointer(owner.budget_version),
+            ctypes.pointer(terms.keyring_version),
+        )
+        short = self._functions.short
+        fd, xxh3 = channel.sock.fileno(), self._functions.xxh3
+        self._handle: int | None = short.serving_open(owner.handle, fd, xxh3, asked, inner)
+        ahead = channel.take_received()
+        short.serving_feed(self._handle, ahead, len(ahead))
+
+    def receive(self) -> Frame:
+        """The next request that C++ does not answer. Raises what `Channel.receive` does."""
+        data, size = ctypes.c_void_p(), ctypes.c_int64()
+        waiting = self._functions.of_batches.serving_next
+        problem = waiting(self._handle, self._valid_at, ctypes.byref(data), ctypes.byref(size))
+        if problem == errno.ECONNRESET:
+            raise ConnectionResetError("the other side closed the connection")
+        if problem:
+            raise OSError(problem, os.strerror(problem))
+        assert data.value is not None
+        self._channel.feed(ctypes.string_at(data.value, size.value))
+        self._valid_at = self._version.value  # before the session looks whether its key is valid
+        return self._channel.receive()
+
+    def has_frame(self) -> bool:
+        """Whether another request is here."""
+        return bool(self._functions.short.serving_has_frame(self._handle))
+
+    def use_arena(self, arena: SharedMemory | None) -> None:
+        """The session's staging area."""
+        address, size = (address_of(arena.data), arena.size) if arena is not None else (None, 0)
+        self._functions.short.serving_use_arena(self._handle, address, size)
+
+    def close(self) -> None:
+        """Ends the session's pins."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._functions.of_batches.serving_close(handle)

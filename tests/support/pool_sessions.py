@@ -1,0 +1,92 @@
+"""Sessions of a pool storm: the SDK's calls in C++ over a socket, answered in C++ by one native pool."""
+
+import ctypes
+import random
+import socket
+import threading
+import time
+
+import numpy as np
+
+from ems.common.channel import Channel
+from ems.native.functions import Segment, functions
+from ems.native.line import Mapped, NativeLine, WantedLoad, WantedSave, native_line
+from ems.native.tensors import native_tensors
+from ems.runs import Blocks, address_of
+from ems.tensors import as_tensor
+from ems.wire import messages as m
+from kvloom.pool.storage.native.pool import NativePool
+from kvloom.pool.storage.pool import Terms
+from kvloom.pool.storage.segments import SharedMemory
+
+ROUNDS, SIZES = 60, (5000, 20000, 40000)
+
+
+class Sessions:
+    """Clients that save and load through the library's own calls, served by it from the storm's pool."""
+
+    def __init__(self, pool: NativePool, errors: list[BaseException]) -> None:
+        """errors: gets what goes wrong."""
+        self.pool = pool
+        self.errors = errors
+
+    def serve(self, sock: socket.socket, arena: SharedMemory) -> None:
+        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64())
+        channel = Channel(sock)
+        serving = self.pool.serving(channel, terms)
+        serving.use_arena(arena)
+        try:
+            while True:  # the first request is Python's: it looks whether the session's key is valid
+                serving.receive()
+                channel.send(m.Done())
+        except ConnectionError:
+            serving.close()
+        except BaseException as error:
+            self.errors.append(error)
+
+    def run(self, seed: int) -> None:
+        assert functions() is not None, "there is no library"
+        here, there = socket.socketpair()
+        arena = SharedMemory("storm", 1 << 18, False)
+        served = threading.Thread(target=self.serve, args=(there, arena))
+        served.start()
+        try:
+            channel, line = Channel(here), native_line(here.fileno())
+            assert line is not None
+            channel.send(m.Ping())
+            channel.receive(None)
+            for number in range(ROUNDS):
+                self.turn(line, arena, random.Random(seed * ROUNDS + number))
+        except BaseException as error:
+            self.errors.append(error)
+        here.close()
+        served.join()
+        arena.close()
+
+    def turn(self, line: NativeLine, arena: SharedMemory, draw: random.Random) -> None:
+        size, count, deadline_s = draw.choice(SIZES), draw.randint(1, 8), time.monotonic() + 60
+        keys = [draw.randint(0, 60).to_bytes(4, "big") * 8 for _ in range(count)]
+        source = np.empty((count, 1, 1, size), np.uint8)
+        for block, key in zip(source, keys, strict=True):
+            block[:] = key[3]
+        cache = as_tensor("t", source)
+        assert cache is not None
+        moving = native_tensors([cache], [0])
+        assert moving is not None
+        blocks, sizes = Blocks.of([(((i, 0, 1),),) for i in range(count)]), np.full(count, size)
+        named, statuses = b"".join(keys), bytearray()
+        save = WantedSave(moving.batch_of(blocks), named, sizes, b"", arena.data, 1 << 16, 4, 1 << 14, True)
+        line.save(save, statuses, deadline_s)
+        assert 0 < len(statuses) <= count
+        assert line.exists(named, False, deadline_s) <= count
+        source[:] = 0
+        wanted = WantedLoad(moving.batch_of(blocks), named, sizes, False)
+        loaded = line.load(wanted, self.maps, deadline_s)
+        for block, key in zip(source[: loaded.num_done], keys, strict=False):
+            assert (block == key[3]).all(), "wrong bytes"
+
+    def maps(self, numbers: list[int] | None, num_given_back: int) -> Mapped:
+        """The pool's own memory: nothing has to be mapped."""
+        memories = [(n, self.pool.view(n * (1 << 17), 1 << 17)) for n in set(numbers or [])]
+        table = (Segment * len(memories))(*((n, address_of(memory), len(memory)) for n, memory in memories))
+        return Mapped(table, [memory for _number, memory in memories], num_given_back)
