@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
@@ -33,6 +33,7 @@ from starlette.routing import Route
 from kvloom.bench.client import Target, complete
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.plan import make_plan
+from kvloom.net.listening import listen
 from kvloom.server.run.main import serve
 
 SERVERS = ("plain", "fleet", "proxy", "bare", "ray")
@@ -102,8 +103,10 @@ def be(name: str, options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def started(name: str, options: argparse.Namespace, port: int) -> Iterator[tuple[Target, int]]:
+def started(name: str, options: argparse.Namespace) -> Iterator[tuple[Target, int]]:
     """Its target and process id, once it answers."""
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
     times = ["--port", str(port), "--step-ms", str(options.step_ms), "--token-ms", str(options.token_ms)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benches.fleet_overhead", "--be", name, *times],
@@ -142,9 +145,9 @@ async def ttft_s(target: Target, count: int) -> float:
     return statistics.median([(await complete(target, [66, number], 2)).ttft_s for number in range(count)])
 
 
-def processor_s(pid: int) -> Counter[str]:
+def processor_s(pid: int) -> dict[str, float]:
     """Of a server's processes, by what they are."""
-    found: Counter[str] = Counter()
+    found: dict[str, float] = defaultdict(float)
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
@@ -185,9 +188,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--token-ms", type=float, default=0.0)
-    parser.add_argument("--port", type=int, default=8121, help="the first of as many as there are servers")
     parser.add_argument("--verbose", action="store_true", help="show what the servers say")
     parser.add_argument("--be", choices=SERVERS, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.be:
         be(options.be, options)
@@ -195,10 +198,7 @@ def main() -> None:
     common = {"bench": "fleet_overhead", "step_ms": options.step_ms, "token_ms": options.token_ms}
     found: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     with contextlib.ExitStack() as stack:
-        running = {
-            name: stack.enter_context(started(name, options, options.port + index))
-            for index, name in enumerate(options.servers)
-        }
+        running = {name: stack.enter_context(started(name, options)) for name in options.servers}
         for turn in range(options.rounds):
             for streams in options.streams:
                 for name in list(running)[:: 1 if turn % 2 else -1]:
