@@ -122,22 +122,33 @@ class LocalFleet:
 
 def _start(plan: Plan, has_dashboard: bool) -> str:
     """Ray with the application, whose replicas are not there yet; Ray's address. Raises ModelError, one sentence."""
+    num_cpus = _num_cpus(plan)
+    try:
+        address = _start_ray(num_cpus, has_dashboard)
+    except ModelError:  # Ray gives itself 30 s, which is little where much else runs
+        address = _start_ray(num_cpus, has_dashboard)
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages of its logs, which log_to_driver leaves in
+    serve.start(proxy_location="Disabled")
+    target = serve.RunTarget(engines_alone(plan), name=APP, route_prefix=None)
+    serve.run_many([target], wait_for_applications_running=False)
+    return address
+
+
+def _start_ray(num_cpus: int, has_dashboard: bool) -> str:
+    """Its address. Raises ModelError, one sentence."""
     try:
         context = ray.init(
             address="local",
-            num_cpus=_num_cpus(plan),
+            num_cpus=num_cpus,
             include_dashboard=has_dashboard,
             object_store_memory=_STORE_BYTES,
             logging_level=logging.ERROR,
             log_to_driver=False,
         )
     except Exception as error:  # Ray has no class for it
+        ray.shutdown()
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"Ray does not start: {why}") from None
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages of its logs, which log_to_driver leaves in
-    serve.start(proxy_location="Disabled")
-    target = serve.RunTarget(engines_alone(plan), name=APP, route_prefix=None)
-    serve.run_many([target], wait_for_applications_running=False)
     return str(context.address_info["gcs_address"])
 
 
