@@ -1,19 +1,26 @@
 """Large libraries that few tests use: every process that collects the tests would load them, and most need none."""
 
 import importlib.util
-import sys
+from importlib import import_module
 from typing import Any
 
 
+class Lazily:
+    """A module that is loaded when something is first taken from it.
+
+    importlib's LazyLoader would not do: pytest looks for marks on all that a test's module has, which loads what that
+    one makes.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # as pytest asks of everything that it finds
+            raise AttributeError(name)
+        return getattr(import_module(self._name), name)
+
+
 def lazily(name: str) -> Any:
-    """The module, which is loaded when something is first taken from it."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None, f"{name} is not installed"
-    assert spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    assert importlib.util.find_spec(name) is not None, f"{name} is not installed"
+    return Lazily(name)
