@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers
 
 from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.real.model import RealModel, open_real
-from tests.real.oracle import load_oracle
+from tests.real.oracle import Oracle, load_oracle
 
 
 @pytest.fixture(scope="session")
@@ -20,9 +19,9 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def oracle(smollm2_path: Path) -> transformers.LlamaForCausalLM:
+def oracle(smollm2_path: Path) -> Oracle:
     """In float32. A test that changes weights changes those of a copy."""
-    return load_oracle(smollm2_path)
+    return Oracle(smollm2_path, functools.cache(functools.partial(load_oracle, smollm2_path)))
 
 
 @pytest.fixture(scope="session")

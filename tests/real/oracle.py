@@ -1,5 +1,11 @@
-"""The real small model in transformers, read by the gguf package and nothing of ours."""
+"""The real small model in transformers, read by the gguf package and nothing of ours.
 
+What it says is kept in the user's cache, by the file, the question and the versions of who answers: it is loaded to be
+asked what it has not been asked before, and for nothing else.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +14,8 @@ import numpy as np
 import torch
 import transformers
 from transformers.initialization import no_init_weights
+
+from tests.support.kept import kept
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -54,3 +62,29 @@ def load_oracle(path: Path) -> Any:
     missing = model.load_state_dict(state, strict=False)
     assert (missing.missing_keys, missing.unexpected_keys) == (["lm_head.weight"], [])
     return model
+
+
+class Oracle:
+    """`model`: what load_oracle gives, made when it is needed. A change of the weights has a name of its own."""
+
+    def __init__(self, path: Path, model: Callable[[], Any], change: bytes = b"") -> None:
+        self.model = model
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        self._causes = [digest, Path(__file__).read_bytes(), change]
+        self._causes += [version.encode() for version in (torch.__version__, transformers.__version__)]
+
+    def likeliest(self, tokens: Sequence[int]) -> list[int]:
+        """The most likely token behind each of them."""
+        return self._kept("likeliest", tokens, lambda model, ids: model(ids).logits[0].argmax(-1)).tolist()
+
+    def states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """What the last norm gives for each of them: [tokens, hidden], float32."""
+        return self._kept("states", tokens, lambda model, ids: model.model(ids).last_hidden_state[0])
+
+    def _kept(self, name: str, tokens: Sequence[int], ask: Callable[[Any, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        def make(path: Path) -> None:
+            with torch.no_grad():
+                torch.save(ask(self.model(), torch.tensor([[*tokens]])), path)
+
+        return torch.load(kept([*self._causes, repr(tuple(tokens)).encode()], f"{name}.pt", make))

@@ -18,8 +18,7 @@ KERNEL_LIKENESS = 0.99  # cosine: 8-bit weights
 
 @pytest.fixture(scope="module")
 def truth(oracle, tokenizer) -> dict[str, list[torch.Tensor]]:
-    with torch.no_grad():
-        states = [oracle.model(torch.tensor([tokenizer.encode(text)])).last_hidden_state[0] for text in TEXTS]
+    states = [oracle.states(tokenizer.encode(text)) for text in TEXTS]
     return {"last": [state[-1] for state in states], "mean": [state.mean(0) for state in states]}
 
 
