@@ -148,7 +148,10 @@ def test_tokens_of_a_prompt_are_counted(server: FakeServer):
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "messages: must hold one of the user"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]: must be a text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source: is required",
+        ),
         ({"system": [{"type": "image"}]}, "system[0]: must be a text block"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 0}, "top_p: must be above 0"),

@@ -39,13 +39,17 @@ def test_a_request_for_nothing_loads_or_unloads(server: FakeServer, path: str, b
 @pytest.mark.parametrize(
     ("path", "body", "problem"),
     [
-        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images: is"),
+        (
+            "/api/chat",
+            {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]},
+            "messages[0].images[0]: the model",
+        ),
         ("/api/chat", {"messages": [{"role": "assistant", "content": "a"}]}, "messages: must hold one that is not"),
         ("/api/chat", {"messages": HELLO, "top_logprobs": 21}, "top_logprobs: expected"),
         ("/api/chat", {"messages": HELLO, "keep_alive": "soon"}, "keep_alive: must be a duration"),
         ("/api/chat", {"messages": HELLO, "think": "very"}, "think: invalid"),
         ("/api/chat", {"messages": HELLO, "shift": True}, "shift: is not supported"),
-        ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "images: is not supported"),
+        ("/api/generate", {"prompt": "a", "images": ["aGk="]}, "images[0]: the model"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "suffix: is not supported"),
         ("/api/generate", {"prompt": "a", "template": "{{ .Prompt }}"}, "template: is not supported"),
         ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system: is not supported with raw"),

@@ -209,7 +209,10 @@ TEXT: dict[str, Any] = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
         ({**CHAT, "messages": []}, "messages"),
         ({**CHAT, "messages": "hi"}, "messages"),
         ({**CHAT, "messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        (
+            {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
         ({**CHAT, "messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
         ({**CHAT, "tools": [{"type": "function"}]}, "tools[0].function"),
         ({**CHAT, "functions": [{"name": "f"}]}, "functions"),

@@ -80,7 +80,11 @@ def test_there_and_back(server: FakeServer):
         ),
         ("/tokenize", {"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
-        ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [1, VOCAB_SIZE]}, "tokens[1]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),

@@ -6,6 +6,7 @@ Whole requests go there, tokens come back. Adapters are loaded with the messages
 import msgspec
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.images import Sight
 from kvloom.contract.messages import (
     AdapterLoaded,
     AdapterRefused,
@@ -41,6 +42,8 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
     cache_salt: str = ""
     adapter: int = 0
     pooling: str = ""
+    sight: Sight | None = None  # what prompt_ids show; the images travel with each request
+    is_look: bool = False  # only the prompt as the model reads it is wanted
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
@@ -68,6 +71,7 @@ class Brought(msgspec.Struct, array_like=True):
     num_cached: int = 0  # prompt tokens that were found cached
     finish: str = ""  # "stop", "length": the host has ended it
     embedding: bytes = b""  # float32, not normalised
+    prompt_ids: list[int] = []  # of a look
     error: str = ""
     field: str = ""
 

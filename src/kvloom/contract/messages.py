@@ -160,6 +160,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     lacks: dict[str, str] = {}  # of capabilities.FEATURES those that it has not, and why
     kv_model: str = ""  # what the outer KV tier's blocks are named after: weights and shape,
     kv_layout: str = ""  # and how they are computed and arranged; "" without such a tier
+    sees: bool = False  # requests may have a Sight
+    image_text: str = ""  # what stands for an image in a text, where the chat template takes no parts; "" = unknown
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:

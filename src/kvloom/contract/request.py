@@ -7,6 +7,7 @@ from enum import Enum
 import msgspec
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.images import Sight
 from kvloom.contract.pooling import POOLINGS
 
 
@@ -124,7 +125,8 @@ class Request:
     `answer`: its first tokens, when an engine that is gone has told them before; what follows them is told.
 
     With a `pooling` (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta brings the
-    prompt's pooled states.
+    prompt's pooled states. With `is_look`, where the engine sees, nothing is generated either: the only delta
+    brings the prompt as the model reads it, with the tokens of its images.
     """
 
     id: str
@@ -139,6 +141,8 @@ class Request:
     answer: tuple[int, ...] = ()
     gives_kv: bool = False  # it ends when its prompt's blocks are in the outer KV tier; the last delta says how many
     kv_place: KvPlace | None = None  # where another engine has put them; None = nobody has
+    sight: Sight | None = None  # the images of the prompt; only for an engine whose RankInfo says that it sees
+    is_look: bool = False
 
     @property
     def may_reuse(self) -> bool:
@@ -148,7 +152,8 @@ class Request:
     @property
     def computes_nothing(self) -> bool:
         """Whether it ends with no step: no token, no log-probability and no embedding is wanted."""
-        return self.params.max_tokens == 0 and self.params.prompt_logprobs is None and not self.pooling
+        wants = self.params.prompt_logprobs is not None or self.pooling or self.is_look
+        return self.params.max_tokens == 0 and not wants
 
     def max_len(self, max_seq_len: int) -> int:
         """Tokens that prompt and answer can have together in an engine whose sequences have at most `max_seq_len`."""
@@ -216,3 +221,4 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
     is_callers: bool = False  # whether the error lies in the request: asked again it would fail again
     embedding: bytes | None = None  # pooled states, float32, not normalised
     kv_given: KvGiven | None = None  # with the finish_reason of a request that gives its KV
+    prompt_ids: tuple[int, ...] | None = None  # of a request that looks

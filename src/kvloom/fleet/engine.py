@@ -296,7 +296,8 @@ class FleetEngine:
         if request.may_reuse:
             digest = self._about.adapters[request.adapter - 1] if request.adapter else ""
             salt = adapter_salt(request.cache_salt, digest)
-            extend_chain(hashes, tokens, self.info.block_size, salt)
+            told = tokens if request.sight is None else request.sight.told_apart(tokens)
+            extend_chain(hashes, told, self.info.block_size, salt)
         return Hint(request.id, len(tokens), packed(hashes), journey.lost, journey.required_layout)
 
 

@@ -34,6 +34,7 @@ from kvloom.contract.messages import (
     UnloadAdapter,
 )
 from kvloom.vllm.asking import kind_of, lacks_of, lark_of, logprob_of, priority_of, sampling_fields
+from kvloom.vllm.images import prompt_of, sight_of
 from kvloom.vllm.one_kind import OneKind
 from kvloom.vllm.parsing import parse
 
@@ -57,6 +58,7 @@ def _info(llm: Any, tasks: Sequence[str]) -> RankInfo:
     model, cache = config.model_config, config.cache_config
     pooler = getattr(model, "pooler_config", None)
     kind = getattr(pooler, "seq_pooling_type", None) or getattr(pooler, "pooling_type", None) or "last"
+    sees, image_text = sight_of(llm)
     return RankInfo(
         cache.num_gpu_blocks or 0,
         cache.block_size,
@@ -68,6 +70,8 @@ def _info(llm: Any, tasks: Sequence[str]) -> RankInfo:
         pooling=str(kind).lower(),
         held_as=f"{str(model.dtype).removeprefix('torch.')}{f', {model.quantization}' if model.quantization else ''}",
         lacks=lacks_of(tasks, config.scheduler_config.policy),
+        sees=sees,
+        image_text=image_text,
     )
 
 
@@ -152,8 +156,11 @@ class Desk:
     async def _run(self, order: Start) -> None:
         """One request, from vLLM's taking it up to its end."""
         try:
-            prompt = self._tokens(order.prompt_ids, cache_salt=order.cache_salt or None)
+            prompt = await self._prompt(order)
             name, lora = f"{order.id}-{next(self._names)}", self._adapters.get(order.adapter)
+            if order.is_look:
+                self._bring(Brought(order.id, prompt_ids=list(prompt["prompt_token_ids"])))
+                return
             if order.pooling:
                 await self._embed(order, prompt, name, lora)
                 return
@@ -166,7 +173,7 @@ class Desk:
         except BadRequest as error:
             self._bring(Brought(order.id, error=error.problem, field=error.field))
         except self._refusals as error:
-            field = getattr(error, "parameter", None) or ("response_format" if order.params.grammar else "prompt")
+            field = getattr(error, "parameter", None) or _blamed(order)
             self._bring(Brought(order.id, error=" ".join(str(error).split())[:500], field=str(field)))
         except Exception as error:
             said = error.__cause__ or error
@@ -174,6 +181,12 @@ class Desk:
         finally:
             if self._running.get(order.id) is asyncio.current_task():
                 del self._running[order.id]
+
+    async def _prompt(self, order: Start) -> Any:
+        """As vLLM takes it. Raises BadRequest, ValueError."""
+        if order.sight is not None:
+            return await prompt_of(self._llm, order)
+        return self._tokens(order.prompt_ids, cache_salt=order.cache_salt or None)
 
     async def _embed(self, order: Start, prompt: Any, name: str, lora: Any) -> None:
         params = self._pooling(task="embed", use_activation=False)
@@ -216,6 +229,13 @@ class Desk:
     def _tell(self) -> None:
         fresh, self._fresh = self._fresh, []
         self._send(Answers(fresh))
+
+
+def _blamed(order: Start) -> str:
+    """The field that vLLM most likely means when it refuses a request and names none."""
+    if order.is_look and order.sight is not None:
+        return order.sight.images[0].name
+    return "response_format" if order.params.grammar else "prompt"
 
 
 class _Figures:

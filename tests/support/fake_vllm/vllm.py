@@ -2,11 +2,14 @@
 
 A sampled token follows from the seed and the number of draws too, so that an answer cannot be gone on with, only made
 again. FAKE_VLLM_UNSTABLE: then neither. FAKE_VLLM_KILLER: a prompt token that the process dies of.
+FAKE_VLLM_SEES: it takes images; PLACEHOLDER in a prompt becomes a token for each 8 x 8 pixels of one, and answers
+follow from the pixels.
 """
 
 import argparse
 import asyncio
 import hashlib
+import io
 import math
 import os
 import signal
@@ -17,11 +20,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from prometheus_client import Counter
 
 __version__ = "0.32.0"
 STEP_S = float(os.environ.get("FAKE_VLLM_STEP_S", "0.002"))
 VOCAB_SIZE, MAX_LEN, JSON_ANSWER = 257, 2048, b'{"ok": 1}'
+PLACEHOLDER, IMAGE_TOKEN, MAX_IMAGES = 1, 2, 3
 extra = Counter("vllm:fake_things", "What only vLLM counts.", ["model_name"])
 twin = Counter("vllm:prompt_tokens", "What kvloom counts under the same name.", ["model_name"])
 
@@ -126,7 +131,46 @@ def draw(*facts: object) -> int:
     return b"abcdefghijklmnopqrstuvwxyz  "[number % 28]
 
 
+class ImageMediaIO:
+    def load_bytes(self, data: bytes) -> Image.Image:
+        try:
+            return Image.open(io.BytesIO(data)).convert("RGB")
+        except OSError as error:
+            raise ValueError(f"Failed to load image: {error}") from error
+
+
+class Seer:
+    """A model's class, as far as images go."""
+
+    @staticmethod
+    def get_placeholder_str(modality: str, number: int) -> str:
+        return chr(PLACEHOLDER)
+
+
+def get_model_cls(model_config: Any) -> type[Seer]:
+    return Seer
+
+
+class Renderer:
+    def get_mm_processor(self) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(allowed_mm_limits={"image": MAX_IMAGES}))
+
+    async def render_cmpl_async(self, prompts: list[Any], *, skip_mm_cache: bool) -> list[Any]:
+        [prompt], found = prompts, list[int]()
+        images = prompt["multi_modal_data"]["image"]
+        if len(images) > MAX_IMAGES:
+            raise ValueError(f"At most {MAX_IMAGES} image(s) may be provided in one prompt.")
+        left = iter(images)
+        for token in prompt["prompt_token_ids"]:
+            image = next(left) if token == PLACEHOLDER else None
+            found += [token] if image is None else [IMAGE_TOKEN] * (image.width // 8 * (image.height // 8) or 1)
+        pixels = [hashlib.sha256(image.tobytes()).hexdigest() for image in images]
+        return [{"type": "multimodal", "prompt_token_ids": found, "mm_hashes": {"image": pixels}}]
+
+
 class AsyncLLM:
+    renderer = Renderer()
+
     def __init__(self, args: AsyncEngineArgs, loggers: list[Any]) -> None:
         options = args.options
         lora = SimpleNamespace(max_lora_rank=16) if options["enable_lora"] else None
@@ -134,6 +178,7 @@ class AsyncLLM:
             model_config=SimpleNamespace(
                 get_vocab_size=lambda: VOCAB_SIZE, get_hidden_size=lambda: 8, dtype="torch.bfloat16",
                 quantization=options["quantization"], max_model_len=options["max_model_len"] or MAX_LEN,
+                is_multimodal_model=bool(os.environ.get("FAKE_VLLM_SEES")),
             ),
             cache_config=SimpleNamespace(num_gpu_blocks=100, block_size=16, kv_cache_memory_bytes=1 << 20),
             scheduler_config=SimpleNamespace(policy=options["scheduling_policy"]),
@@ -167,7 +212,8 @@ class AsyncLLM:
         try:
             while True:
                 await asyncio.sleep(STEP_S)
-                facts = [ids, answer, lora_request and lora_request.lora_path, prompt["cache_salt"]]
+                facts = [ids, answer, lora_request and lora_request.lora_path, prompt.get("cache_salt")]
+                facts.append(prompt.get("mm_hashes"))
                 if params.temperature:
                     facts += [params.seed, len(answer)]
                     if os.environ.get("FAKE_VLLM_UNSTABLE"):
@@ -244,6 +290,8 @@ _WHERE = {
     "vllm.pooling_params": (PoolingParams,),
     "vllm.inputs.engine": (tokens_input,),
     "vllm.lora.request": (LoRARequest,),
+    "vllm.multimodal.media.image": (ImageMediaIO,),
+    "vllm.model_executor.model_loader": (get_model_cls,),
     "vllm.exceptions": (VLLMClientError,),
 }
 for name, things in _WHERE.items():

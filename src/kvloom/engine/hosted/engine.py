@@ -101,8 +101,9 @@ class HostedEngine:
         self.adapters.digest(request.adapter)
         live = self._arrivals.live(request, self.max_seq_len)
         request, seq = live.request, live.seq
-        self._counts.add("total_requests")
-        self._counts.add("total_prompt_tokens", seq.num_prompt)
+        if not request.is_look:  # the request that it is for counts
+            self._counts.add("total_requests")
+            self._counts.add("total_prompt_tokens", seq.num_prompt)
         if request.computes_nothing:
             self._counts.add("total_finished")
             self._outbox.append(live.delta(FinishReason.LENGTH))
@@ -222,7 +223,7 @@ class HostedEngine:
             hosted.replay = deque(answer)
         return Start(
             seq.id, list(prompt), params, live.seed, seq.max_len - len(prompt), request.priority, request.cache_salt,
-            request.adapter, request.pooling,
+            request.adapter, request.pooling, request.sight, request.is_look,
         )  # fmt: skip
 
     # -- from the host
@@ -248,6 +249,10 @@ class HostedEngine:
             self._counts.add("total_cached_tokens", item.num_cached)
         if item.prompt_logprobs:
             live.take_prompt_logprobs(PromptLogprobs(live.seq.id, 0, item.prompt_logprobs))
+        if item.prompt_ids:
+            seen = replace(live.delta(FinishReason.LENGTH), prompt_ids=tuple(item.prompt_ids))
+            self._end(hosted, seen, is_known=False)
+            return
         if item.embedding:
             live.embedding = item.embedding
             self._end(hosted, live.delta(FinishReason.LENGTH), is_known=False)
@@ -292,6 +297,6 @@ class HostedEngine:
         """Forget it; `is_known`: the host is at it yet. Raises RankDied."""
         del self._hosted[hosted.live.seq.id]
         del self._ids[hosted.live.request.id]
-        self._counts.add("total_finished")
+        self._counts.add("total_finished", not hosted.live.request.is_look)
         if is_known:
             self._host.send(Abort(hosted.live.seq.id))

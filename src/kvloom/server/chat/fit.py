@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.content import sources_of
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare
 from kvloom.server.errors import PromptTooLong
 from kvloom.server.serving.service import GenerationService
@@ -21,8 +22,10 @@ def prepare_fitting(
 
     The system's messages at the beginning stay, and so does the last message; a call stays with its results, or goes
     with them. A chat that is too long for `context` all the same comes back whole. Raises BadRequest naming the field,
-    PromptTooLong of the whole chat.
+    PromptTooLong of the whole chat; a chat with images is never shortened.
     """
+    if sources_of(request.messages):  # what leaving out a message would give is known when they were looked at
+        return prepare(service, request, params)
     chat, problem = _prepared(service, request, params)
     asked = min(params.max_tokens or 1, context // 2)
     if chat is not None and len(chat.prompt_ids) <= min(service.max_input_tokens, context - asked):

@@ -5,23 +5,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.images import Sight
 from kvloom.contract.request import SamplingParams
 from kvloom.engine.text.marks import Marks
+from kvloom.server.chat.content import joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.reasoning import END_THINK, THINK, ReasoningSplitter
-from kvloom.server.chat.style import ChatStyle, style_of
+from kvloom.server.chat.style import ChatStyle, style_of, takes_parts
 from kvloom.server.chat.tool_calls import make_parser
 from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tool_prompt import with_tools_in_text
 from kvloom.server.chat.tools import Tool, ToolChoice, parsed_arguments
-from kvloom.server.serving.prompts import Marked, encode_marked, request_limit
+from kvloom.server.serving.prompts import Marked, check_length, encode_marked, request_limit
 from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision.seen import Look, seen_of
+from kvloom.server.serving.vision.sources import MAX_IMAGES, ImageSource
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """`messages` as OpenAI has them: role, content (a text), tool_calls of an assistant, tool_call_id of a tool.
+    """`messages` as OpenAI has them: role, content (a content.Content), tool_calls, and tool_call_id of a tool's.
 
     `tools` and `choice` have passed tools.check_tools. `template_values` go to the chat template.
     """
@@ -48,7 +52,7 @@ class ChatRequest:
     def echo(self) -> str:
         """What the answer begins with."""
         last = self.messages[-1]
-        return last["content"] if self.is_echoing and last["role"] == self.role else ""
+        return text_of(last["content"]) if self.is_echoing and last["role"] == self.role else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class PreparedChat:
     is_thinking: bool  # the prompt ends with <think>
     role: str = "assistant"  # of the answer
     echo: str = ""  # what the answer begins with
+    sight: Sight | None = None  # the images of the prompt
 
     def output(self) -> ChatOutput:
         """The reader of one choice."""
@@ -78,6 +83,7 @@ class PreparedChat:
 def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:
     """`params.grammar` is of the answer's text. Raises BadRequest naming the field."""
     tools = request.tools if request.choice.mode != "none" else ()
+    sources = _sources(service, request)
     card, tokenizer = service.card, service.tokenizer
     style = style_of(tokenizer.chat_template(bool(tools)), card.tool_parser, card.reasoning_parser)
     limit = request_limit(service) if request.is_counted else service.max_input_tokens
@@ -99,7 +105,12 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
     if is_thinking and is_limited:
         params = replace(params, reasoning_end=END_THINK, max_reasoning_tokens=request.max_reasoning_tokens)
     ids = encode_marked(service, Marked(text, marks.originals), request.field, limit, request.add_special_tokens)
-    shown = (request.tools, request.choice, request.is_parallel, is_thinking, request.role, request.echo)
+    sight = None
+    if sources:
+        seen = seen_of(Look(service, ids, sources))
+        check_length(service, seen.prompt_ids, request.field, limit)
+        ids, sight = seen.prompt_ids, seen.sight
+    shown = (request.tools, request.choice, request.is_parallel, is_thinking, request.role, request.echo, sight)
     return PreparedChat(ids, params, style, *shown)
 
 
@@ -109,6 +120,16 @@ def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is
     marks = _marks(service, text)
     more = encode_marked(service, Marked(marks.mark(text), marks.originals), "messages", limit)
     return replace(chat, prompt_ids=(*chat.prompt_ids, *more))
+
+
+def _sources(service: GenerationService, request: ChatRequest) -> tuple[ImageSource, ...]:
+    """The images of a chat. Raises BadRequest where the model sees none, or they are too many."""
+    sources = sources_of(request.messages)
+    if sources and not service.engine.info.sees:
+        raise BadRequest(sources[0].name, f"the model {service.name!r} takes no images")
+    if len(sources) > MAX_IMAGES:
+        raise BadRequest(sources[MAX_IMAGES].name, f"is one more than the {MAX_IMAGES} images that a request may have")
+    return sources
 
 
 def _marks(service: GenerationService, *values: Any) -> Marks:
@@ -128,18 +149,33 @@ def _render(
     if not style.takes_tools:
         known, plain = with_tools_in_text(known, plain), []
     values = {**marks.mark(request.template_values), "add_generation_prompt": request.add_generation_prompt}
-    apply = service.tokenizer.apply_chat_template
+
+    def apply(messages: Sequence[Mapping[str, Any]]) -> str:
+        return service.tokenizer.apply_chat_template(_formed(service, messages), tools=plain or None, **values)
+
     try:
-        return apply(known, tools=plain or None, **values)
+        return apply(known)
     except BadRequest:
         if not any(message.get("tool_calls") for message in known):
             raise
-        return apply([dict(message) for message in messages], tools=plain or None, **values)
+        return apply(messages)
+
+
+def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As the model's template takes them. Raises BadRequest when it takes no images."""
+    info = service.engine.info
+    if not info.sees:
+        return [dict(message) for message in messages]
+    if takes_parts(service.tokenizer):
+        return with_parts(messages)
+    if not info.image_text and (sources := sources_of(messages)):
+        raise BadRequest(sources[0].name, "this model's chat template takes no images")
+    return with_texts(messages, info.image_text)
 
 
 def _thinks_on(request: ChatRequest) -> bool:
     """Whether the message that is continued ends in the middle of its reasoning."""
-    text = request.messages[-1]["content"]
+    text = text_of(request.messages[-1]["content"])
     return request.is_continued and text.rfind(THINK) > text.rfind(END_THINK)
 
 
@@ -148,7 +184,7 @@ _OPEN_END = "\uf8ff\ue0c0\uf8fe"
 
 
 def _open_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _OPEN_END}]
+    return [*messages[:-1], {**messages[-1], "content": joined(messages[-1]["content"], _OPEN_END)}]
 
 
 def _continued(text: str) -> str:

@@ -1,8 +1,13 @@
 """What a model's chat template says of how it calls tools and how it thinks."""
 
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
 
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.tokenizer import Tokenizer
 from kvloom.server.chat.reasoning import END_THINK, THINK
 from kvloom.server.chat.tool_calls import FORMS, OPEN, PYTHON_TAG, ToolForm
 from kvloom.server.chat.xml_calls import FUNCTION
@@ -30,3 +35,27 @@ def style_of(template: str, tool_parser: str = "auto", reasoning_parser: str = "
     if reasoning_parser != "auto":
         is_thinking = reasoning_parser == "think"
     return ChatStyle(form, re.search(r"\btools\b", template) is not None, is_thinking)
+
+
+_TRACE = "\ue0c1"  # a character that no template writes by itself
+
+
+def takes_parts(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template takes a content as a list of parts, and shows an image among them.
+
+    It is tried out: templates say so in many ways.
+    """
+    return _takes_parts(cast("Hashable", tokenizer))
+
+
+@lru_cache(16)
+def _takes_parts(known: Hashable) -> bool:
+    tokenizer = cast("Tokenizer", known)
+    image, text = {"type": "image"}, {"type": "text", "text": _TRACE}
+    try:
+        shown = tokenizer.apply_chat_template([{"role": "user", "content": [image, text]}])
+        without = tokenizer.apply_chat_template([{"role": "user", "content": [text]}])
+    except BadRequest:
+        return False
+    is_printed = re.search(r"""['"]type['"]""", shown) is not None
+    return _TRACE in shown and not is_printed and len(shown) > len(without)

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvloom.server.chat.content import joined
 from kvloom.server.chat.tool_calls import CLOSE, OPEN
 
 _PROMPT = """You can call functions. They are described here as JSON, one a line:
@@ -27,16 +28,16 @@ def with_tools_in_text(
     for message in messages:
         was_result, is_result = is_result, message["role"] == "tool"
         if is_result:
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            content = joined("<tool_response>\n", message["content"], "\n</tool_response>")
             if was_result:
-                found[-1]["content"] += "\n" + text
+                found[-1]["content"] = joined(found[-1]["content"], "\n", content)
             else:
-                found.append({"role": "user", "content": text})
+                found.append({"role": "user", "content": content})
             continue
         plain = dict(message)
-        texts = [plain["content"]] if plain["content"] else []
-        texts += [_call_text(call["function"]) for call in plain.pop("tool_calls", None) or ()]
-        found.append({**plain, "content": "\n".join(texts)})
+        calls = "\n".join(_call_text(call["function"]) for call in plain.pop("tool_calls", None) or ())
+        between = "\n" if plain["content"] and calls else ""
+        found.append({**plain, "content": joined(plain["content"], between + calls)})
     if tools:
         _describe(found, tools)
     return found
@@ -51,6 +52,6 @@ def _describe(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     prompt = _PROMPT.format(tools=lines, open=OPEN, close=CLOSE)
     if messages and messages[0]["role"] == "system":
-        messages[0]["content"] = f"{messages[0]['content']}\n\n{prompt}"
+        messages[0]["content"] = joined(messages[0]["content"], f"\n\n{prompt}")
     else:
         messages.insert(0, {"role": "system", "content": prompt})

@@ -92,6 +92,10 @@ _SERVE: dict[str, Key] = {
     "responseStoreMegabytes": Key(int, "MB of them kept at most", 1, 10**6, setting="response_store_mb"),
     "responseStoreDays": Key(_NUMBER, "days they are kept after use", 0.001, 10**4, setting="response_store_days"),
     "corsOrigins": Key(list, "web origins whose pages may call; none by default", setting="cors_origins", items=str),
+    "allowedImageHosts": Key(
+        list, "servers that images are fetched from: a.example, *.a.example, * = any public one, or a network",
+        setting="image_hosts", items=str,
+    ),
     "allowedHosts": Key(
         list, "names it is asked under, a.example or *.a.example; * = any", setting="allowed_hosts", items=str
     ),

@@ -22,6 +22,7 @@ from kvloom.server.secure.api_keys import read_hashes
 from kvloom.server.serving.card import ModelCard
 from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.pictures.card import PictureCard
+from kvloom.server.serving.vision.hosts import checked_image_hosts
 
 DEFAULT_HOST = "127.0.0.1"
 KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
@@ -50,6 +51,7 @@ class ServerConfig:
     api_key_hashes: tuple[str, ...] = ()  # none = no key is asked for
     cors_origins: frozenset[str] = frozenset()  # whose pages may call; none = no page of another origin
     allowed_hosts: frozenset[str] = frozenset()  # names to be asked under, beside addresses and the machine's own
+    image_hosts: frozenset[str] = frozenset()  # that images are fetched from; none = from nowhere
     may_stop_by_get: bool = False  # GET /stopService stops also where any page could send it
     log: LogConfig = field(default_factory=LogConfig)
     pid_file: Path | None = None
@@ -235,6 +237,7 @@ class Settings:
             log=_log_of(values),
             cors_origins=_named("corsOrigins", checked_origins, values.get("cors_origins", ())),
             allowed_hosts=_named("allowedHosts", checked_hosts, values.get("allowed_hosts", ())),
+            image_hosts=_named("allowedImageHosts", checked_image_hosts, values.get("image_hosts", ())),
             **server,
         )
 

@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -27,6 +27,9 @@ from kvloom.server.http.unpacking import Unpacker
 from kvloom.server.observe.logs import current_request_id
 from kvloom.server.secure.key_guard import TENANT
 from kvloom.server.serving.health import Health
+from kvloom.server.serving.vision.hosts import ImageHosts
+from kvloom.server.serving.vision.looking import Looking
+from kvloom.server.serving.vision.seen import Look
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class AppSettings:
     on_start: Callable[[], None] = lambda: None
     management_port: int | None = None
     metrics_port: int | None = None
+    image_hosts: ImageHosts = field(default_factory=ImageHosts)  # that images are fetched from
 
 
 class FrameResponse(StreamingResponse):
@@ -73,7 +77,7 @@ def make_app(
 ) -> Starlette:
     """The app. `parsing` is closed with it."""
 
-    parsing = parsing or Parsing(health.models)
+    parsing, looking = parsing or Parsing(health.models), Looking(settings.image_hosts)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -84,7 +88,7 @@ def make_app(
     routes = []
     for dialect in dialects:
         for endpoint in dialect.endpoints:
-            handler = _Handler(dialect, endpoint, _answer(endpoint, parsing), health, settings)
+            handler = _Handler(dialect, endpoint, _answer(endpoint, parsing, looking), health, settings)
             routes.append(Route(endpoint.path, handler.handle, methods=[endpoint.method]))
     return Starlette(
         routes=routes,
@@ -93,7 +97,7 @@ def make_app(
     )
 
 
-def _answer(endpoint: Endpoint, parsing: Parsing) -> Answer:
+def _answer(endpoint: Endpoint, parsing: Parsing, looking: Looking) -> Answer:
     """The endpoint's answer to a request: its body is parsed first, and gone then."""
     if endpoint.parse is None:
         assert endpoint.answer is not None, "an endpoint that parses nothing answers"
@@ -105,7 +109,11 @@ def _answer(endpoint: Endpoint, parsing: Parsing) -> Answer:
             parsed = await parsing.parse(endpoint, request)
             if isinstance(parsed, Fetch):
                 assert endpoint.fetch is not None
-                parsed = await parsing.parse(endpoint, replace(request, more=await endpoint.fetch(request, parsed.key)))
+                request = replace(request, more=await endpoint.fetch(request, parsed.key))
+                parsed = await parsing.parse(endpoint, request)
+            if isinstance(parsed, Look):
+                request = replace(request, seen=await looking.see(parsed, request.tenant))
+                parsed = await parsing.parse(endpoint, request)
         except ServingError as error:
             raise _forgetful(error)  # noqa: B904  # what it came from holds the body
         finally:

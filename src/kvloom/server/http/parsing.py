@@ -15,26 +15,30 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvloom.contract.errors import NotFound, Overloaded, ServingError
+from kvloom.contract.images import Sight
 from kvloom.server.errors import BUG_TEXT, TooLarge
 from kvloom.server.http.reply import Endpoint, HttpRequest
 from kvloom.server.serving.inline import NotInline, inline
 from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import AdapterNames, Models
 from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision.seen import NotSeen, seeing
 
 INLINE_BYTES = 8 << 10  # a body up to this is parsed on the loop: about 10 ms of tokenising
 _LARGE_BYTES = 1 << 20  # the process of a larger one ends with it
 _MAX_BYTES = 256 << 20  # of bodies that are being parsed or wait for it
 _MAX_WAITING = 256  # such bodies
 _MAX_REPLY_BYTES = 8 << 20  # what is left of a body; more would take long to read here
+_MAX_FILES_BYTES = 64 << 20  # of the files of images in it, which are taken as they are
 _LIMIT_S = 60.0
+_SIGHT = 0  # stands for the images that the server has kept
 LENGTH = struct.Struct("<Q")
 CONTROL = struct.Struct("<cI")  # FORK with a socket, or KILL; the number of a worker
 FORK, KILL = b"f", b"k"
@@ -59,27 +63,59 @@ class Work:
 
 
 class Pickler(pickle.Pickler):
-    """Services are known by their names on both sides."""
+    """Services are known by their names on both sides; images that were looked at stay on the server's."""
 
-    def persistent_id(self, obj: Any) -> str | None:
-        return obj.name if isinstance(obj, GenerationService) else None
+    def persistent_id(self, obj: Any) -> str | int | None:
+        return obj.name if isinstance(obj, GenerationService) else _SIGHT if isinstance(obj, Sight) else None
 
 
 class Unpickler(pickle.Unpickler):
     """Raises NotFound when a service is gone meanwhile."""
 
-    def __init__(self, data: bytes, models: Models) -> None:
-        super().__init__(io.BytesIO(data))
-        self._models = models
+    def __init__(self, parts: Sequence[bytes], models: Models, sight: Sight | None) -> None:
+        super().__init__(io.BytesIO(parts[0]), buffers=parts[1:])
+        self._models, self._sight = models, sight
 
-    def persistent_load(self, pid: Any) -> GenerationService:
-        return self._models.get(pid)
+    def persistent_load(self, pid: Any) -> GenerationService | Sight | None:
+        return self._sight if pid == _SIGHT else self._models.get(pid)
 
 
-def dumped(value: Any) -> bytes:
-    file = io.BytesIO()
-    Pickler(file).dump(value)
-    return file.getvalue()
+def dumped(value: Any) -> list[bytes | memoryview]:
+    """The value, then the files in it."""
+    file, files = io.BytesIO(), list[pickle.PickleBuffer]()
+    Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=files.append).dump(value)
+    return [file.getvalue(), *(each.raw() for each in files)]
+
+
+def parsed(endpoint: Endpoint, request: HttpRequest) -> Any:
+    """What the endpoint makes of the request, or the Look that is to come before. Raises ServingError."""
+    assert endpoint.parse is not None
+    with seeing(request.seen):
+        try:
+            return endpoint.parse(request)
+        except NotSeen as wanted:
+            return wanted.look
+
+
+def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
+    """Messages behind their number."""
+    sock.sendall(LENGTH.pack(len(parts)))
+    for part in parts:
+        sock.sendall(LENGTH.pack(len(part)))
+        sock.sendall(part)
+
+
+def receive_parts(sock: socket.socket) -> list[bytes] | None:
+    """What send_parts has sent; None at the end. Raises TooLarge."""
+    head = _read(sock, LENGTH.size)
+    parts, left = list[bytes](), _MAX_REPLY_BYTES
+    for number in range(0 if head is None else LENGTH.unpack(head)[0]):
+        part = receive(sock, left)
+        if part is None:
+            return None
+        parts.append(part)
+        left = _MAX_FILES_BYTES if not number else left - len(part)
+    return parts or None
 
 
 def receive(sock: socket.socket, max_bytes: int | None = None) -> bytes | None:
@@ -112,17 +148,18 @@ class _Worker:
 
     def exchange(self, work: Work, models: Models) -> Any:
         """Blocks. Raises ServingError; EOFError when the child is gone."""
-        head = pickle.dumps(replace(work, request=replace(work.request, body=b"")))
+        seen = work.request.seen
+        [head] = dumped(replace(work, request=replace(work.request, body=b"")))
         try:
             for part in (head, work.request.body):
                 self.sock.sendall(LENGTH.pack(len(part)))
                 self.sock.sendall(part)
-            reply = receive(self.sock, _MAX_REPLY_BYTES)
+            reply = receive_parts(self.sock)
         except OSError:
             raise EOFError from None
         if reply is None:
             raise EOFError
-        is_error, value = Unpickler(reply, models).load()
+        is_error, value = Unpickler(reply, models, None if seen is None else seen.sight).load()
         if is_error:
             raise value
         return value
@@ -230,11 +267,10 @@ class Parsing:
         self._threads.shutdown()
 
     async def parse(self, endpoint: Endpoint, request: HttpRequest) -> Any:
-        """What the endpoint makes of the body. A cancelled one is given up at once. Raises ServingError."""
-        assert endpoint.parse is not None
+        """As `parsed`. A cancelled one is given up at once. Raises ServingError."""
         if request.num_bytes <= INLINE_BYTES:
             with contextlib.suppress(NotInline), inline():
-                return endpoint.parse(request)
+                return parsed(endpoint, request)
         work = Work((endpoint.method, endpoint.path), request, self._models.adapter_names())
         with self._counted(request.num_bytes):
             async with self._turn, self._worker(is_kept=request.num_bytes <= _LARGE_BYTES) as worker:

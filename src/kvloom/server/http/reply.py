@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from kvloom.contract.errors import ServingError
 from kvloom.server.errors import ErrorReply
+from kvloom.server.serving.vision.seen import Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class HttpRequest:
     headers: Mapping[str, str] = field(default_factory=dict)
     tenant: str = ""  # whose API key it came with
     more: Sequence[bytes] | None = None  # what the endpoint has fetched for it
+    seen: Seen | None = None  # what the engine has made of its images
     time_s: float = field(default_factory=time.time)  # when it came, since the epoch
 
     @property

@@ -59,6 +59,9 @@ def serve(
     lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
     response_store: Annotated[Path | None, typer.Option(help="Keep responses of /v1/responses in this file.")] = None,
     allowed_host: Annotated[list[str] | None, typer.Option(help="Name to be asked under; may be repeated.")] = None,
+    allowed_image_host: Annotated[
+        list[str] | None, typer.Option(help="Server that images are fetched from; may be repeated.")
+    ] = None,
     allow_all_addresses: Annotated[bool | None, typer.Option(help="Let --host be 0.0.0.0 or ::.")] = None,
     log_level: Annotated[str | None, typer.Option(help="Verbose, Info, Warning, Error or None.")] = None,
     pid_file: Annotated[Path | None, typer.Option(help="Write the process number here while serving.")] = None,
@@ -82,6 +85,7 @@ _SERVER = {
     "allow_all_addresses": "allows_all_addresses",
     "crash_patience": "crash_patience_s",
     "allowed_host": "allowed_hosts",
+    "allowed_image_host": "image_hosts",
 }
 _MODEL = {
     **{name: name for name in ("model", "device", "dtype", "weight_format", "weight_cache", "kv_dtype", *SETTINGS)},

@@ -37,6 +37,7 @@ from kvloom.server.serving.health import Health
 from kvloom.server.serving.pictures.service import PictureService
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision.hosts import image_hosts
 
 if TYPE_CHECKING:
     from kvloom.server.secure.tls import ServerContext
@@ -116,6 +117,7 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
         on_start,
         management_port=ports[1] if config.management else None,
         metrics_port=ports[-1] if config.metrics else None,
+        image_hosts=image_hosts(config.image_hosts),
     )
     app: ASGIApp = make_app(health, dialects, app_settings, parsing)
     if parts.tracer is not None:

@@ -13,16 +13,17 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
 from kvloom.contract.errors import ServingError
+from kvloom.contract.images import Sight
 from kvloom.contract.messages import RankInfo
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.errors import BUG_TEXT, TooLarge
-from kvloom.server.http.parsing import CONTROL, FORK, LENGTH, Setup, Work, dumped, receive
+from kvloom.server.http.parsing import CONTROL, FORK, Setup, Unpickler, Work, dumped, parsed, receive, send_parts
 from kvloom.server.http.reply import Endpoint
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.serving.admission import Admission
@@ -122,18 +123,15 @@ def _serve(sock: socket.socket, models: Models, endpoints: Endpoints) -> None:
         body = receive(sock)
         if body is None:
             return
-        reply = _reply(pickle.loads(head), body, models, endpoints)
-        sock.sendall(LENGTH.pack(len(reply)))
-        sock.sendall(reply)
+        work = Unpickler([head], models, Sight()).load()  # of images that were looked at the server keeps all
+        send_parts(sock, _reply(work, body, models, endpoints))
 
 
-def _reply(work: Work, body: bytes, models: Models, endpoints: Endpoints) -> bytes:
+def _reply(work: Work, body: bytes, models: Models, endpoints: Endpoints) -> Sequence[bytes | memoryview]:
     """(False, what was parsed) or (True, the error), pickled."""
     models.assume(work.adapters)
-    parse = endpoints[work.endpoint].parse
-    assert parse is not None
     try:
-        return dumped((False, parse(replace(work.request, body=body))))
+        return dumped((False, parsed(endpoints[work.endpoint], replace(work.request, body=body))))
     except ServingError as error:
         return dumped((True, error))
     except MemoryError:

@@ -6,6 +6,7 @@ A dialect parses its body into a Generation; the service (service.py) runs it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvloom.contract.images import Sight
 from kvloom.contract.request import Delta, FinishReason, KvGiven, KvPlace, SamplingParams, TokenLogprob
 from kvloom.server.serving.beams import Beams
 
@@ -32,8 +33,9 @@ class Generation:
     pooling: str = ""
     cache_salt: str = ""
     beams: Beams | None = None  # then the n best that a search finds, best first, each whole in one delta
-    gives_kv: bool = False  # these two as engine.request.Request's
+    gives_kv: bool = False  # these three as engine.request.Request's
     kv_place: KvPlace | None = None
+    sight: Sight | None = None
 
     @property
     def num_choices(self) -> int:

@@ -84,6 +84,11 @@ def check_fits(service: GenerationService, text: str, field: str, limit: int) ->
         raise PromptTooLong(field, least, limit, service.engine.max_seq_len, is_exact=False)
 
 
+def check_length(service: GenerationService, ids: Sequence[int], field: str, limit: int) -> None:
+    """Raises PromptTooLong."""
+    _checked(service, ids, field, limit)
+
+
 def _enough(limit: int) -> int:
     """Tokens are counted up to twice the limit, so that those who are a little above learn by how much."""
     return 2 * limit

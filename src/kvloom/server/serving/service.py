@@ -243,5 +243,6 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
             salt, pooling = generation.cache_salt, generation.pooling
             who = (salt, generation.tenant, generation.priority)
             request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter)
-            requests.append(replace(request, gives_kv=generation.gives_kv, kv_place=generation.kv_place))
+            more = (generation.gives_kv, generation.kv_place, generation.sight)
+            requests.append(replace(request, gives_kv=more[0], kv_place=more[1], sight=more[2]))
     return requests

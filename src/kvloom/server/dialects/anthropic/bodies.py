@@ -17,7 +17,8 @@ from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_
 from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
 from kvloom.server.dialects.anthropic.input import Block, Turn, messages_of, text_of
 from kvloom.server.dialects.constraints import Constraints, OutputFormat
-from kvloom.server.dialects.openai.bodies import Message, conversation_of, effort_values
+from kvloom.server.dialects.openai.bodies import effort_values
+from kvloom.server.dialects.openai.messages import Said, conversation_of
 from kvloom.server.serving.service import GenerationService
 
 MAX_STOPS = 16
@@ -111,7 +112,7 @@ class CountBody(Constraints, kw_only=True):
         choice = None if self.tool_choice is None else self.tool_choice.choice()
         messages = messages_of(turns)
         if self.system is not None:
-            messages.insert(0, Message(role="system", content=text_of(self.system, "system")))
+            messages.insert(0, Said(role="system", content=text_of(self.system, "system")))
         thinking = self.thinking
         return ChatRequest(
             conversation_of(messages),

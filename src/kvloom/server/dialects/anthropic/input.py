@@ -6,8 +6,28 @@ from typing import Any, Literal
 import msgspec
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.dialects.openai.bodies import Message
+from kvloom.server.chat.content import Content, content_of, joined
+from kvloom.server.dialects.openai.messages import Said
 from kvloom.server.dialects.openai.tools import CallBody, CallFunction
+from kvloom.server.serving.vision.sources import ImageSource, checked_type, source_of_base64, source_of_url
+
+
+class Source(msgspec.Struct, kw_only=True):
+    """Where an image is."""
+
+    type: str
+    media_type: str | None = None  # these two of type base64
+    data: str | None = None
+    url: str | None = None
+
+    def source(self, field: str) -> ImageSource:
+        """Raises BadRequest."""
+        if self.type == "base64":
+            media_type = checked_type(_required(self.media_type, f"{field}.media_type"), f"{field}.media_type")
+            return source_of_base64(_required(self.data, f"{field}.data"), media_type, f"{field}.data")
+        if self.type == "url":
+            return source_of_url(_required(self.url, f"{field}.url"), f"{field}.url")
+        raise BadRequest(f"{field}.type", f"must be 'base64' or 'url'; {self.type!r} is not supported")
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -22,6 +42,7 @@ class Block(msgspec.Struct, kw_only=True):
     tool_use_id: str | None = None  # of a tool_result
     content: "str | list[Block] | None" = None
     is_error: bool | None = None
+    source: Source | None = None  # of an image
 
 
 class Turn(msgspec.Struct, kw_only=True):
@@ -29,14 +50,14 @@ class Turn(msgspec.Struct, kw_only=True):
     content: str | list[Block]
 
 
-def messages_of(turns: Sequence[Turn]) -> list[Message]:
+def messages_of(turns: Sequence[Turn]) -> list[Said]:
     """Results of tools are messages of their own, before the text of their turn. Raises BadRequest naming the field."""
-    messages: list[Message] = []
+    messages: list[Said] = []
     names: dict[str, str] = {}  # of the tools that were called, by the id of the call
     for place, turn in enumerate(turns):
         field = f"messages[{place}].content"
         if isinstance(turn.content, str):
-            messages.append(Message(role=turn.role, content=turn.content))
+            messages.append(Said(role=turn.role, content=turn.content))
         elif turn.role == "assistant":
             messages.append(_answer_of(turn.content, field, names))
         else:
@@ -51,8 +72,8 @@ def text_of(content: str | list[Block], field: str) -> str:
     return "\n".join(_text(block, f"{field}[{place}]") for place, block in enumerate(content))
 
 
-def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Message:
-    message = Message(role="assistant")
+def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Said:
+    message = Said(role="assistant")
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         at = f"{field}[{place}]"
@@ -70,21 +91,35 @@ def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Messag
     return message
 
 
-def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, str]) -> list[Message]:
+def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, str]) -> list[Said]:
     """A result that is an error says so in its text: templates know no other way."""
-    messages, texts = [], []
+    messages, items = [], list[str | ImageSource]()
     for place, block in enumerate(blocks):
         at = f"{field}[{place}]"
         if block.type == "tool_result":
             id = _required(block.tool_use_id, f"{at}.tool_use_id")
-            text = text_of(block.content or "", f"{at}.content")
-            text = f"Error: {text}" if block.is_error else text
-            messages.append(Message(role="tool", content=text, name=names.get(id), tool_call_id=id))
+            content = _content(block.content or "", f"{at}.content")
+            content = joined("Error: ", content) if block.is_error else content
+            messages.append(Said(role="tool", content=content, name=names.get(id), tool_call_id=id))
         else:
-            texts.append(_text(block, at))
-    if texts or not messages:
-        messages.append(Message(role=turn.role, content="\n".join(texts)))
+            items.append(_item(block, at))
+    if items or not messages:
+        messages.append(Said(role=turn.role, content=content_of(items)))
     return messages
+
+
+def _content(content: str | list[Block], field: str) -> Content:
+    if isinstance(content, str):
+        return content
+    return content_of([_item(block, f"{field}[{place}]") for place, block in enumerate(content)])
+
+
+def _item(block: Block, field: str) -> str | ImageSource:
+    if block.type != "image":
+        return _text(block, field)
+    if block.source is None:
+        raise BadRequest(f"{field}.source", "is required")
+    return block.source.source(f"{field}.source")
 
 
 def _text(block: Block, field: str) -> str:

@@ -39,7 +39,9 @@ class Messages:
         service = self._models.choose(body.model)
         chat = body.prepared(service, body.params())
         id = f"msg_{new_id()}"
-        generation = Generation(id, (chat.prompt_ids,), chat.params, priority=body.priority or 0, tenant=request.tenant)
+        generation = Generation(
+            id, (chat.prompt_ids,), chat.params, priority=body.priority or 0, tenant=request.tenant, sight=chat.sight
+        )
         service.check(generation, "messages")
         writer = MessageWriter(id, service.name, len(chat.prompt_ids), chat.output())
         return Job(service, generation, writer, bool(body.stream))

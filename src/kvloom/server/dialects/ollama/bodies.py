@@ -5,6 +5,7 @@ must match is its `format`, or as constraints.py has it.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -12,7 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.images import Sight
 from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.content import Content, content_of
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
@@ -21,12 +24,12 @@ from kvloom.server.dialects.ollama.options import Options
 from kvloom.server.dialects.openai.tools import CallFunction, ToolBody, read_tools
 from kvloom.server.serving.prompts import encode_text
 from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision.sources import source_of_base64
 
 _DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+\Z|-?\d+\Z")
 _ZERO = re.compile(r"-?[0.]+[a-zµ]*\Z")
 # what these may be: the values that ask for nothing
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "images": ((None, []), "is not supported: models take text only"),
     "shift": ((None, False), 'is not supported: an answer that fills the context ends with done_reason "length"'),
     "suffix": ((None, ""), "is not supported"),
     "template": ((None, ""), "is not supported: the model's own is used; or give the whole prompt, with raw true"),
@@ -41,6 +44,7 @@ class Asked:
     params: SamplingParams
     output: ChatOutput
     has_context: bool = False  # the prompt and the answer are given back as `context`
+    sight: Sight | None = None  # the images of the prompt
 
 
 class AskingBody(Constraints, kw_only=True):
@@ -114,6 +118,13 @@ class AskingBody(Constraints, kw_only=True):
         return replace(asked, params=replace(asked.params, max_tokens=min(asked.params.max_tokens or left, left)))
 
 
+def with_images(images: Sequence[str] | None, text: str, field: str) -> Content:
+    """`field`: of the message that has them. Raises BadRequest."""
+    name = f"{field}.images" if field else "images"
+    sources = [source_of_base64(data, "", f"{name}[{i}]") for i, data in enumerate(images or ())]
+    return content_of([*sources, text])
+
+
 class PastCall(msgspec.Struct, kw_only=True):
     """A call that an earlier answer of the conversation made."""
 
@@ -125,16 +136,15 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None  # in base64; they are shown before the text
     tool_calls: list[PastCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
     def plain(self, field: str) -> dict[str, Any]:
         """As chat templates take it. Raises BadRequest."""
-        if self.images:
-            raise BadRequest(f"{field}.images", "is not supported: models take text only")
-        message: dict[str, Any] = {"role": self.role.lower(), "content": self.content or ""}
+        content = with_images(self.images, self.content or "", field)
+        message: dict[str, Any] = {"role": self.role.lower(), "content": content}
         if self.thinking:
             message |= {"reasoning": self.thinking, "reasoning_content": self.thinking}
         if self.tool_calls:
@@ -161,6 +171,8 @@ class OllamaChat(AskingBody, kw_only=True):
         begun = ""
         if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):
             begun = messages.pop()["content"]
+            if not isinstance(begun, str):
+                raise BadRequest(f"messages[{len(messages)}].images", "must not stand in the beginning of the answer")
         if not messages:
             raise BadRequest("messages", "must hold one that is not the assistant's")
         tools, choice = read_tools(self.tools, None)
@@ -170,7 +182,7 @@ class OllamaChat(AskingBody, kw_only=True):
             if chat.is_thinking:
                 raise BadRequest("messages", "must not end with one of the assistant while the model thinks")
             chat = with_beginning(service, chat, begun)
-        return self.bounded(service, Asked(chat.prompt_ids, chat.params, chat.output()))
+        return self.bounded(service, Asked(chat.prompt_ids, chat.params, chat.output(), sight=chat.sight))
 
 
 class OllamaGenerate(AskingBody, kw_only=True):
@@ -180,7 +192,7 @@ class OllamaGenerate(AskingBody, kw_only=True):
     template: str | None = None
     context: list[Annotated[int, Meta(ge=0)]] | None = None
     raw: bool | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
     @property
     def loads(self) -> bool:
@@ -191,16 +203,19 @@ class OllamaGenerate(AskingBody, kw_only=True):
         self.refuse_what_is_not_here()
         prompt = self.prompt or ""
         if self.raw:
-            for name in ("system", "context", "think"):
+            for name in ("system", "context", "think", "images"):
                 if getattr(self, name):
                     raise BadRequest(name, "is not supported with raw, which gives the whole prompt")
             ids = encode_text(service, prompt, "prompt", service.max_input_tokens)
             return self.bounded(service, Asked(ids, self.sampling(service), ChatOutput()))
         system = [{"role": "system", "content": self.system}] if self.system else []
-        messages = [*system, {"role": "user", "content": prompt}]
+        if self.images and self.context:
+            raise BadRequest("context", "does not go with images")
+        messages: list[dict[str, Any]] = [*system, {"role": "user", "content": with_images(self.images, prompt, "")}]
         chat = self.prepared(service, ChatRequest(messages, template_values=self.template_values(), field="prompt"))
         ids = (*self._context(service), *chat.prompt_ids)
-        return self.bounded(service, Asked(ids, chat.params, chat.output(), has_context=True))
+        asked = Asked(ids, chat.params, chat.output(), has_context=chat.sight is None, sight=chat.sight)
+        return self.bounded(service, asked)
 
     def _context(self, service: GenerationService) -> list[int]:
         size = service.engine.info.vocab_size

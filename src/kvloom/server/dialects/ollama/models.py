@@ -51,6 +51,7 @@ class ModelTable:
         template = service.tokenizer.chat_template()
         style = style_of(template, service.card.tool_parser, service.card.reasoning_parser)
         name = _named(service)["name"]
+        more = [word for word, has in (("thinking", style.is_thinking), ("vision", service.engine.info.sees)) if has]
         return {
             "modelfile": f"# as kvloom serves it\nFROM {name}\n",
             "parameters": "",
@@ -63,7 +64,7 @@ class ModelTable:
                 f"{facts.family}.context_length": service.engine.max_seq_len,
                 f"{facts.family}.embedding_length": service.engine.info.hidden_size,
             },
-            "capabilities": ["completion", "tools", *(["thinking"] if style.is_thinking else [])],
+            "capabilities": ["completion", "tools", *more],
             "modified_at": _time(facts.modified or self._started),
         }
 

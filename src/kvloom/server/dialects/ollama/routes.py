@@ -125,7 +125,9 @@ class Ollama:
         if body.loads:
             return _Load(service, heading.empty(request.time_s, "unload" if unloads else "load"))
         asked, timing = body.asked(service), Timing()
-        generation = Generation(f"ollama-{new_id()}", (asked.prompt_ids,), asked.params, tenant=request.tenant)
+        generation = Generation(
+            f"ollama-{new_id()}", (asked.prompt_ids,), asked.params, tenant=request.tenant, sight=asked.sight
+        )
         service.check(generation, field)
         writer = AnswerWriter(heading, service, asked, timing)
         return Job(service, generation, writer, body.is_streamed, media_type=NDJSON, keep_alive=b"", timing=timing)

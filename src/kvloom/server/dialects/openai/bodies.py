@@ -15,7 +15,8 @@ from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.openai.kv_transfer import KvTransferParams
-from kvloom.server.dialects.openai.tools import CallBody, NamedChoice, ToolBody, read_tools
+from kvloom.server.dialects.openai.messages import Message, conversation_of
+from kvloom.server.dialects.openai.tools import NamedChoice, ToolBody, read_tools
 from kvloom.server.errors import AnswerTooLong
 
 MAX_STOPS = 4
@@ -113,54 +114,6 @@ class SamplingBody(Constraints, kw_only=True):
     @property
     def wants_running_usage(self) -> bool:
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-
-class Part(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None  # of an assistant's answer
-
-
-class Message(msgspec.Struct, omit_defaults=True):
-    """What a chat template sees of a message."""
-
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
-    tool_calls: list[CallBody] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None  # what the assistant said instead of a content
-
-
-def conversation_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the template takes them: content a string. Raises BadRequest for parts that are no text."""
-    found = []
-    for i, message in enumerate(messages):
-        plain = msgspec.to_builtins(message)
-        plain.pop("refusal", None)
-        plain["content"] = message_text(message, f"messages[{i}].content")
-        if message.reasoning is not None:
-            plain.setdefault("reasoning_content", message.reasoning)
-        found.append(plain)
-    return found
-
-
-def message_text(message: Message, field: str) -> str:
-    """Raises BadRequest for parts that are no text."""
-    is_answer = message.role == "assistant"
-    if is_answer and message.refusal is not None and not message.content:
-        return message.refusal
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    texts = []
-    for i, part in enumerate(message.content):
-        text = part.refusal if part.type == "refusal" and is_answer else part.text if part.type == "text" else None
-        if text is None:
-            raise BadRequest(f"{field}[{i}]", f"must be a text part; {part.type!r} is not supported")
-        texts.append(text)
-    return "\n".join(texts)
 
 
 def template_values(given: dict[str, Any] | None) -> dict[str, Any]:

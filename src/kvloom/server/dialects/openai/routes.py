@@ -50,7 +50,7 @@ class OpenAI:
         service = self._models.choose(body.model)
         chat = prepare(service, body.chat(), body.params(self._models.options.default_max_tokens))
         generation = _generation("chatcmpl", (chat.prompt_ids,), chat.params, body, request)
-        generation = _with_transfer(generation, body, service)
+        generation = replace(_with_transfer(generation, body, service), sight=chat.sight)
         service.check(generation, "messages")
         body.check_context(generation.prompts, service.engine.max_seq_len)
         body.messages, body.tools = [], None  # the prompt holds them

@@ -13,11 +13,13 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
+from kvloom.server.chat.content import Content, joined
 from kvloom.server.chat.grammars import json_grammar, object_grammar
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.chat.tools import Tool, ToolChoice, check_tools
 from kvloom.server.dialects.constraints import Constraints
-from kvloom.server.dialects.openai.bodies import Message, Penalty, SamplingBody, TokenId, conversation_of, effort_values
+from kvloom.server.dialects.openai.bodies import Penalty, SamplingBody, TokenId, effort_values
+from kvloom.server.dialects.openai.messages import Said, conversation_of
 from kvloom.server.dialects.responses.input import InputItem, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
@@ -212,10 +214,10 @@ class ResponsesBody(Constraints, kw_only=True):
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages = messages_of([*past, *items], num_past=len(past))
         if self.instructions is not None:
-            system = self.instructions
+            system: Content = self.instructions
             if messages and messages[0].role == "system":
-                system = f"{system}\n\n{messages.pop(0).content}"
-            messages.insert(0, Message(role="system", content=system))
+                system = joined(system, "\n\n", messages.pop(0).content)
+            messages.insert(0, Said(role="system", content=system))
         if not messages:
             raise BadRequest("input", "holds no message")
         return conversation_of(messages)

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import msgspec
 
 from kvloom.contract.errors import BadRequest
-from kvloom.server.dialects.openai.bodies import Message, Part
+from kvloom.server.chat.content import Content, content_of, text_of
+from kvloom.server.dialects.openai.messages import Part, Said
 from kvloom.server.dialects.openai.tools import CallBody, CallFunction
+from kvloom.server.serving.vision.sources import ImageSource
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text")
 
@@ -23,18 +25,18 @@ class InputItem(msgspec.Struct, kw_only=True):
     output: str | list[Part] | None = None
 
 
-def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int = 0) -> list[Message]:
+def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int = 0) -> list[Said]:
     """Of items, the first `num_past` of which the caller did not give now: errors count from there.
 
     Calls and reasoning join the assistant's message that they belong to. Raises BadRequest naming the field.
     """
-    messages: list[Message] = []
+    messages: list[Said] = []
     names: dict[str, str] = {}  # of the tools that were called, by the id of the call
     reasoning: str | None = None
     for place, item in enumerate(items):
         at = f"{field}[{place - num_past}]"
         if item.type == "reasoning":
-            reasoning = _text_of(item.content, f"{at}.content") or None
+            reasoning = text_of(_content_of(item.content, f"{at}.content")) or None
             continue
         message = _message_of(item, at, names)
         if message.role == "assistant":
@@ -47,21 +49,21 @@ def messages_of(items: Sequence[InputItem], field: str = "input", num_past: int 
     return messages
 
 
-def _message_of(item: InputItem, field: str, names: dict[str, str]) -> Message:
+def _message_of(item: InputItem, field: str, names: dict[str, str]) -> Said:
     if item.type == "function_call":
         id, name = _required(item.call_id, f"{field}.call_id"), _required(item.name, f"{field}.name")
         names[id] = name
         call = CallBody(function=CallFunction(name=name, arguments=item.arguments or "{}"), id=id)
-        return Message(role="assistant", content="", tool_calls=[call])
+        return Said(role="assistant", content="", tool_calls=[call])
     if item.type == "function_call_output":
         id = _required(item.call_id, f"{field}.call_id")
-        return Message(
-            role="tool", content=_text_of(item.output, f"{field}.output"), name=names.get(id), tool_call_id=id
-        )
+        content = _content_of(item.output, f"{field}.output")
+        return Said(role="tool", content=content, name=names.get(id), tool_call_id=id)
     if item.type not in (None, "message"):
         raise BadRequest(f"{field}.type", f"{item.type!r} is not supported")
     role = _required(item.role, f"{field}.role")
-    return Message(role="system" if role == "developer" else role, content=_text_of(item.content, f"{field}.content"))
+    content = _content_of(item.content, f"{field}.content")
+    return Said(role="system" if role == "developer" else role, content=content)
 
 
 def _required(value: str | None, field: str) -> str:
@@ -70,13 +72,24 @@ def _required(value: str | None, field: str) -> str:
     return value
 
 
-def _text_of(content: str | list[Part] | None, field: str) -> str:
+def _content_of(content: str | list[Part] | None, field: str) -> Content:
+    """Raises BadRequest."""
     if content is None or isinstance(content, str):
         return content or ""
-    texts = []
+    found: list[str | ImageSource] = []
     for place, part in enumerate(content):
+        if part.type == "input_image":
+            found.append(_image(part, f"{field}[{place}]"))
+            continue
         text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
         if text is None:
-            raise BadRequest(f"{field}[{place}]", f"must be a text part; {part.type!r} is not supported")
-        texts.append(text)
-    return "\n".join(texts)
+            problem = f"must be a text part or an input_image; {part.type!r} is not supported"
+            raise BadRequest(f"{field}[{place}]", problem)
+        found.append(text)
+    return content_of(found)
+
+
+def _image(part: Part, field: str) -> ImageSource:
+    if part.file_id is not None:
+        raise BadRequest(f"{field}.file_id", "is not supported: no files are kept; give image_url")
+    return part.source(field)

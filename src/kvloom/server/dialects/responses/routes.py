@@ -79,7 +79,9 @@ class Responses:
         else:
             chat = prepare(service, body.chat(past), params)
         id, priority = f"resp_{new_id()}", body.priority or 0
-        generation = Generation(id, (chat.prompt_ids,), chat.params, priority=priority, tenant=request.tenant)
+        generation = Generation(
+            id, (chat.prompt_ids,), chat.params, priority=priority, tenant=request.tenant, sight=chat.sight
+        )
         service.check(generation, "input")
         what = self._to_keep(body, request.body)
         is_kept = what is not None and what.is_kept

@@ -58,7 +58,7 @@ class SglangServer:
                 "served_model_name": service.name,
                 "is_generation": True,
                 "preferred_sampling_params": None,
-                "has_image_understanding": False,
+                "has_image_understanding": service.engine.info.sees,
                 "has_audio_understanding": False,
             }
         )

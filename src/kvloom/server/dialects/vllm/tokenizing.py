@@ -9,7 +9,8 @@ from msgspec import Meta
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest, prepare
-from kvloom.server.dialects.openai.bodies import Message, TokenId, continues, conversation_of, template_values
+from kvloom.server.dialects.openai.bodies import TokenId, continues, template_values
+from kvloom.server.dialects.openai.messages import Message, conversation_of
 from kvloom.server.dialects.openai.tools import ToolBody, read_tools
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http.body import decode_body

@@ -1,0 +1,74 @@
+"""Images as requests name them: in base64, or by a URL. Pure; nothing is decoded but base64."""
+
+import binascii
+import re
+from dataclasses import dataclass
+from pickle import PickleBuffer
+from typing import Any
+
+from kvloom.contract.errors import BadRequest
+
+MAX_IMAGES = 64  # in one request
+MAX_IMAGE_BYTES = 20 * 2**20  # of one, as a file
+MAX_ALL_BYTES = 40 * 2**20  # of those of a request
+MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+_ALIASES = {"image/jpg": "image/jpeg"}
+_DATA = re.compile(r"data:([\w.+/-]*)(;[\w.+-]+=[\w.+-]+)*(;base64)?,", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image's file, or with a `url` where it is to be fetched. `name`: how errors call it."""
+
+    name: str
+    data: bytes = b""
+    media_type: str = ""  # as declared; "" = not at all
+    url: str = ""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """The file apart from the rest, where the pickler takes it so."""
+        data = PickleBuffer(self.data) if protocol >= 5 else self.data
+        return ImageSource, (self.name, data, self.media_type, self.url)
+
+
+def source_of_url(url: str, name: str) -> ImageSource:
+    """Of a data: URL in base64, or of one to fetch. Raises BadRequest."""
+    scheme = url[:8].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        return ImageSource(name, url=url)
+    if scheme != "data":
+        raise BadRequest(name, "must be a data: URL with an image in base64, or an http or https URL")
+    head = _DATA.match(url)
+    if head is None or head[3] is None:
+        raise BadRequest(name, "must be of the form data:image/png;base64,...")
+    return source_of_base64(url[head.end() :], head[1], name)
+
+
+def source_of_base64(text: str, media_type: str, name: str) -> ImageSource:
+    """`media_type` "": nobody has said. Raises BadRequest."""
+    declared = checked_type(media_type, name) if media_type else ""
+    check_size(3 * (len(text) // 4), name)
+    try:
+        data = binascii.a2b_base64(text, strict_mode=True)
+    except ValueError:  # binascii.Error is one
+        data = None
+    if data is None or len(text) % 4:  # it takes padding behind a whole group
+        raise BadRequest(name, "is not valid base64")
+    if not data:
+        raise BadRequest(name, "is empty")
+    return ImageSource(name, data, declared)
+
+
+def checked_type(media_type: str, name: str) -> str:
+    """A type of images that are read, in lower case. Raises BadRequest."""
+    found = media_type.partition(";")[0].strip().lower()
+    found = _ALIASES.get(found, found)
+    if found not in MEDIA_TYPES:
+        raise BadRequest(name, f"is declared as {found[:60]!r}; must be one of {', '.join(MEDIA_TYPES)}")
+    return found
+
+
+def check_size(num_bytes: int, name: str) -> None:
+    """Raises BadRequest."""
+    if num_bytes > MAX_IMAGE_BYTES + 2:  # base64 tells it up to two bytes
+        raise BadRequest(name, f"is larger than {MAX_IMAGE_BYTES} bytes")
