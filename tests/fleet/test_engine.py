@@ -1,17 +1,19 @@
 """What the server sees of a fleet: one engine, whose requests outlive the replicas they were on."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded, Unavailable
+from kvloom.contract.images import Image, Sight
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.fleet.engine import FleetEngine, Way, Ways
 from kvloom.fleet.routing.board import Board
-from kvloom.fleet.routing.knowledge import packed
+from kvloom.fleet.routing.knowledge import keys_of, packed
 from kvloom.fleet.wire import About
 from kvloom.rank.fake import fake_answer
 from tests.fleet.fleets import INFO, Replicas, fleet_of
@@ -83,6 +85,19 @@ def test_hints_hold_the_hashes_of_the_prefix_cache():
         extend_chain(hashes, (*asked.prompt_ids, *asked.answer), 16, adapter_salt("s", ""))
         assert hint.prefix == packed(hashes)
         assert hint.num_tokens == len(asked.prompt_ids) + len(asked.answer)
+
+
+def test_hints_tell_images_apart_and_requests_bring_them():
+    replicas, seen = Replicas([]), (*PROMPT[:20], *[7] * 16, *PROMPT[20:])
+    engine = fleet_of(replicas)
+    for number, data in enumerate((b"red", b"blue", b"red")):
+        sight = Sight((*PROMPT[:20], 1, *PROMPT[20:]), (Image(data, "image/png"),))
+        asyncio.run(answer(engine, replace(request(), id=f"r{number}", prompt_ids=seen, sight=sight)))
+    red, blue, again = (keys_of(hint.prefix) for hint in replicas.hints)
+    assert red == again
+    assert red[0] == blue[0]  # 16 tokens before the image
+    assert not set(red[1:]) & set(blue[1:])
+    assert replicas.requests[1].sight.images[0].data == b"blue"
 
 
 def test_a_prompt_that_must_be_computed_whole_has_no_prefix():

@@ -29,6 +29,7 @@ from kvloom.server.serving.admission import Admission
 from kvloom.server.serving.health import Health
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision.hosts import image_hosts
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Ingress:
             store = ResponseStore(self._config.response_store, self._config.response_limits)
         control = Control(_refuse, f"{self._config.host}:{self._config.port}")
         dialects = make_dialects(self._models, self._health, control, self._config, store)
-        settings = AppSettings(self._config.max_body_bytes)
+        settings = AppSettings(self._config.max_body_bytes, image_hosts=image_hosts(self._config.image_hosts))
         keys = KeyRing(self._config.api_key_hashes) if self._config.api_key_hashes else None
         app = make_app(self._health, dialects, settings, self._parsing)
         return guard(BodyTimeoutMiddleware(app), policy_of(self._config), keys)
