@@ -1,16 +1,18 @@
 """Texts and images of messages on their way into a prompt, and prompts with images compared."""
 
+import asyncio
 import pickle
 from pathlib import Path
 
 import pytest
 
-from kvloom.contract.errors import BadRequest
+from kvloom.contract.errors import BadRequest, Overloaded
 from kvloom.contract.images import Image, Sight
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.chat.content import content_of, joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.style import takes_parts
 from kvloom.server.chat.tool_prompt import with_tools_in_text
+from kvloom.server.serving.vision.looking import MAX_HELD_BYTES, Looking
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, source_of_base64, source_of_url
 from tests.support.byte_folder import TEMPLATE, make_byte_folder
 from tests.support.seeing_folder import TEMPLATE as PARTS_TEMPLATE
@@ -119,3 +121,18 @@ def test_prompts_are_alike_up_to_the_first_image_where_images_differ():
     assert told[0][:1] == told[1][:1] == [1]
     assert not set(told[0][1:]) & set(told[1][1:])
     assert max(max(ids) for ids in told) < 2**63
+
+
+def test_images_of_all_requests_are_bounded_until_they_are_forgotten():
+    async def main() -> None:
+        looking = Looking()
+        whole = ImageSource("i", b"\0" * MAX_IMAGE_BYTES)
+        found = [await looking._fetched([whole]) for _ in range(MAX_HELD_BYTES // MAX_IMAGE_BYTES)]
+        with pytest.raises(Overloaded):
+            await looking._fetched([whole])
+        looking._room.give_back(found[0][1])
+        await looking._fetched([whole])
+        with pytest.raises(BadRequest, match="i: and the other images are larger than"):
+            await looking._fetched([whole] * 3)
+
+    asyncio.run(main())

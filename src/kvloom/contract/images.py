@@ -14,7 +14,7 @@ class Image:
     name: str = "image"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Sight:
     """The images of a prompt, in order, and its tokens as the chat template writes them.
 

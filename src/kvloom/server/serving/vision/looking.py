@@ -2,14 +2,17 @@
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvloom.contract.errors import BadRequest, GenerationFailed
+from kvloom.contract.errors import BadRequest, GenerationFailed, Overloaded
 from kvloom.contract.images import Image, Sight
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.server.serving.admission import Ticket
+from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.hosts import ImageHosts
 from kvloom.server.serving.vision.seen import Look, Seen
 from kvloom.server.serving.vision.sources import MAX_ALL_BYTES, ImageSource
@@ -17,56 +20,76 @@ from kvloom.server.serving.vision.sources import MAX_ALL_BYTES, ImageSource
 if TYPE_CHECKING:
     from kvloom.server.serving.vision.fetching import Fetcher
 
+MAX_HELD_BYTES = 256 << 20  # of images of all requests, from their coming to the end of the answer
 _NOTHING = SamplingParams(temperature=0, max_tokens=0)
+
+
+class _Room:
+    """Bytes of the images that are in this process. Given back from whatever thread forgets an image last."""
+
+    def __init__(self) -> None:
+        self._num_held, self._given_back = 0, deque[int]()
+
+    def take(self, num_bytes: int) -> None:
+        """Raises Overloaded."""
+        while self._given_back:
+            self._num_held -= self._given_back.popleft()
+        if self._num_held and self._num_held + num_bytes > MAX_HELD_BYTES:
+            raise Overloaded("requests with too many images are being answered; try again later")
+        self._num_held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._given_back.append(num_bytes)
 
 
 class Looking:
     """Owned by the loop."""
 
     def __init__(self, hosts: ImageHosts | None = None) -> None:
-        self._hosts = hosts or ImageHosts()
+        self._hosts, self._room = hosts or ImageHosts(), _Room()
         self._fetcher: Fetcher | None = None
 
     async def see(self, look: Look, tenant: str) -> Seen:
         """Cancelled, nothing of it goes on. Raises ServingError; BadRequest names the image."""
-        service = look.service
-        service.sleeper.check_awake()
-        sources = await self._fetched(look.sources)
+        look.service.sleeper.check_awake()
+        sources, num_bytes = await self._fetched(look.sources)
         sight = Sight(look.prompt_ids, tuple(Image(each.data, each.media_type, each.name) for each in sources))
-        request = Request(
-            f"look-{uuid.uuid4().hex}", look.prompt_ids, _NOTHING, tenant=tenant, sight=sight, is_look=True
-        )
-        found: tuple[int, ...] | None = None
-        async with service.admission.slot(Ticket(num_tokens=len(look.prompt_ids))):
-            with service.engine.open([request]) as feed:
-                try:
-                    while (step := await feed.get()) is not None:
-                        for _, delta in step:
-                            found = delta.prompt_ids or found
-                except BadRequest as error:
-                    raise _named(error, sources) from None
+        weakref.finalize(sight, self._room.give_back, num_bytes)
+        try:
+            found = await _looked(look.service, sight, tenant)
+        except BadRequest as error:
+            raise _named(error, sources) from None
         if found is None:
             raise GenerationFailed("the images could not be looked at")
         return Seen(found, sight)
 
-    async def _fetched(self, sources: Sequence[ImageSource]) -> Sequence[ImageSource]:
-        """Raises BadRequest."""
-        left = MAX_ALL_BYTES - sum(len(source.data) for source in sources)
+    async def _fetched(self, sources: Sequence[ImageSource]) -> tuple[Sequence[ImageSource], int]:
+        """With their files, and how many bytes these have, room for which is taken. Raises BadRequest, Overloaded."""
+        num_taken = 0
 
-        def check_total(num_bytes: int) -> None:
-            nonlocal left
-            left -= num_bytes
-            if left < 0:
+        def take(num_bytes: int) -> None:
+            nonlocal num_taken
+            if num_taken + num_bytes > MAX_ALL_BYTES:
                 raise BadRequest(sources[0].name, f"and the other images are larger than {MAX_ALL_BYTES} bytes")
+            self._room.take(num_bytes)
+            num_taken += num_bytes
 
-        check_total(0)
+        try:
+            take(sum(len(source.data) for source in sources))
+            return await self._with_files(sources, take), num_taken
+        except BaseException:
+            self._room.give_back(num_taken)
+            raise
+
+    async def _with_files(self, sources: Sequence[ImageSource], take: Callable[[int], None]) -> Sequence[ImageSource]:
+        """Raises BadRequest, Overloaded."""
         wanted = [source for source in sources if source.url]
         if not wanted:
             return sources
         fetcher = self._fetcher_for(wanted[0])
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {id(source): group.create_task(fetcher.fetch(source, check_total)) for source in wanted}
+                tasks = {id(source): group.create_task(fetcher.fetch(source, take)) for source in wanted}
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [tasks[id(source)].result() if source.url else source for source in sources]
@@ -82,6 +105,19 @@ class Looking:
         if self._fetcher is None:  # who fetches nothing does not wait for the import of what it takes
             self._fetcher = import_module("kvloom.server.serving.vision.fetching").Fetcher(self._hosts)
         return self._fetcher
+
+
+async def _looked(service: GenerationService, sight: Sight, tenant: str) -> tuple[int, ...] | None:
+    """The prompt as the engine reads it; None when it ends without. Raises ServingError."""
+    id, prompt_ids = f"look-{uuid.uuid4().hex}", sight.prompt_ids
+    request = Request(id, prompt_ids, _NOTHING, tenant=tenant, sight=sight, is_look=True)
+    found: tuple[int, ...] | None = None
+    async with service.admission.slot(Ticket(num_tokens=len(prompt_ids))):
+        with service.engine.open([request]) as feed:
+            while (step := await feed.get()) is not None:
+                for _, delta in step:
+                    found = delta.prompt_ids or found
+    return found
 
 
 def _named(error: BadRequest, sources: Sequence[ImageSource]) -> BadRequest:
