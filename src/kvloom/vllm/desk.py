@@ -34,7 +34,7 @@ from kvloom.contract.messages import (
     UnloadAdapter,
 )
 from kvloom.vllm.asking import kind_of, lacks_of, lark_of, logprob_of, priority_of, sampling_fields
-from kvloom.vllm.images import prompt_of, sight_of
+from kvloom.vllm.images import Seer
 from kvloom.vllm.one_kind import OneKind
 from kvloom.vllm.parsing import parse
 
@@ -50,15 +50,15 @@ async def open_desk(setup: HostSetup, arguments: Sequence[str], send: Send) -> "
     kind = import_module("vllm.v1.engine.async_llm").AsyncLLM
     llm = kind.from_engine_args(engine_args, stat_loggers=[figures.logger(import_module("vllm.v1.metrics.loggers"))])
     tasks = await llm.get_supported_tasks()
-    return Desk(llm, setup, _info(llm, tasks), send)
+    seer = Seer(llm)
+    return Desk(llm, setup, _info(llm, tasks, seer), seer, send)
 
 
-def _info(llm: Any, tasks: Sequence[str]) -> RankInfo:
+def _info(llm: Any, tasks: Sequence[str], seer: Seer) -> RankInfo:
     config = llm.vllm_config
     model, cache = config.model_config, config.cache_config
     pooler = getattr(model, "pooler_config", None)
     kind = getattr(pooler, "seq_pooling_type", None) or getattr(pooler, "pooling_type", None) or "last"
-    sees, image_text = sight_of(llm)
     return RankInfo(
         cache.num_gpu_blocks or 0,
         cache.block_size,
@@ -70,18 +70,18 @@ def _info(llm: Any, tasks: Sequence[str]) -> RankInfo:
         pooling=str(kind).lower(),
         held_as=f"{str(model.dtype).removeprefix('torch.')}{f', {model.quantization}' if model.quantization else ''}",
         lacks=lacks_of(tasks, config.scheduler_config.policy),
-        sees=sees,
-        image_text=image_text,
+        sees=seer.sees,
+        image_text=seer.image_text,
     )
 
 
 class Desk:
     """Owned by the loop."""
 
-    def __init__(self, llm: Any, setup: HostSetup, info: RankInfo, send: Send) -> None:
+    def __init__(self, llm: Any, setup: HostSetup, info: RankInfo, seer: Seer, send: Send) -> None:
         self.info = info
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why vLLM cannot go on
-        self._llm, self._eos_ids, self._send = llm, setup.eos_ids, send
+        self._llm, self._eos_ids, self._seer, self._send = llm, setup.eos_ids, seer, send
         self._running: dict[int, asyncio.Task[None]] = {}
         self._company = OneKind()
         self._is_mixable = bool(getattr(llm.vllm_config, "use_v2_model_runner", False))
@@ -185,7 +185,7 @@ class Desk:
     async def _prompt(self, order: Start) -> Any:
         """As vLLM takes it. Raises BadRequest, ValueError."""
         if order.sight is not None:
-            return await prompt_of(self._llm, order)
+            return await self._seer.prompt_of(order)
         return self._tokens(order.prompt_ids, cache_salt=order.cache_salt or None)
 
     async def _embed(self, order: Start, prompt: Any, name: str, lora: Any) -> None:

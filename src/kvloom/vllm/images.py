@@ -14,6 +14,7 @@ from kvloom.contract.images import Image
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 MAX_PIXELS = 50_000_000  # of one image: 150 MB once it is decoded
+_AT_ONCE = 2  # requests whose images are decoded
 MAX_ALL_PIXELS = 100_000_000  # of those of a request, which are all decoded at once
 
 
@@ -48,27 +49,36 @@ def read_images(images: Sequence[Image]) -> list[Any]:
     return found
 
 
-async def prompt_of(llm: Any, order: Start) -> Any:
-    """What vLLM is given of a request with images. Raises BadRequest, and ValueError of vLLM's.
+class Seer:
+    """What a model sees of requests. Owned by the loop."""
 
-    Its own processor puts the images' tokens into the prompt; what the request has behind them stays. The results are
-    not taken for known to the engine's core, which of a look hears nothing.
-    """
-    assert order.sight is not None
-    images = await asyncio.to_thread(read_images, order.sight.images)
-    told = {"prompt_token_ids": list(order.sight.prompt_ids), "multi_modal_data": {"image": images}}
-    (prompt,) = await llm.renderer.render_cmpl_async([told], skip_mm_cache=True)
-    seen = list(prompt["prompt_token_ids"])
-    if not order.is_look:
-        if order.prompt_ids[: len(seen)] != seen:
-            raise BadRequest(order.sight.images[0].name, "is not what the prompt was made for; ask again")
-        prompt["prompt_token_ids"] = order.prompt_ids
-    if order.cache_salt:
-        prompt["cache_salt"] = order.cache_salt
-    return prompt
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._turn = asyncio.Semaphore(_AT_ONCE)
+        self.sees, self.image_text = _sight_of(llm)
+
+    async def prompt_of(self, order: Start) -> Any:
+        """What vLLM is given of a request with images. Raises BadRequest, and ValueError of vLLM's.
+
+        Its own processor puts the images' tokens into the prompt; what the request has behind them stays. The results
+        are not taken for known to the engine's core, which of a look hears nothing.
+        """
+        assert order.sight is not None
+        told: dict[str, Any] = {"prompt_token_ids": list(order.sight.prompt_ids)}
+        async with self._turn:
+            told["multi_modal_data"] = {"image": await asyncio.to_thread(read_images, order.sight.images)}
+            (prompt,) = await self._llm.renderer.render_cmpl_async([told], skip_mm_cache=True)
+        seen = list(prompt["prompt_token_ids"])
+        if not order.is_look:
+            if order.prompt_ids[: len(seen)] != seen:
+                raise BadRequest(order.sight.images[0].name, "is not what the prompt was made for; ask again")
+            prompt["prompt_token_ids"] = order.prompt_ids
+        if order.cache_salt:
+            prompt["cache_salt"] = order.cache_salt
+        return prompt
 
 
-def sight_of(llm: Any) -> tuple[bool, str]:
+def _sight_of(llm: Any) -> tuple[bool, str]:
     """Whether the model sees images, and what stands for one in a text; "" where it does not say."""
     config = llm.vllm_config.model_config
     if not config.is_multimodal_model:
