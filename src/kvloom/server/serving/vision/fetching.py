@@ -8,6 +8,8 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpcore
@@ -21,6 +23,7 @@ FETCH_S = 15.0  # for one image, all redirects together
 MAX_REDIRECTS = 3
 MAX_AT_ONCE = 16  # images that are being fetched
 _MAX_WAITING = 256
+_MAX_RESOLVED = 8  # names at once
 _UNDECLARED = ("", "application/octet-stream", "binary/octet-stream")  # servers say so of any file
 _HEADERS = [("Accept", "image/png, image/jpeg, image/webp, image/gif"), ("Accept-Encoding", "identity")]
 
@@ -30,10 +33,10 @@ class _Refused(Exception):
 
 
 class _Backend(httpcore.AnyIOBackend):
-    """Connects to allowed addresses only."""
+    """Connects to allowed addresses only. `threads`: for resolving names, which may take long."""
 
-    def __init__(self, hosts: ImageHosts) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: ImageHosts, threads: ThreadPoolExecutor) -> None:
+        self._hosts, self._threads = hosts, threads
 
     async def connect_tcp(
         self,
@@ -44,7 +47,8 @@ class _Backend(httpcore.AnyIOBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().run_in_executor(self._threads, resolve)
         except OSError:
             raise _Refused(f"cannot be fetched: the host {host!r} is not known") from None
         addresses = [str(info[4][0]) for info in found]
@@ -64,6 +68,7 @@ class Fetcher:
     def __init__(self, hosts: ImageHosts, limit_s: float = FETCH_S) -> None:
         self._hosts, self._limit_s = hosts, limit_s
         self._turn, self._num_waiting = asyncio.Semaphore(MAX_AT_ONCE), 0
+        self._threads = ThreadPoolExecutor(_MAX_RESOLVED, "resolving")  # nobody else waits for a slow name
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, source: ImageSource, check_total: Callable[[int], None]) -> ImageSource:
@@ -117,9 +122,8 @@ class Fetcher:
     def _pool(self) -> httpcore.AsyncConnectionPool:
         """For one image, so that no connection outlives what was checked for it."""
         self._tls = self._tls or httpcore.default_ssl_context()
-        return httpcore.AsyncConnectionPool(
-            ssl_context=self._tls, max_connections=1, network_backend=_Backend(self._hosts)
-        )
+        backend = _Backend(self._hosts, self._threads)
+        return httpcore.AsyncConnectionPool(ssl_context=self._tls, max_connections=1, network_backend=backend)
 
 
 async def _image_of(
