@@ -22,7 +22,7 @@ from tests.support.vllm_serving import OVER_VLLM
 if TYPE_CHECKING:
     from tests.support.servers import FakeServer
 
-os.environ["OMP_NUM_THREADS"] = "1"  # torch's, here and in processes that tests start: two of us share two cores
+os.environ["OMP_NUM_THREADS"] = "1"  # torch's, here and in processes that tests start: several of us share two cores
 
 make_ssl_context = httpx_transports.create_ssl_context
 
