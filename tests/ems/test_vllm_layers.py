@@ -126,13 +126,13 @@ def test_an_agent_that_dies_while_staging_is_a_miss(agent, first):
 def test_a_request_that_ends_while_it_waits_gives_its_room_back(agent, first):
     with engine(agent.config.socket, seed=2, **LAYERWISE) as second:
         mine = second.workers[0]._layers
-        free = len(mine._rows._free)
+        free = mine._rows.num_free
         request = FakeRequest("b", list(PROMPT))
         assert second.matched(request) == (HIT, False)
-        assert len(mine._rows._free) == free - 4
+        assert mine._rows.num_free == free - 4
         second.finish(request)
         second.step(Step())
-        assert len(mine._rows._free) == free
+        assert mine._rows.num_free == free
 
 
 def test_what_finds_no_room_is_saved_whole_and_staged_in_part(agent, monkeypatch):
@@ -327,4 +327,4 @@ def test_rows_lie_together_and_come_back():
             taken.append(rows.take(wanted))
             assert len(taken[-1]) == max(runs, default=0)
         held = [row for some in taken for row in some]
-        assert len(held) == len(set(held))
+        assert len(held) == len(set(held)) == 20 - rows.num_free

@@ -80,23 +80,33 @@ class Rows:
     """Which rows of the host memory are free. Pure."""
 
     def __init__(self, count: int) -> None:
-        self._free = set(range(count))
+        self._free = [range(count)]  # in order, none next to another
+
+    @property
+    def num_free(self) -> int:
+        return sum(map(len, self._free))
 
     def take(self, count: int) -> range:
         """As many rows as lie together, at most `count`; empty when none is free."""
-        best = range(0)
-        for start in sorted(self._free):
-            if start - 1 in self._free or len(best) == count:
-                continue
-            end = start
-            while end in self._free and end - start < count:
-                end += 1
-            best = max(best, range(start, end), key=len)
-        self._free -= set(best)
-        return best
+        if not count or not self._free:
+            return range(0)
+        place = next((i for i, free in enumerate(self._free) if len(free) >= count), None)
+        if place is None:
+            return self._free.pop(max(range(len(self._free)), key=lambda i: len(self._free[i])))
+        free = self._free[place]
+        self._free[place : place + 1] = [free[count:]] if len(free) > count else []
+        return free[:count]
 
     def give_back(self, rows: range) -> None:
-        self._free |= set(rows)
+        if not rows:
+            return
+        merged: list[range] = []
+        for free in sorted([*self._free, rows], key=lambda each: each.start):
+            if merged and merged[-1].stop == free.start:
+                merged[-1] = range(merged[-1].start, free.stop)
+            else:
+                merged.append(free)
+        self._free = merged
 
 
 @dataclass(slots=True)
