@@ -134,6 +134,22 @@ def test_a_load_that_fails_is_the_requests_and_prefixes_end_before_it(agent, fir
         assert second.matched(FakeRequest("c", list(PROMPT))) == (left * BLOCK_SIZE, True)
 
 
+def test_a_model_of_windows_alone_loads_its_window_or_nothing(agent):
+    """Of a load that failed nothing can be used: a shorter prefix sees a block that was not loaded."""
+    specs = (SlidingWindowSpec(WINDOW),)
+    with engine(agent.config.socket, specs=specs) as first, engine(agent.config.socket, seed=2, specs=specs) as second:
+        first.compute(FakeRequest("a", list(PROMPT)), (FULL,))
+        request = FakeRequest("b", list(PROMPT))
+        assert second.matched(request) == HIT
+        assert second.load(request, (LOADED[0],), HIT[0]) == set()
+        assert (second.bytes_of(2) == first.bytes_of(FULL[5])).all()
+        damage(agent, first, FULL[5])
+        unlucky = FakeRequest("c", list(PROMPT))
+        assert second.matched(unlucky) == HIT
+        assert second.load(unlucky, (LOADED[2],), HIT[0]) == {"c"}
+        assert second.matched(FakeRequest("d", list(PROMPT))) == (5 * BLOCK_SIZE, True)
+
+
 def test_models_with_other_windows_share_nothing(agent, first):
     """Whatever lies alike: nobody knows another's blocks."""
     for specs in [(), SPECS[:2], (SlidingWindowSpec(WINDOW), FullAttentionSpec(), SlidingWindowSpec(WINDOW + 1))]:

@@ -147,7 +147,11 @@ def test_what_finds_no_room_is_saved_whole_and_staged_in_part(agent, monkeypatch
 
 @pytest.mark.parametrize(
     ("changes", "specs"),
-    [({"mla": True}, ()), ({}, (FullAttentionSpec(), SlidingWindowSpec(8)))],
+    [
+        ({"mla": True}, ()),
+        ({}, (FullAttentionSpec(), FullAttentionSpec())),
+        ({}, (SlidingWindowSpec(8),)),
+    ],
 )
 def test_models_that_cannot_be_moved_so_are_refused_by_name(changes, specs):
     with stubbed_vllm() as module, pytest.raises(ValueError, match=r"^kv_connector_extra_config\.layerwise"):

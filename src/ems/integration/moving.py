@@ -44,14 +44,15 @@ class Moving:
     """Owned by the worker's thread."""
 
     def __init__(
-        self, settings: Settings, layout: RankLayout, caches: Sequence[Sequence[Sequence[object]]], is_hybrid: bool
+        self, settings: Settings, layout: RankLayout, caches: Sequence[Sequence[Sequence[object]]], is_plain: bool
     ) -> None:
         """caches: of each kind and group of layers, the rank's tensors of uint8 [num_blocks, 1, bytes].
 
-        is_hybrid: the engine has several groups of layers; it does not take single blocks as failed then.
+        is_plain: the engine has one group of layers, of full attention. Otherwise what is left of a load that failed is
+        no prefix: of several groups the engine takes no single blocks as failed, and a shorter one sees other blocks.
         """
         self._sessions = [layout.open(settings, kind, groups) for kind, groups in enumerate(caches)]
-        self._is_hybrid = is_hybrid
+        self._is_plain = is_plain
         self._option = CcKvOption(timeout=settings.timeout_ms)
         self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
         self._circuit.wait_up(settings.timeout_ms / 1000)
@@ -202,7 +203,7 @@ class Moving:
     def _end_load(self, transfer: Transfer, count: int) -> None:
         missing = len(transfer.hashes) - count
         self._counts["failed_blocks"] += missing
-        if missing and self._is_hybrid:
+        if missing and not self._is_plain:
             self._failed_requests.add(transfer.request_id)
         elif missing:
             self._failed_blocks.update(chain.from_iterable(group[count:] for group in transfer.blocks))

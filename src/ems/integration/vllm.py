@@ -85,8 +85,10 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
         _check(vllm_config)
         self._kinds = _kinds(kv_cache_config)
         is_mla = vllm_config.model_config.use_mla
-        if self._settings.layerwise and (is_mla or len(kv_cache_config.kv_cache_groups) > 1):
-            raise ValueError(f"{LAYERWISE}: must be false for models with MLA or several groups of layers")
+        has_windows = any(kind.window is not None for kind in self._kinds)
+        self._is_plain = len(kv_cache_config.kv_cache_groups) == 1 and not has_windows
+        if self._settings.layerwise and (is_mla or not self._is_plain):
+            raise ValueError(f"{LAYERWISE}: must be false for models with MLA, windows or several groups of layers")
         self._scheduling: Scheduling | None = None
         self._moving: Moving | None = None
         self._layers: Layers | None = None
@@ -176,8 +178,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
             kinds=tuple(self._layout_of(kind, groups) for kind, groups in zip(self._kinds, parts, strict=True)),
         )
         caches = [[group.parts for group in kind] for kind in parts]
-        is_hybrid = len(self._kv_cache_config.kv_cache_groups) > 1
-        self._moving = Moving(self._settings, self._layout, caches, is_hybrid)
+        self._moving = Moving(self._settings, self._layout, caches, self._is_plain)
         if self._settings.layerwise:
             self._layers = Layers(self._settings, self._layout, parts[0][0])
 
