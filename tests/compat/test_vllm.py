@@ -66,14 +66,14 @@ class Told:
     counts: dict[str, float]
 
 
-def connector(socket: Path) -> dict[str, object]:
+def connector(socket: Path, layerwise: bool = False) -> dict[str, object]:
     """EMSConnector, as kv_transfer_config."""
     return {
         "kv_connector": "EMSConnector",
         "kv_connector_module_path": "ems.integration.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"socket": str(socket), "timeout_ms": 5000},
+        "kv_connector_extra_config": {"socket": str(socket), "timeout_ms": 5000, "layerwise": layerwise},
     }
 
 
@@ -161,7 +161,7 @@ def llama_in(folder: Path) -> Path:
 
 
 def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
-    """vLLM, kvloom, kvloom, vLLM, and vLLM after damage, on one agent, with one model and one prompt."""
+    """vLLM, kvloom, kvloom, vLLM layer by layer, and vLLM after damage, on one agent, with one model and one prompt."""
     with running_agent(pool_bytes=64 << 20, slab_bytes=1 << 20) as agent:
         socket = agent.config.socket
         cold = answer(model, connector(socket))
@@ -175,7 +175,7 @@ def test_engines_restart_on_ems_damage_is_computed_and_kinds_never_mix(model):
         assert kvloom_answer(model, socket) == (WHOLE, other[1])
         pool = agent.node.pools()[0]
         assert pool.usage()["blocks"] >= blocks_of_vllm + WHOLE // 32
-        warm = answer(model, connector(socket))
+        warm = answer(model, connector(socket, layerwise=True))
         assert warm.first == (WHOLE, expected)
         assert warm.after_reset == (0, expected)
         assert warm.counts["vllm:ems_loaded_blocks"] == WHOLE // 32
