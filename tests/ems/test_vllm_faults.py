@@ -62,7 +62,7 @@ def test_an_agent_that_is_killed_while_it_saves_lets_blocks_go(agent, way):
         one.finish(request)
         assert one.workers[0].get_kv_connector_stats().data["unsaved_blocks"] >= NUM_BLOCKS
         agent.start()
-        until(lambda: one.workers[0]._moving.is_up)
+        until(lambda: one.workers[0]._moving.circuit.is_up)
         one.finish(begin(one, way, "b"))
         numbers = iter(range(100))
         until(lambda: is_found(one, f"c{next(numbers)}"))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ems.circuit import Circuit
 from ems.common.exception import EmsException, internal_error
 from ems.config import CcKvOption, CcResult
 from ems.context_caching import CcFuture
@@ -133,8 +134,8 @@ class _Leaving:
 class Layers:
     """Owned by the worker's thread. Blocks of the engine's cache stay as they are until their save is over."""
 
-    def __init__(self, settings: Settings, layout: RankLayout, parts: BlockParts) -> None:
-        """parts: the rank's cache; of its layers all have one kind of attention."""
+    def __init__(self, settings: Settings, layout: RankLayout, parts: BlockParts, circuit: Circuit) -> None:
+        """parts: the rank's cache; of its layers all have one kind of attention. circuit: whether the pool answers."""
         device = parts.parts[0].device
         self._block_bytes = sum(parts.widths)
         self._counts: defaultdict[str, float] = defaultdict(int)
@@ -145,6 +146,7 @@ class Layers:
         ]
         self._session = layout.open(settings, 0, [host])
         self._option = CcKvOption(timeout=settings.timeout_ms)
+        self._circuit = circuit
         pairs = [_as_words(*pair) for pair in zip(host, parts.parts, strict=True)]
         self._layers = [[pairs[i] for i in numbers] for numbers in parts.layers]
         self._numbers = parts.names
@@ -160,17 +162,18 @@ class Layers:
 
     # Loads
 
-    def stage(self, stages: Iterable[Stage], is_up: bool) -> None:
+    def stage(self, stages: Iterable[Stage]) -> None:
         """Begins to load blocks into host memory; as many as there is room for, and none while the pool is down."""
         for stage in stages:
             self._collect()
-            rows = self._rows.take(len(stage.hashes) if is_up else 0)
+            rows = self._rows.take(len(stage.hashes) if self._circuit.is_up else 0)
             staged = _Staged(rows, None, len(stage.hashes), time.monotonic())
             try:
                 if rows:
                     wanted = stage.hashes[: len(rows)]
                     staged.future = self._session.caching.async_load(list(rows), wanted, [1] * len(rows), self._option)
-            except EmsException:  # the pool is gone: nothing is found
+            except EmsException as error:
+                self._circuit.failed(str(error))
                 self._rows.give_back(rows)
                 staged.rows = range(0)
             self._staged[stage.number] = staged
@@ -181,13 +184,22 @@ class Layers:
         for number, staged in list(self._staged.items()):
             if staged.is_reported or (staged.future is not None and not staged.future.done()):
                 continue
-            over[number] = _count_of(staged.future) if staged.future is not None else 0
+            over[number] = self._count_of(staged.future) if staged.future is not None else 0
             staged.is_reported = True
             self._counts["load_seconds"] += time.monotonic() - staged.begun_s
             self._counts["failed_blocks"] += staged.num_wanted - over[number]
             if staged.is_dropped:
                 self._forget(number)
         return over
+
+    def _count_of(self, future: CcFuture) -> int:
+        try:
+            count = future.result().success
+        except EmsException as error:
+            self._circuit.failed(str(error))
+            return 0
+        self._circuit.succeeded()
+        return count
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Stages that nobody wants any more."""
@@ -340,10 +352,3 @@ def _as_words(host: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, to
     sizes = (cache.data_ptr(), cache.stride(0), cache.shape[2])
     word = next(dtype for dtype in _WORDS if not any(size % dtype.itemsize for size in sizes))
     return host.flatten(1).view(word), cache.flatten(1).view(word)
-
-
-def _count_of(future: CcFuture) -> int:
-    try:
-        return future.result().success
-    except EmsException:
-        return 0

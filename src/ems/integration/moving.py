@@ -54,8 +54,8 @@ class Moving:
         self._sessions = [layout.open(settings, kind, groups) for kind, groups in enumerate(caches)]
         self._is_plain = is_plain
         self._option = CcKvOption(timeout=settings.timeout_ms)
-        self._circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
-        self._circuit.wait_up(settings.timeout_ms / 1000)
+        self.circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
+        self.circuit.wait_up(settings.timeout_ms / 1000)
         self._loads: list[_UnderWay] = []
         self._saves: list[_UnderWay] = []
         self._savers: set[str] = set()  # requests with saves that are not reported
@@ -68,11 +68,6 @@ class Moving:
         self._block_bytes = [kind.block_bytes for kind in layout.kinds]
         self._saved: list[int] = []
         self._counts: defaultdict[str, float] = defaultdict(int)
-
-    @property
-    def is_up(self) -> bool:
-        """The pool answers, as far as is known."""
-        return self._circuit.is_up
 
     def forget_loads(self) -> None:
         """Loads under way end as if nothing had been found."""
@@ -147,13 +142,13 @@ class Moving:
         return dict(counts)
 
     def close(self) -> None:
-        self._circuit.close()
+        self.circuit.close()
         for session in self._sessions:
             session.close()
 
     def _begin(self, transfer: Transfer, is_load: bool) -> CcFuture | None:
         """None: the pool is down, nothing was begun."""
-        if not self._circuit.is_up:
+        if not self.circuit.is_up:
             return None
         caching, blocks = self._sessions[transfer.kind].caching, transfer.blocks
         try:
@@ -163,7 +158,7 @@ class Moving:
             chunks = [[(block, 1) for block in group] for group in blocks]
             return move(hashes=transfer.hashes, chunk_descs=chunks, option=self._option)
         except EmsException as error:
-            self._circuit.failed(str(error))
+            self.circuit.failed(str(error))
             return None
 
     def _collect(self) -> None:
@@ -171,7 +166,7 @@ class Moving:
             self._loads.remove(work)
             count = self._result(work)
             if count is not None:
-                self._circuit.succeeded()
+                self.circuit.succeeded()
             self._count("load", work, 0 if work.is_void else count or 0)
             self._end_load(work.transfer, 0 if work.is_void else count or 0)
         for work in [work for work in self._saves if work.future.done()]:
@@ -183,7 +178,7 @@ class Moving:
         try:
             return work.future.result().success
         except EmsException as error:
-            self._circuit.failed(str(error))
+            self.circuit.failed(str(error))
             return None
 
     def _end_save(self, work: _UnderWay) -> None:

@@ -180,7 +180,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
         caches = [[group.parts for group in kind] for kind in parts]
         self._moving = Moving(self._settings, self._layout, caches, self._is_plain)
         if self._settings.layerwise:
-            self._layers = Layers(self._settings, self._layout, parts[0][0])
+            self._layers = Layers(self._settings, self._layout, parts[0][0], self._moving.circuit)
 
     def _split(self, caches: dict[str, torch.Tensor], number: int) -> BlockParts:
         """Of one group of layers. Groups lie in the same memory, and take turns with its blocks."""
@@ -209,7 +209,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         plan = self._get_connector_metadata().plan
         if self._layers is not None and self._moving is not None:
-            self._layers.stage(plan.stages, self._moving.is_up)
+            self._layers.stage(plan.stages)
             self._layers.drop(plan.dropped)  # one of these stages among them, where its request has just ended
             self._layers.load(plan.loads)
         elif self._moving is not None:
