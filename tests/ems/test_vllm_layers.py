@@ -179,6 +179,7 @@ class HeldSide(Side):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.held: list[tuple[Callable[[], None], Future[Any]]] = []
+        self.waited: list[Future[Any]] = []
 
     def begin(self, copy: Callable[[], None]) -> "Future[Any]":
         self.held.append((copy, Future()))
@@ -187,6 +188,10 @@ class HeldSide(Side):
     def join(self, copying: "Future[Any]") -> None:
         if not copying.done():
             raise WouldWaitError
+
+    def wait(self, copying: "Future[Any]") -> None:
+        super().wait(copying)
+        self.waited.append(copying)
 
     def do(self, count: int) -> None:
         for copy, future in self.held[:count]:
@@ -238,6 +243,7 @@ def test_a_save_begins_with_its_first_layer_and_is_stored_when_all_are_there(age
         assert worker.get_transfer_results({"a"}).finished_sending == set(), "its blocks are still read"
         side.do(1)
         until(lambda: worker.get_transfer_results(set()).finished_sending == {"a"})
+        assert len(side.waited) == 2, "both layers were there before it was stored"
         assert agent.node.pools()[0].usage()["blocks"] == 4
 
 
