@@ -46,7 +46,7 @@ class Ingress:
 
     def __init__(self, replica: EngineReplica, dies_after: tuple[int, ...] = ()) -> None:
         self.dies_after = list(dies_after)
-        self.num_items = 0
+        self.num_items, self.num_opened = 0, 0
         board = Board()
         board.views = [View("r1")]
         self._replica = replica
@@ -58,6 +58,7 @@ class Ingress:
                 yield item
 
     async def _post(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
+        self.num_opened += 1
         left = self.dies_after.pop(0) if self.dies_after else 1 << 30
         async with aclosing(self._replica.post(data)) as items:
             async for item in items:
@@ -95,6 +96,14 @@ def test_a_lost_mailbox_is_a_lost_replica_and_costs_no_token(loop, replica, dies
     assert [tokens(deltas) for deltas in found] == [fake_answer(PROMPT, PARAMS, 5, 40)] * 4
     assert 1 <= ingress.engine.num_moves <= 4 * len(dies_after)
     assert ingress.engine.num_lost == 0
+
+
+def test_a_mailbox_that_is_full_is_followed_by_another_and_nothing_moves(loop, replica, monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_ITEMS", 3)
+    ingress = Ingress(replica)
+    found = loop.run(ingress.answers(6))
+    assert [tokens(deltas) for deltas in found] == [fake_answer(PROMPT, PARAMS, 5, 40)] * 6
+    assert (ingress.num_opened > 1, ingress.engine.num_moves) == (True, 0)
 
 
 @given(st.permutations(range(6)), st.lists(st.integers(1, 3), min_size=6, max_size=6))
@@ -184,7 +193,13 @@ def test_a_mailbox_without_requests_ends_so_that_a_replica_may(loop, replica, mo
 
 
 def test_a_mailbox_that_was_meant_for_another_replica_is_not_filled(loop, replica):
-    async def read() -> list[bytes]:
-        return [item async for item in replica.post(encode(Opening("box", "r2")))]
+    async def open() -> tuple[bool, dict]:
+        post = replica.post(encode(Opening("box", "r2")))
+        first_item = asyncio.ensure_future(anext(post, None))
+        await asyncio.sleep(0)
+        is_over, filled = first_item.done(), dict(replica._outboxes)
+        first_item.cancel()
+        await asyncio.wait([first_item])
+        return is_over, filled
 
-    assert loop.run(read()) == []
+    assert loop.run(open()) == (True, {})

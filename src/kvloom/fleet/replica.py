@@ -36,7 +36,8 @@ class EngineReplica:
         self._card: ModelCard | None = None
         self.form = ""  # of its weights
         self._layout, self._serves = "", ""
-        self._outboxes: dict[str, Outbox] = {}  # by the mailbox that each goes to
+        self._outboxes: dict[str, Outbox] = {}  # by the mailbox that each goes to, but for full ones
+        self.num_mailboxes = 0  # that are filled here
         self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
         self._adapters: list[str] = []
         self._unready_since_s: float | None = None
@@ -112,12 +113,20 @@ class EngineReplica:
         if opening.replica != self.name or opening.box in self._outboxes:
             return
         self._outboxes[opening.box] = outbox = Outbox()
+        self.num_mailboxes += 1
         try:
             async with aclosing(outbox.items()) as items:
                 async for item in items:
+                    if outbox.is_full:
+                        self._forget(opening.box, outbox)
                     yield item
         finally:
-            del self._outboxes[opening.box]
+            self.num_mailboxes -= 1
+            self._forget(opening.box, outbox)
+
+    def _forget(self, box: str, outbox: Outbox) -> None:
+        if self._outboxes.get(box) is outbox:
+            del self._outboxes[box]
 
     async def prefill(self, data: bytes) -> AsyncGenerator[bytes]:
         """As `stream`, up to the first token: told once the prompt's blocks are in the pool, the rest is another's."""
@@ -148,11 +157,6 @@ class EngineReplica:
         assert self._card is not None
         if now_s - self._unready_since_s > self._card.engine.crash_patience_s + _LOST_S:
             raise ModelError("the model's process does not come back")
-
-    @property
-    def num_mailboxes(self) -> int:
-        """That are filled here."""
-        return len(self._outboxes)
 
     @property
     def queued_tokens(self) -> int:

@@ -11,12 +11,13 @@ import logging
 import secrets
 from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
+from typing import cast
 
 from kvloom.contract.request import Delta
 from kvloom.engine.feed import Feed
 from kvloom.fleet.journey import Journey
 from kvloom.fleet.lost import Call, ReplicaLost
-from kvloom.fleet.wire import Hint, Opening, decode_letters, encode
+from kvloom.fleet.wire import Hint, Letter, Opening, decode_letters, encode
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Mailroom:
         self._keys = itertools.count()
         self._visits: dict[int, Visit] = {}
         self._boxes: dict[str, asyncio.Task[None]] = {}  # by replica
+        self._full: set[asyncio.Task[None]] = set()  # those that bring their last letters
 
     def enter(self, visit: Visit) -> int:
         """Its key in letters, until `leave`."""
@@ -114,7 +116,7 @@ class Mailroom:
             self._boxes[replica] = task
 
     def close(self) -> None:
-        for box in self._boxes.values():
+        for box in (*self._boxes.values(), *self._full):
             box.cancel()
 
     async def _read(self, replica: str) -> None:
@@ -125,18 +127,25 @@ class Mailroom:
             async with aclosing(self._call(encode(Opening(self.name, replica)), encode(hint))) as items:
                 async for item in items:
                     has_brought = True
-                    self._hand_out(item)
+                    letters = decode_letters(item)
+                    if not letters:
+                        self._full.add(self._boxes.pop(replica))
+                        self.open(replica)
+                    self._hand_out(letters)
         except ReplicaLost as problem:
             log.warning("the mailbox at replica %s was lost: %s", replica, problem)
             for visit in self._visits_at(replica):
                 visit.lose()
         finally:
-            del self._boxes[replica]
+            task = asyncio.current_task()
+            if self._boxes.get(replica) is task:
+                del self._boxes[replica]
+            self._full.discard(cast("asyncio.Task[None]", task))
         if has_brought and self._visits_at(replica):  # they came while it ended
             self.open(replica)
 
-    def _hand_out(self, item: bytes) -> None:
-        for letter in decode_letters(item):
+    def _hand_out(self, letters: Sequence[Letter]) -> None:
+        for letter in letters:
             visit = self._visits.get(letter.key)
             if visit is not None:  # else it has moved, or nobody wants it any more
                 visit.take(letter.at, letter.deltas)

@@ -12,6 +12,7 @@ from kvloom.fleet.wire import Letter, encode
 
 ITEM_S = 0.01  # between two items; what comes faster goes together
 _LINGER_S = 1.0  # a mailbox without requests ends, for a replica that is to stop waits for it
+MAX_ITEMS = 10_000  # of one mailbox: Ray keeps the id of each item while a stream lasts
 _LOST = "its mailbox was lost"
 
 
@@ -32,6 +33,7 @@ class Outbox:
     def __init__(self) -> None:
         self._carried: dict[int, _Carried] = {}
         self._unsent: list[_Carried] = []  # those that have something
+        self.is_full = False  # it takes no more requests, and ends when those that it has do
         self._is_urgent = False  # an end is not held back
         self._reader: asyncio.Future[None] | None = None
 
@@ -51,14 +53,21 @@ class Outbox:
             self._wake()  # the linger begins
 
     async def items(self) -> AsyncGenerator[bytes]:
-        """Letters, those of ITEM_S in one item, until nobody has been carried for a while."""
-        sent_s = -ITEM_S
+        """Letters, those of ITEM_S in one item, until nobody has been carried for a while.
+
+        An item without letters says that the mailbox is full: another one is to be opened.
+        """
+        sent_s, num_items = -ITEM_S, 0
         try:
             while await self._wait_for_letters():
                 while not self._is_urgent and (left_s := sent_s + ITEM_S - time.monotonic()) > 0:
                     await self._wait(left_s)
                 sent_s = time.monotonic()
                 yield encode(self._letters())
+                num_items += 1
+                if num_items == MAX_ITEMS:
+                    self.is_full = True
+                    yield encode([])
         finally:
             for carried in self._carried.values():
                 if not carried.ended.done():
@@ -95,7 +104,7 @@ class Outbox:
         while not self._unsent:
             if self._carried:
                 await self._wait(None)
-            elif not await self._wait(_LINGER_S):
+            elif self.is_full or not await self._wait(_LINGER_S):
                 return False
         return True
 
