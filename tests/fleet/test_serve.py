@@ -4,6 +4,8 @@ import json
 import os
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.fleet.conftest import fleet_run
 from tests.fleet.fleets import with_missing_adapter
 from tests.fleet.mixed import Kill, answers, mixed, truth
 from tests.support.waiting import until
@@ -129,8 +132,8 @@ def test_a_replica_that_was_killed_is_replaced(fleet):
     assert Path("/proc", str(fleet.process.pid)).exists()
 
 
-def serve_run(fleet, tmp_path, **args) -> None:
-    """`serve run fleet.yaml`, as Ray's users deploy, against the Ray that runs."""
+def fleet_file(tmp_path, **args) -> str:
+    """The path of a fleet.yaml."""
     document = {
         "applications": [
             {
@@ -142,7 +145,13 @@ def serve_run(fleet, tmp_path, **args) -> None:
     }
     file = tmp_path / "fleet.yaml"
     file.write_text(json.dumps(document))
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "-a", fleet.ray_address, str(file)]
+    return str(file)
+
+
+def serve_run(fleet, tmp_path, **args) -> None:
+    """`serve run fleet.yaml`, as Ray's users deploy, against the Ray that runs."""
+    file = fleet_file(tmp_path, **args)
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "-a", fleet.ray_address, file]
     done = subprocess.run(command, env=RAYS, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -182,19 +191,21 @@ def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
         until(lambda: load.num_done > done + 4, 30)
 
 
-def test_a_wrong_file_is_told_in_one_line_by_serves_status_and_what_runs_goes_on(fleet, tmp_path):
-    serve_run(fleet, tmp_path, replicas="two")
+def status(fleet, what: str) -> list[str]:
+    """Lines of what Serve's status has of the application."""
     program = (
         "import ray; from ray import serve; "
         f"ray.init(address='{fleet.ray_address}', log_to_driver=False, logging_level='ERROR'); "
-        "print(serve.status().applications['fleet'].message)"
+        f"print(serve.status().applications['fleet'].{what})"
     )
+    done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip().splitlines()
 
-    def message() -> list[str]:
-        done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=60)
-        return done.stdout.strip().splitlines()  # none until it is told
 
-    told = until(message, 60)
+def test_a_wrong_file_is_told_in_one_line_by_serves_status_and_what_runs_goes_on(fleet, tmp_path):
+    serve_run(fleet, tmp_path, replicas="two")
+    told = until(lambda: status(fleet, "message"), 60)
     assert told[-1] == "args.replicas: expected `int | null`, got `str`"
     assert fleet.stream("hello", seed=3) == truth("hello", 3)
 
@@ -217,20 +228,42 @@ def roles(fleet) -> Counter[str]:
 
 
 @pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
-def test_each_role_grows_and_shrinks_by_its_own_load_and_no_request_is_lost(fleet, tmp_path):
+def test_each_role_grows_and_shrinks_by_its_own_load_and_no_request_is_lost(tmp_path):
     delays = {"maxReplicas": 2, "upDelayS": 0.5, "downDelayS": 3}
     each = {"prefill": delays | {"queuedTokensPerReplica": 1000}, "decode": delays | {"requestsPerReplica": 6}}
-    mock = {"stepMs": 5, "tokenMs": 1}
-    options = {"maxSeqLen": 4096, "kvPool": True, "kvPoolGb": 0.1, "mock": mock}
-    serve_run(fleet, tmp_path, roles={"threshold": 256} | each, **options)
-    until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
-    with Load(fleet, 12):  # short prompts: nobody is asked to compute them apart
-        until(lambda: roles(fleet)["decode"] == 2, 90)
-        assert roles(fleet)["prefill"] == 1
-    with Load(fleet, 12, repeat=60):
-        until(lambda: roles(fleet)["prefill"] == 2, 90)
-    with Load(fleet, 1):
-        until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
+    options = {"maxSeqLen": 4096, "kvPool": True, "kvPoolGb": 0.1, "mock": {"stepMs": 5, "tokenMs": 1}}
+    file = fleet_file(tmp_path, roles={"threshold": 256} | each, **options)
+    with fleet_run("--fleet", file) as fleet:
+        until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 60)
+        with Load(fleet, 12):  # short prompts: nobody is asked to compute them apart
+            until(lambda: roles(fleet)["decode"] == 2, 90)
+            assert roles(fleet)["prefill"] == 1
+        with Load(fleet, 12, repeat=60):
+            until(lambda: roles(fleet)["prefill"] == 2, 90)
+        with Load(fleet, 1):
+            until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
+
+
+@pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
+def test_a_replica_whose_files_have_changed_meanwhile_is_refused_by_name(tmp_path, tiny_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(tiny_path, path)
+    file = fleet_file(tmp_path, model=str(path), name="tiny", backend="auto", replicas=2)
+    with fleet_run("--fleet", file, backend="auto") as fleet:
+        fleet.wait_replicas(2)
+        with path.open("ab") as model:
+            model.write(bytes(64))  # as if another version had been copied there
+        os.kill(min(fleet.engine_pids()), signal.SIGKILL)
+
+        def refusal() -> str:
+            lines = status(fleet, "deployments['engines'].message")
+            return next((line for line in lines if "of the same fleet as" in line), "")
+
+        size = tiny_path.stat().st_size
+        wanted = rf"node \w+ holds the model as .*model\.gguf:{size + 64}, and node \w+ of .*:{size}; give both"
+        assert re.search(wanted, until(refusal, 90))
+        assert fleet.complete("hello", model="tiny", seed=3)["choices"][0]["text"]
+        assert len(fleet.replicas()) == 1
 
 
 def run_in_vain(*options: str) -> str:

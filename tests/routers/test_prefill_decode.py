@@ -134,7 +134,12 @@ def test_a_stream_tells_it_with_the_finish_reason(parted: Parted):
 def test_a_second_server_that_is_asked_first_computes_by_itself(parted: Parted):
     asked = fresh(TEXT, "first ")
     told = computed(parted.prefill, fresh(TEXT, "other "))
-    for params in (None, {}, {"do_remote_prefill": False}, told):
+    of_a_connector = {
+        "do_remote_prefill": False,
+        "remote_request_id": "cmpl-1",
+        "tp_size": 2,
+    }  # whose keys say nothing here
+    for params in (None, {}, of_a_connector, told):
         answer = ask(parted.decode, "/v1/completions", asked, kv_transfer_params=params)
         assert choices(answer) == choices(ask(parted.lone, "/v1/completions", asked))
 
