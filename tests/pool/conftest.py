@@ -7,6 +7,7 @@ import torch
 
 from ems.context_caching import ContextCaching
 from kvloom.pool.agent import Agent
+from kvloom.pool.cluster.native.library import functions
 from tests.support.pool import new_kv, running_agent, session
 
 
@@ -25,3 +26,11 @@ def kv() -> list[list[torch.Tensor]]:
 def cc(agent: Agent, kv: list[list[torch.Tensor]]) -> Iterator[ContextCaching]:
     with session(agent.config.socket, kv) as caching:
         yield caching
+
+
+@pytest.fixture(params=["native", "python"])
+def either_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the C++ libraries and without."""
+    monkeypatch.setenv("EMS_NATIVE", "1" if request.param == "native" else "0")
+    if request.param == "native" and functions() is None:
+        pytest.skip("there is no C++ compiler")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,29 +21,22 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause, Status
 from kvloom.pool.agent import Agent
-from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
+from kvloom.pool.cluster import fetching
 from kvloom.pool.cluster.fetching import Fetch, Wanted
-from kvloom.pool.cluster.native.library import functions
 from kvloom.pool.cluster.peer_line import Own, PeerLine
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.cluster.tls_channel import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation, Written
 from kvloom.pool.storage.pool import Pool
-from tests.support.node_proxy import NodeProxy
+from tests.support.node_proxy import NodeProxy, tcp_pair
 from tests.support.node_tls import NodeFiles
 from tests.support.pool import SECRET, blocks_of, running_agent
 from tests.support.waiting import WAIT_S, until
 
 SIZE = 5000
 NUM_KEYS = 150  # more than two parts of a fetch
-
-
-@pytest.fixture(params=["native", "python"], autouse=True)
-def _kind(request, monkeypatch) -> None:
-    monkeypatch.setenv("EMS_NATIVE", "1" if request.param == "native" else "0")
-    if request.param == "native" and functions() is None:
-        pytest.skip("there is no C++ compiler")
+pytestmark = pytest.mark.usefixtures("either_kind")
 
 
 def soon() -> float:
@@ -200,13 +193,6 @@ def test_blocks_without_room_are_read_past_and_end_the_load():
         assert sorted(pair.fetch(keys, soon(), has_end=False)[1]) == sorted(keys), "the connection is in step"
 
 
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = socket.create_connection(listener.getsockname())
-        far, _address = listener.accept()
-    return near, far
-
-
 @contextmanager
 def answering(lengths: list[int], sums: list[bytes], tail: bytes, is_closed: bool = False) -> Iterator[Channel]:
     """A channel to a node that announces these blocks, whatever it is asked, then sends these bytes."""
@@ -334,6 +320,23 @@ def test_a_push_that_breaks_off_leaves_whole_blocks_and_no_memory_taken(called, 
     pool.check()
 
 
+def test_a_long_load_lets_others_have_the_connection_in_between(monkeypatch):
+    monkeypatch.setattr(fetching, "_TURN_S", 0.0)
+    turns, call = [], PeerLine.call
+
+    def counted(line: PeerLine, *arguments: Any) -> Cause:
+        turns.append(line)
+        return call(line, *arguments)
+
+    monkeypatch.setattr(PeerLine, "call", counted)
+    with nodes() as pair:
+        keys = keys_of("b")
+        for key in keys:
+            keep(pair.there, key)
+        assert pair.fetch(keys, soon()) == (Cause.NONE, keys)
+    assert len(turns) == 4, "parts of 16, 32 and 64 keys, and the rest"
+
+
 def test_one_fault_of_several_connections_is_one_failure_of_the_peer(called):
     agent, _line = called
     address, breaker, both = Address("b", "127.0.0.1", agent.peer_port), Breaker(), threading.Barrier(2)
@@ -346,40 +349,3 @@ def test_one_fault_of_several_connections_is_one_failure_of_the_peer(called):
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda line: line.call(soon(), fail), lines)) == [Cause.PEER_DOWN] * 2
     assert breaker.failures == 1
-
-
-@pytest.mark.parametrize("sizes", [[1], [100, 300_000, 1], [20_000] * 70, [0, 5, 0, 700_000, 0]])
-def test_bytes_come_as_they_were_sent_whatever_pieces_they_come_in(sizes):
-    near, far = tcp_pair()
-    draw = random.Random(len(sizes))
-    blocks = [np.frombuffer(draw.randbytes(size), np.uint8) for size in sizes]
-    targets = [np.zeros(size, np.uint8) if number % 3 != 1 else None for number, size in enumerate(sizes)]
-
-    def send() -> None:
-        send_blocks(Channel(far), blocks, soon())
-        data, position = b"".join(map(bytes, blocks)), 0
-        while position < len(data):
-            count = draw.randrange(1, 70_000)
-            far.sendall(data[position : position + count])
-            position += count
-
-    with near, far:
-        thread = threading.Thread(target=send)
-        thread.start()
-        for _ in range(2):
-            sums = receive_summed(Channel(near), targets, sizes, soon())
-            for block, target, found in zip(blocks, targets, sums, strict=True):
-                assert target is None or (target == block).all()
-                assert target is None or len(target) == 0 or found == xxhash.xxh3_128_digest(block)
-        thread.join()
-
-
-def test_who_sends_waits_no_longer_than_it_may():
-    near, far = tcp_pair()
-    blocks = [np.zeros(1 << 20, np.uint8)] * 64
-    with near, far:
-        with pytest.raises(TimeoutError):
-            send_blocks(Channel(near), blocks, time.monotonic() + 0.1)
-        far.close()
-        with pytest.raises(ConnectionError):
-            send_blocks(Channel(near), blocks, soon())

@@ -73,3 +73,11 @@ class NodeProxy:
                 sock.shutdown(socket.SHUT_RDWR)
             sock.close()
         self._thread.join()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _address = listener.accept()
+    return near, far

@@ -5,6 +5,7 @@ brought in vain.
 """
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,6 +20,7 @@ from kvloom.pool.storage.pool import Pool
 _FIRST_KEYS = 16  # of a load's first part; the next are larger
 _MOST_KEYS = 64
 _AHEAD = 2  # parts under way on a connection
+_TURN_S = 0.05  # of a load at a connection, for which others may wait
 
 
 class Wanted:
@@ -70,14 +72,19 @@ class Fetch:
         return len(self._parts)
 
     def run(self, channel: Channel, deadline_s: float) -> Cause:
-        """Brings parts until there are none. A part that breaks off is taken up by who calls next.
+        """Brings some parts: others wait for the connection too. A part that breaks off is taken up by who calls next.
 
         Returns CORRUPT or NO_ROOM where a block was lost to that. Raises as the channel does.
         """
-        problem, under_way = Cause.NONE, list[list[bytes]]()
+        problem, under_way, until_s = Cause.NONE, list[list[bytes]](), time.monotonic() + _TURN_S
+        is_begun = False
         try:
             while True:
-                while len(under_way) < _AHEAD and (part := self._take()):
+                while len(under_way) < _AHEAD and (not is_begun or time.monotonic() < until_s):
+                    part = self._take()
+                    if not part:
+                        break
+                    is_begun = True
                     under_way.append(part)
                     request = m.PeerGet(self._pool.tenant, b"".join(part))
                     channel.send(request, deadline_s, deadline_ms=remaining_ms(deadline_s))

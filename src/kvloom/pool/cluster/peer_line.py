@@ -63,6 +63,7 @@ class PeerLine:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._answered_s = 0.0
+        self.num_waiting = 0  # calls whose turn it is not yet, about
 
     def call(self, deadline_s: float, call: Callable[[Channel], Cause]) -> Cause:
         """Runs `call(channel)` when it is its turn and the breaker allows it. Returns what it does, or what went wrong.
@@ -72,7 +73,7 @@ class PeerLine:
         start_s = time.monotonic()
         if start_s >= deadline_s:
             return Cause.TIMEOUT  # no fault of the peer
-        if not self._lock.acquire(timeout=max(0.0, deadline_s - start_s)):
+        if not self._lock.acquire(blocking=False) and not self._wait(deadline_s - start_s):
             now_s = time.monotonic()
             if self._answered_s < start_s <= now_s - _PATIENCE_S:
                 self._breaker.fail(now_s)
@@ -92,6 +93,14 @@ class PeerLine:
             return result
         finally:
             self._lock.release()
+
+    def _wait(self, timeout_s: float) -> bool:
+        """For the lock; whether it is held."""
+        self.num_waiting += 1
+        try:
+            return self._lock.acquire(timeout=timeout_s)
+        finally:
+            self.num_waiting -= 1
 
     def _try(self, call: Callable[[Channel], Cause], deadline_s: float) -> Cause:
         """On the connection there is, then on a new one. Raises as the channel does."""

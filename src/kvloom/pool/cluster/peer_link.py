@@ -22,6 +22,7 @@ from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
 _PUSH_S = 5.0
+_PAUSE_S = 0.001  # between two turns of a load at a connection that others wait for
 _MAX_QUEUE = 256  # blocks waiting to be pushed; who has more waits
 _PUSH_BLOCKS = 32  # in one message
 _PUSH_BYTES = 4 << 20  # in one message, the last block apart
@@ -58,9 +59,13 @@ class PeerLink:
 
     def get(self, fetch: Fetch, line: int, deadline_s: float) -> Cause:
         """Brings blocks over one of the lines. Returns TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM, or NONE."""
-        if not fetch.num_parts:  # the other lines have taken them all
-            return Cause.NONE
-        return self._loads[line].call(deadline_s, lambda channel: fetch.run(channel, deadline_s))
+        problem = one = Cause.NONE
+        while fetch.num_parts and one not in (Cause.TIMEOUT, Cause.PEER_DOWN):
+            one = self._loads[line].call(deadline_s, lambda channel: fetch.run(channel, deadline_s))
+            problem = one or problem
+            if self._loads[line].num_waiting:
+                time.sleep(_PAUSE_S)  # else this thread would be the first again
+        return problem
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """For each key whether the peer has it; all False when it does not answer."""

@@ -1,0 +1,57 @@
+"""Bytes of blocks go through a socket as they are, whatever pieces they come in, and nobody waits for ever."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import xxhash
+
+from ems.common.channel import Channel
+from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
+from tests.support.node_proxy import tcp_pair
+from tests.support.waiting import WAIT_S
+
+pytestmark = pytest.mark.usefixtures("either_kind")
+
+
+def soon() -> float:
+    return time.monotonic() + WAIT_S
+
+
+@pytest.mark.parametrize("sizes", [[1], [100, 300_000, 1], [20_000] * 70, [0, 5, 0, 700_000, 0]])
+def test_bytes_come_as_they_were_sent_whatever_pieces_they_come_in(sizes):
+    near, far = tcp_pair()
+    draw = random.Random(len(sizes))
+    blocks = [np.frombuffer(draw.randbytes(size), np.uint8) for size in sizes]
+    targets = [np.zeros(size, np.uint8) if number % 3 != 1 else None for number, size in enumerate(sizes)]
+
+    def send() -> None:
+        send_blocks(Channel(far), blocks, soon())
+        data, position = b"".join(map(bytes, blocks)), 0
+        while position < len(data):
+            count = draw.randrange(1, 70_000)
+            far.sendall(data[position : position + count])
+            position += count
+
+    with near, far:
+        thread = threading.Thread(target=send)
+        thread.start()
+        for _ in range(2):
+            sums = receive_summed(Channel(near), targets, sizes, soon())
+            for block, target, found in zip(blocks, targets, sums, strict=True):
+                assert target is None or (target == block).all()
+                assert target is None or len(target) == 0 or found == xxhash.xxh3_128_digest(block)
+        thread.join()
+
+
+def test_who_sends_waits_no_longer_than_it_may():
+    near, far = tcp_pair()
+    blocks = [np.zeros(1 << 20, np.uint8)] * 64
+    with near, far:
+        with pytest.raises(TimeoutError):
+            send_blocks(Channel(near), blocks, time.monotonic() + 0.1)
+        far.close()
+        with pytest.raises(ConnectionError):
+            send_blocks(Channel(near), blocks, soon())
