@@ -2,13 +2,17 @@
 
 Fills a pool with 4 KiB blocks whose bytes nobody writes, goes on saving into it while it is full, reads, changes the
 block size, and gives segments back. A JSON line: the longest call of each kind in milliseconds, resident bytes of the
-index a block, and the seconds until all of it is gone.
+index a block, and the seconds until all of it is gone. Calls of more than a pause, on the wall or of the processor, are
+listed with what the kernel did to their thread meanwhile, those of most processor time first. One that was switched out
+and used little of it waited for other programs; page faults are ours (minor: memory touched for the first time).
+One that used much without either ran on a machine whose own processor was taken away: its host does not say so.
 """
 
 import argparse
 import gc
 import json
 import os
+import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,27 +27,47 @@ from kvloom.pool.storage.pool import Pool
 
 BATCH, BLOCK, SLAB, SEGMENT = 64, 4096, 16 << 20, 64 << 20
 PAUSE_S = 0.005
+MAX_PAUSES = 20  # that are listed
 
 
 T = TypeVar("T")
 
 
 class Times:
-    """The longest call of each kind, and how many took longer than a pause may."""
+    """The longest call of each kind, and what happened to those that took longer than a pause may."""
 
     def __init__(self) -> None:
         self.longest_s: defaultdict[str, float] = defaultdict(float)
         self.num_calls = self.num_long = 0
+        self.pauses: list[dict[str, object]] = []
 
     def of(self, name: str, call: Callable[[], T]) -> T:
         """The call's answer."""
-        start_s = time.thread_time()  # of the processor: others use it too
+        before = resource.getrusage(resource.RUSAGE_THREAD)
+        start_s, used_s = time.perf_counter(), time.thread_time()
         answer = call()
-        took_s = time.thread_time() - start_s
+        took_s, wall_s = time.thread_time() - used_s, time.perf_counter() - start_s
+        after = resource.getrusage(resource.RUSAGE_THREAD)
         self.longest_s[name] = max(self.longest_s[name], took_s)
         self.num_calls += 1
         self.num_long += took_s > PAUSE_S
+        if max(took_s, wall_s) > PAUSE_S:
+            self.pauses.append(
+                {
+                    "call": name,
+                    "wall_ms": round(wall_s * 1e3, 2),
+                    "processor_ms": round(took_s * 1e3, 2),
+                    "minor_faults": after.ru_minflt - before.ru_minflt,
+                    "major_faults": after.ru_majflt - before.ru_majflt,
+                    "switched_out": after.ru_nivcsw - before.ru_nivcsw,
+                    "waited": after.ru_nvcsw - before.ru_nvcsw,
+                }
+            )
         return answer
+
+    def worst(self) -> list[dict[str, object]]:
+        """The longest of the pauses."""
+        return sorted(self.pauses, key=lambda each: -float(str(each["processor_ms"])))[:MAX_PAUSES]
 
 
 def put(pool: Pool, times: Times, first: int, length: int = BLOCK) -> list[bytes]:
@@ -79,7 +103,7 @@ def use(pool: Pool, count: int) -> dict[str, object]:
             held.release()
     for turn in range(200):
         put(pool, times, 2 * count + turn * BATCH, 4 * BLOCK)
-    row |= {"calls": times.num_calls, "calls_over_5_ms": times.num_long}
+    row |= {"calls": times.num_calls, "calls_over_5_ms": times.num_long, "pauses": times.worst()}
     times.of("shrink", lambda: pool.shrink(1))  # in several turns
     return row | {f"{name}_ms": round(took * 1e3, 2) for name, took in times.longest_s.items()}
 
