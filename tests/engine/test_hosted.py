@@ -239,6 +239,16 @@ def test_log_probabilities_of_given_tokens_and_of_the_best_are_right_beside_each
     with_engine(folder, body)
 
 
+def test_the_last_figures_are_taken_in_though_nobody_asks_again(folder):
+    async def body(engine: EngineThread) -> None:
+        for name in "abc":
+            await deltas_of(engine, Request(name, PROMPT, replace(GREEDY, max_tokens=3)))
+        while 'vllm:fake_things_total{model_name="m"} 3.0' not in engine.stats().engine_metrics:
+            await asyncio.sleep(0.01)
+
+    with_engine(folder, body, idle_release_s=0.3)
+
+
 def test_an_adapter_is_refused_where_there_is_no_room_for_any(folder, tmp_path):
     async def body(engine: EngineThread) -> None:
         with pytest.raises(BadRequest, match="--vllm enable_lora=true makes room"):

@@ -181,7 +181,9 @@ class HostedEngine:
         self._host.reset_cache(preempts)
 
     def release_free(self) -> None:
-        """The memory is the host's."""
+        """The memory is the host's; its last figures, told when nobody waited any more, are taken in."""
+        for report in self._host.heard():
+            self._take(report)
 
     def load_adapter(self, path: str) -> Adapter:
         """A LoRA adapter from a folder. Raises BadRequest, RankDied."""

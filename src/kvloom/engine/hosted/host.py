@@ -80,6 +80,10 @@ class Host:
                 self._woken.recv(4096)
                 break
             self._receive()
+        return self.heard()
+
+    def heard(self) -> list[HostReport]:
+        """What it has said by now. Raises RankDied."""
         self._read_what_is_there()
         found = list(self._backlog)
         self._backlog.clear()
