@@ -16,6 +16,7 @@ from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult, checked_option
 from ems.keys import KeySpace
+from ems.native.names import native_names
 from ems.profiling import Profiler
 from ems.transport import LinkPool
 
@@ -184,7 +185,7 @@ class ContextCaching:
         registered = self._registered()
         with self._lock:
             if self._key_space is None or self._key_space[0] != salt:
-                keys = KeySpace(salt, self._config.identity(), registered.layout)
+                keys = KeySpace(salt, self._config.identity(), registered.layout, native_names())
                 self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots, registered.groups))
             return self._key_space[1]
 

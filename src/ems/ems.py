@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.common.exception import EmsException, invalid_argument, io_error
-from ems.common.sockets import find_socket
+from ems.common.sockets import find_socket, is_served
 from ems.config import EmsConfig
 from ems.context_caching import ContextCaching
 from ems.private_agent import EmbeddedAgent
@@ -116,8 +116,11 @@ def open_pool(config: EmsConfig, layout: str = "", socket: str | Path = "") -> K
 
 
 def _embedded_if_asked() -> EmbeddedAgent | None:
-    """A private agent when EMS_EMBEDDED=1 and no agent's socket is found."""
-    if os.environ.get("EMS_EMBEDDED") != "1" or find_socket() is not None:
+    """A private agent when EMS_EMBEDDED=1 and no agent is found."""
+    if os.environ.get("EMS_EMBEDDED") != "1":
+        return None
+    path = find_socket()
+    if path is not None and (os.environ.get("EMS_SOCKET") or is_served(path)):
         return None
     return EmbeddedAgent(_EMBEDDED_POOL)
 

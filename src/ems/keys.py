@@ -10,11 +10,10 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from ems.native.names import native_names
 
 KEY_BYTES = 32
 NONCE_BYTES = 32
@@ -91,14 +90,26 @@ class ValueNames:
         return sha256(self._base + _LENGTHS(len(key), length) + key).digest()
 
 
-class KeySpace:
-    """The names of one registered layout of one rank for one tenant."""
+class BatchNames(Protocol):
+    """Makes the names of a KeySpace many at a time. base: what each begins with."""
 
-    def __init__(self, salt: bytes, identity: Identity, layout: Layout) -> None:
+    def of_hashes(self, base: bytes, values: Sequence[int], counts: "npt.NDArray[np.int64]") -> bytes | None:
+        """`KeySpace.of_chunks`; None where it cannot."""
+        ...
+
+    def of_tokens(self, base: bytes, tokens: "npt.NDArray[np.int64]", block_size: int) -> bytes:
+        """`KeySpace.of_sequence`."""
+        ...
+
+
+class KeySpace:
+    """The names of one registered layout of one rank for one tenant. in_batches: who makes many; None = itself."""
+
+    def __init__(self, salt: bytes, identity: Identity, layout: Layout, in_batches: BatchNames | None = None) -> None:
         base = sha256(b"ems key 2" + _encode_owner(salt, identity) + layout.fingerprint())
         self._hash_base = base.digest() + b"h"
         self._token_base = base.digest() + b"t"
-        self._native = native_names()
+        self._in_batches = in_batches
 
     def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
         """Name of the block whose prefix hash the caller computed; any integer."""
@@ -110,13 +121,13 @@ class KeySpace:
 
     def of_chunks(self, hashes: Sequence[int], lengths: "npt.NDArray[np.int64]") -> bytes:
         """`of_chunk` of each, packed. lengths [hashes, groups]."""
-        packed = self._native.of_hashes(self._hash_base, hashes, lengths) if self._native else None
+        packed = self._in_batches.of_hashes(self._hash_base, hashes, lengths) if self._in_batches else None
         return packed if packed is not None else b"".join(map(self.of_chunk, hashes, lengths.tolist()))
 
     def of_sequence(self, token_ids: "npt.NDArray[np.int64]", block_size: int) -> bytes:
         """`of_tokens`, packed."""
-        if self._native:
-            return self._native.of_tokens(self._token_base, token_ids, block_size)
+        if self._in_batches:
+            return self._in_batches.of_tokens(self._token_base, token_ids, block_size)
         return b"".join(self.of_tokens(token_ids.tolist(), block_size))
 
     def of_tokens(self, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:

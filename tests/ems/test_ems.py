@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -114,6 +115,16 @@ class TestEmbedded:
         assert not folder.exists()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+    def test_a_socket_that_a_killed_agent_left_is_nobodys(self, monkeypatch, tmp_path):
+        left = tmp_path / "ems" / "ems.sock"
+        left.parent.mkdir(exist_ok=True)
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(left))
+        assert find_socket() is not None
+        monkeypatch.setenv("EMS_EMBEDDED", "1")
+        Ems.init(config())
+        assert Ems.check_health()
 
     def test_a_killed_agent_is_started_again(self):
         with ems.embedded(pool="32M") as agent:

@@ -157,8 +157,9 @@ def test_a_library_that_sums_otherwise_is_not_used(monkeypatch):
     tokens=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20),
 )
 def test_names_are_those_of_python(hashes, groups, tokens):
-    assert native_names() is not None
-    keys = KeySpace(b"salt", Identity("m", "vllm", "MHA", 1, 1, 0, 0), Layout("uint8", 4, ((1, 8),)))
+    library = native_names()
+    assert library is not None
+    keys = KeySpace(b"salt", Identity("m", "vllm", "MHA", 1, 1, 0, 0), Layout("uint8", 4, ((1, 8),)), library)
     counts = np.arange(len(hashes) * groups).reshape(len(hashes), groups) + 1
     assert keys.of_chunks(hashes, counts) == b"".join(map(keys.of_chunk, hashes, counts.tolist()))
     assert keys.of_sequence(np.array(tokens), 3) == b"".join(keys.of_tokens(tokens, 3))

@@ -126,10 +126,14 @@ def test_a_block_outside_of_the_window_may_be_gone(agent, first):
 def test_a_load_that_fails_is_the_requests_and_prefixes_end_before_it(agent, first, blocks, left):
     """Of the window's fifth block, or of the third of full attention. vLLM takes no single blocks as failed here."""
     damage(agent, first, *blocks)
+    num_blocks = len(blocks_of(agent.node.pools()[0]))
     with engine(agent.config.socket, seed=2, specs=SPECS) as second:
         request = FakeRequest("b", list(PROMPT))
         assert second.matched(request) == HIT
         assert second.load(request, LOADED, HIT[0]) == {"b"}
+        until(
+            lambda: len(blocks_of(agent.node.pools()[0])) < num_blocks
+        )  # it is told of the damage on another connection
         assert second.matched(request) == MISS, "computed by itself"
         assert second.matched(FakeRequest("c", list(PROMPT))) == (left * BLOCK_SIZE, True)
 

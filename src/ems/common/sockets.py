@@ -5,6 +5,7 @@ taken only from a folder of the user's own.
 """
 
 import os
+import socket
 from pathlib import Path
 
 DOCUMENTED_SOCKET = Path("/dev/shm/ems/ems.sock")
@@ -32,6 +33,16 @@ def find_socket() -> Path | None:
     if os.environ.get("EMS_SOCKET"):
         return candidates()[0]
     return next((path for path in candidates() if path.exists() and _may_be_trusted(path)), None)
+
+
+def is_served(path: Path) -> bool:
+    """Whether somebody listens there: an agent that was killed leaves its socket behind."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def serving_path() -> Path:

@@ -31,7 +31,8 @@ Compile = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> str:
-    return str(write_config(tmp_path_factory.mktemp("config")))
+    """Nothing comes to its end before it is stopped."""
+    return str(write_config(tmp_path_factory.mktemp("config"), maxIterTimes=2500))
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +85,8 @@ def test_many_threads_and_callbacks_that_call_back_in(sanitized, host, config):
     run_program(sanitized("threads"), host, config, "2", timeout_s=250)
 
 
-def test_callbacks_that_throw_and_engines_that_are_destroyed(sanitized, host, tmp_path):
-    config = write_config(tmp_path, maxIterTimes=2500)  # nothing comes to its end before it is stopped
-    run_program(sanitized("ends"), host, str(config), timeout_s=250)
+def test_callbacks_that_throw_and_engines_that_are_destroyed(sanitized, host, config):
+    run_program(sanitized("ends"), host, config, timeout_s=250)
 
 
 def test_children_have_engines_of_their_own(host, config, tmp_path):
