@@ -63,7 +63,7 @@ def test_log_probabilities(client: ollama.Client):
 
 class Person(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid")
-    age: int
+    age: int = pydantic.Field(ge=0, le=150)  # some would write digits without end
     is_tall: bool
 
 

@@ -20,7 +20,7 @@ import transformers
 from kvloom.checkpoints.demo_models import find_model
 from kvloom.contract.errors import ModelError
 from tests.support.byte_folder import EOS, VOCAB_SIZE, make_byte_folder
-from tests.support.pool import running_agent
+from tests.support.pool import blocks_of, running_agent
 from tests.support.ports import free_port
 from tests.support.processes import ServeProcess, serving
 from tests.support.vllm_serving import ENVIRONMENT, OVER_VLLM, PYTHON, START_S, WAIT_S, environment
@@ -149,7 +149,7 @@ def test_a_prompt_comes_from_ems_after_a_restart_and_in_another_instance(tmp_pat
                 answer = httpx.post(f"{server.url}/v1/completions", json={"model": name, **body}, timeout=WAIT_S).json()
                 cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
                 answers.append((cached, answer["choices"][0]["token_ids"]))
-                until(lambda: agent.node.pools()[0]._index, WAIT_S)
+                until(lambda: blocks_of(agent.node.pools()[0]), WAIT_S)
     (cold, first), (warm, second) = answers
     assert cold == 0
     assert warm >= 896
