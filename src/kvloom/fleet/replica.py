@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 import time
@@ -53,6 +54,8 @@ class EngineReplica:
         self.form = form_of(card.engine, engine.info)
         self._layout = layout_of(self.form)
         self._serves = served_as(card.engine, self._adapters)
+        gc.collect()
+        gc.freeze()  # what has been loaded by now is never garbage, and is not looked through again
 
     def _open(self, card: ModelCard) -> EngineLike:
         load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
