@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,15 @@ def read_all(reader: FrameReader, data: bytes, step: int) -> list[m.Message]:
         while frame := reader.next_frame():
             found.append(frame.message)
     return found
+
+
+def test_what_one_reader_has_not_read_another_goes_on_with():
+    data, first, second = FrameWriter().encode(m.Ping(), 3, 5), FrameReader(), FrameReader()
+    first.feed(data[:HEADER_BYTES])
+    second.feed(first.take())
+    assert first.missing == HEADER_BYTES
+    second.feed(data[HEADER_BYTES:])
+    assert second.next_frame().message == m.Ping()
 
 
 @pytest.mark.parametrize("session_key", [b"", KEY])
@@ -197,6 +207,26 @@ def test_names_of_blocks_are_steady():
     assert list(space.of_tokens([1, 2, 3, 4], 4)) == [first]
     assert first.hex() == "0fd462c47cae9b900c27d4a90a9cba5472f89059af07ecb4a6efb9134985d493"
     assert list(space.of_tokens([9, 2, 3, 4, 5], 4))[1] != second
+
+
+class Shouting:
+    """Names many at a time, so that one sees who did; no integer beyond 64 bits."""
+
+    def of_hashes(self, base, values, counts):
+        return b"".join(b"H%d" % value for value in values) if max(values) < 2**64 else None
+
+    def of_tokens(self, base, tokens, block_size):
+        return b"T%d" % len(tokens)
+
+
+def test_names_of_many_blocks_are_those_of_each():
+    space, lengths = keys.KeySpace(b"salt", IDENTITY, LAYOUT), np.array([[4, 4], [4, 2]])
+    assert space.of_chunks([7, 2**64], lengths) == space.of_chunk(7, [4, 4]) + space.of_chunk(2**64, [4, 2])
+    assert space.of_sequence(np.arange(5), 4) == b"".join(space.of_tokens(range(5), 4))
+    helped = keys.KeySpace(b"salt", IDENTITY, LAYOUT, Shouting())
+    assert helped.of_chunks([7, 8], lengths) == b"H7H8"
+    assert helped.of_chunks([7, 2**64], lengths) == space.of_chunks([7, 2**64], lengths)
+    assert helped.of_sequence(np.arange(5), 4) == b"T5"
 
 
 @given(st.integers(), st.integers())
