@@ -55,7 +55,8 @@ def test_bench_puts_the_pool_beside_memcpy_and_other_stores():
     assert (row["block_bytes"], row["fragments"]) == (65536, 1)
     for name in ("save", "direct_save", "load", "remote_load"):
         assert 0 < row[f"{name}_ratio"] == pytest.approx(row[name] / row["memcpy"], rel=0.1)
-    assert min(row[name] for name in ("tcp", "load_one_us", "exists_us", "ping_us", "checksum_share")) > 0
+    assert min(row[name] for name in ("tcp", "load_one_us", "exists_us", "ping_us")) > 0
+    assert row["checksum_share"] < 1  # below 0 where noise is more than the sum costs
     assert (body["clients"]["clients"], body["clients"]["p99_to_p50"] >= 1) == (2, True)
     if find_server() is None:
         pytest.skip("the columns of Redis need valkey-server or redis-server")
