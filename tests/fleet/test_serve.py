@@ -18,12 +18,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fleet.conftest import fleet_run
+from tests.fleet.conftest import START_S, fleet_run
 from tests.fleet.fleets import with_missing_adapter
 from tests.fleet.mixed import Kill, answers, mixed, truth
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 RAYS = os.environ | {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
 NUM_KILLS = int(os.environ.get("KVLOOM_FLEET_KILLS", "1"))
 
@@ -152,7 +152,7 @@ def serve_run(fleet, tmp_path, **args) -> None:
     """`serve run fleet.yaml`, as Ray's users deploy, against the Ray that runs."""
     file = fleet_file(tmp_path, **args)
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "-a", fleet.ray_address, file]
-    done = subprocess.run(command, env=RAYS, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=RAYS, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr
 
 
@@ -178,7 +178,7 @@ class Load:
     def __exit__(self, *error: object) -> None:
         self.is_over.set()
         for future in self._futures:
-            future.result(timeout=60)
+            future.result(timeout=START_S)
         self._pool.shutdown()
 
 
@@ -186,9 +186,9 @@ def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
     before = fleet.engine_pids()
     with Load(fleet, 4) as load:
         serve_run(fleet, tmp_path, replicas=2, mock={"stepMs": 9})
-        until(lambda: len(fleet.engine_pids()) == 2 and not fleet.engine_pids() & before, 60)
+        until(lambda: len(fleet.engine_pids()) == 2 and not fleet.engine_pids() & before, START_S)
         done = load.num_done
-        until(lambda: load.num_done > done + 4, 30)
+        until(lambda: load.num_done > done + 4, START_S)
 
 
 def status(fleet, what: str) -> list[str]:
@@ -198,14 +198,14 @@ def status(fleet, what: str) -> list[str]:
         f"ray.init(address='{fleet.ray_address}', log_to_driver=False, logging_level='ERROR'); "
         f"print(serve.status().applications['fleet'].{what})"
     )
-    done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], env=RAYS, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip().splitlines()
 
 
 def test_a_wrong_file_is_told_in_one_line_by_serves_status_and_what_runs_goes_on(fleet, tmp_path):
     serve_run(fleet, tmp_path, replicas="two")
-    told = until(lambda: status(fleet, "message"), 60)
+    told = until(lambda: status(fleet, "message"), START_S)
     assert told[-1] == "args.replicas: expected `int | null`, got `str`"
     assert fleet.stream("hello", seed=3) == truth("hello", 3)
 
@@ -215,11 +215,11 @@ def test_one_grows_to_three_under_load_and_shrinks_again_and_loses_no_request(fl
     scaling = {"minReplicas": 1, "maxReplicas": 3, "queuedTokensPerReplica": 200, "upDelayS": 0.5, "downDelayS": 3}
     mock = {"stepMs": 5, "tokenMs": 1}
     serve_run(fleet, tmp_path, autoscaling=scaling, mock=mock)
-    until(lambda: len(fleet.engine_pids()) == 1, 60)
+    until(lambda: len(fleet.engine_pids()) == 1, START_S)
     with Load(fleet, 8, repeat=30):
-        until(lambda: len(fleet.engine_pids()) == 3, 90)
+        until(lambda: len(fleet.engine_pids()) == 3, START_S)
     with Load(fleet, 1):
-        until(lambda: len(fleet.engine_pids()) == 1, 90)
+        until(lambda: len(fleet.engine_pids()) == 1, START_S)
 
 
 def roles(fleet) -> Counter[str]:
@@ -234,14 +234,14 @@ def test_each_role_grows_and_shrinks_by_its_own_load_and_no_request_is_lost(tmp_
     options = {"maxSeqLen": 4096, "kvPool": True, "kvPoolGb": 0.1, "mock": {"stepMs": 5, "tokenMs": 1}}
     file = fleet_file(tmp_path, roles={"threshold": 256} | each, **options)
     with fleet_run("--fleet", file) as fleet:
-        until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 60)
+        until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, START_S)
         with Load(fleet, 12):  # short prompts: nobody is asked to compute them apart
-            until(lambda: roles(fleet)["decode"] == 2, 90)
+            until(lambda: roles(fleet)["decode"] == 2, START_S)
             assert roles(fleet)["prefill"] == 1
         with Load(fleet, 12, repeat=60):
-            until(lambda: roles(fleet)["prefill"] == 2, 90)
+            until(lambda: roles(fleet)["prefill"] == 2, START_S)
         with Load(fleet, 1):
-            until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, 90)
+            until(lambda: roles(fleet) == {"prefill": 1, "decode": 1}, START_S)
 
 
 @pytest.mark.skipif("KVLOOM_FLEET_LONG" not in os.environ, reason="takes a minute; KVLOOM_FLEET_LONG=1 runs it")
@@ -269,7 +269,7 @@ def test_a_replica_whose_files_have_changed_meanwhile_is_refused_by_name(tmp_pat
 def run_in_vain(*options: str) -> str:
     """What `kvloom fleet run` says when it cannot."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", "fake", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 1
     return done.stderr.strip().splitlines()[-1]
 

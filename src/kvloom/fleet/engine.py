@@ -223,7 +223,7 @@ class FleetEngine:
             except _Nobody:
                 raise
             except (ReplicaLost, Unavailable) as problem:
-                log.warning("%s was lost with replica %s: %s", journey.request.id, journey.replica or "?", problem)
+                log.info("%s was lost with replica %s: %s", journey.request.id, journey.replica or "?", problem)
                 if not journey.lose():
                     self.num_lost += 1
                     if isinstance(problem, Unavailable) and not journey.told:
