@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.pooling import gguf_pooling, prompts_of
+from kvloom.checkpoints.embedding.pooling import gguf_pooling, prompts_of
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
@@ -19,6 +19,7 @@ from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
+from tests.support.embedding import pooled
 from tests.support.engines import engine_over, run_all
 from tests.support.executors import opened
 
@@ -61,7 +62,7 @@ def vectors(engine: Engine, pooling: str, tag: str = "") -> list[list[float]]:
 def wanted(model: torch.nn.Module, pooling: str) -> list[torch.Tensor]:
     with torch.no_grad():
         states = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in PROMPTS]
-    return [state.mean(0) if pooling == "mean" else state[-1] for state in states]
+    return [pooled(state, pooling) for state in states]
 
 
 def test_they_are_the_states_of_transformers(runner: ModelRunner, pooling: str):
@@ -88,15 +89,6 @@ def test_a_checkpoint_without_a_head_makes_embeddings_and_nothing_else(kind, tmp
     check_capable(runner.info.lacks, NOTHING, {"pooling": "last"})
 
 
-@pytest.mark.parametrize("key", [{"use_bidirectional_attention": True}, {"is_causal": False}])
-def test_a_model_that_looks_both_ways_is_refused(key, tmp_path):
-    path = save(tiny_model("qwen3"), tmp_path)
-    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    (path / "config.json").write_text(json.dumps(config | key), encoding="utf-8")
-    with pytest.raises(ModelError, match="qwen3 whose tokens see those behind them"):
-        open_checkpoint(path)
-
-
 def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: str):
     """Bit for bit with the kernels; the reference's own states depend on chunks in their last bits."""
     alone = vectors(engine_of(runner, enable_prefix_cache=False, max_batch=1), pooling)
@@ -111,6 +103,7 @@ def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: 
     assert (hits > 0) == (pooling == "last")
 
 
+@pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_two_ranks_give_the_vectors_of_one(folder: Path, pooling: str):
     found = []
     for world_size in (1, 2):
@@ -131,7 +124,7 @@ def test_a_checkpoint_of_the_decoder_alone_is_read_too(tmp_path: Path):
         torch.testing.assert_close(torch.tensor(vector), truth, atol=2e-4, rtol=1e-4)
 
 
-MODULES = '[{"idx": 0, "type": "sentence_transformers.models.Transformer"}, {"type": "x.Pooling"}, {"type": "x.%s"}]'
+MODULES = '[{"idx": 0, "type": "x.models.Transformer"}, {"type": "x.Pooling", "path": "Y"}, {"type": "x.%s"}]'
 
 
 @pytest.mark.parametrize(
@@ -142,21 +135,28 @@ MODULES = '[{"idx": 0, "type": "sentence_transformers.models.Transformer"}, {"ty
         ({"1_Pooling/config.json": '{"pooling_mode_cls_token": false, "pooling_mode_mean_tokens": true}'}, "mean"),
         ({"1_Pooling/config.json": '{"pooling_mode_max_tokens": true}'}, "max_tokens"),
         ({"1_Pooling/config.json": '{"pooling_mode_mean_tokens": true, "pooling_mode_lasttoken": true}'}, "mean+last"),
-        ({"modules.json": MODULES % "Normalize"}, "last"),
-        ({"modules.json": MODULES % "Dense"}, "last+Dense"),
+        ({"modules.json": MODULES % "Normalize", "Y/config.json": "{}"}, "last"),
+        ({"1_Pooling/config.json": '{"pooling_mode_cls_token": true}'}, "cls"),
+        ({"1_Pooling/config.json": '{"pooling_mode": "mean"}'}, "mean"),
+        ({"modules.json": MODULES % "LSTM", "Y/config.json": "{}"}, "last+LSTM"),
+        (
+            {"modules.json": MODULES % "Normalize", "Y/config.json": '{"include_prompt": false}'},
+            "tokens behind the prompt alone",
+        ),
     ],
 )
 def test_the_checkpoint_says_how_to_pool(folder: Path, tmp_path: Path, files: dict[str, str], pooling: str):
     for path in folder.iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "Y").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert open_checkpoint(tmp_path).pooling == pooling
+    assert open_checkpoint(tmp_path).embedding.pooling == pooling
 
 
 @pytest.mark.parametrize(
-    ("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (3, "last"), (2, "pooling_type 2")]
+    ("kind", "pooling"), [(None, "last"), (0, "last"), (1, "mean"), (2, "cls"), (3, "last"), (4, "pooling_type 4")]
 )
 def test_a_gguf_file_says_so_by_a_number(kind: int | None, pooling: str):
     assert gguf_pooling(kind) == pooling

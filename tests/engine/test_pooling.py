@@ -33,8 +33,8 @@ def test_chunks_do_not_show(pooling: str, max_tokens_per_step: int):
     assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
-@pytest.mark.parametrize(("pooling", "num_cached"), [("last", 28), ("mean", 0)])
-def test_cached_is_computed_and_the_mean_reuses_nothing(pooling: str, num_cached: int):
+@pytest.mark.parametrize(("pooling", "num_cached"), [("last", 28), ("mean", 0), ("cls", 0)])
+def test_cached_is_computed_and_mean_and_first_reuse_nothing(pooling: str, num_cached: int):
     engine = fake_engine(enable_prefix_cache=True)
     first = run_all(engine, pooled("a", pooling=pooling))["a"]
     second = run_all(engine, pooled("b", pooling=pooling))["b"]
@@ -57,11 +57,11 @@ def test_embeddings_share_steps_with_generations():
     prompts = [PROMPT[i : i + 9 + i] for i in range(4)]
     engine.add(Request("g0", PROMPT, params))
     for i, prompt in enumerate(prompts):
-        engine.add(pooled(f"e{i}", prompt, POOLINGS[i % 2]))
+        engine.add(pooled(f"e{i}", prompt, POOLINGS[i % 3]))
     engine.add(Request("g1", PROMPT[3:], params))
     found = drain(engine)
     for i, prompt in enumerate(prompts):
-        assert vector_of(found[f"e{i}"]) == fake_embedding(prompt, POOLINGS[i % 2])
+        assert vector_of(found[f"e{i}"]) == fake_embedding(prompt, POOLINGS[i % 3])
     assert tokens_of(found["g0"]) == fake_answer(PROMPT, params, 0, 12)
     assert tokens_of(found["g1"]) == fake_answer(PROMPT[3:], params, 0, 12)
     assert engine.stats().total_output_tokens == 24
@@ -102,7 +102,7 @@ def test_a_prompt_may_fill_the_context_and_no_more():
 
 @pytest.mark.parametrize(("pooling", "params"), [("max", NOTHING), ("mean", SamplingParams())])
 def test_what_no_backend_has_is_refused(pooling: str, params: SamplingParams):
-    with pytest.raises(BadRequest, match="pooling: must be one of last, mean, with max_tokens 0"):
+    with pytest.raises(BadRequest, match="pooling: must be one of last, mean, cls, with max_tokens 0"):
         fake_engine().add(Request("a", PROMPT, params, pooling=pooling))
 
 

@@ -50,6 +50,20 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
     assert [counts(run_step(seqs, pool, limits)) for _ in range(4)] == [{0: 8}, {0: 8}, {0: 4}, {0: 1}]
 
 
+def test_a_prompt_that_is_computed_whole_waits_for_a_step_with_room_for_all_of_it():
+    """Or has one of its own, when it is longer than any. What it leaves serves nobody else."""
+    lengths = (5, 4, 2, 11, 3)
+    seqs = [make_seq(i, length, 20 * i, is_whole=True, may_reuse=False) for i, length in enumerate(lengths)]
+    pool, limits, plans = BlockPool(8), Limits(4, 8, BLOCK), []
+    while waiting := [seq for seq in seqs if seq.status is Status.WAITING]:
+        plan = run_step(waiting, pool, limits)
+        plans.append(counts(plan))
+        for step in plan.steps:
+            release_seq(step.seq, pool, Status.FINISHED)
+    assert plans == [{0: 5}, {1: 4, 2: 2}, {3: 11}, {4: 3}]
+    assert (pool.num_cached, pool.num_free) == (0, 8)
+
+
 def test_decodes_get_their_token_before_older_prefills_take_the_rest():
     old, young = make_seq(0, 40), make_seq(1, 2, first=100)
     pool, limits = BlockPool(32), Limits(4, 8, BLOCK)

@@ -84,11 +84,11 @@ def test_the_mean_where_the_model_says_so(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_model_that_pools_in_another_way_is_refused(monkeypatch: pytest.MonkeyPatch):
-    with pooling_server(monkeypatch, "cls_token") as server:
+    with pooling_server(monkeypatch, "max_tokens") as server:
         response = server.post("/v1/embeddings", {"input": "a"})
         assert response.status_code == 400
         assert response.json()["error"]["message"] == (
-            "model: makes its embeddings by cls_token; this server has last, mean"
+            "model: makes its embeddings by max_tokens; this server has last, mean, cls"
         )
 
 

@@ -5,12 +5,13 @@ from pathlib import Path
 
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
+from kvloom.checkpoints.embedding.dense import dense_of_gguf
+from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling
 from kvloom.checkpoints.families import family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
 from kvloom.checkpoints.fingerprint import Stamp, stamp
-from kvloom.checkpoints.pooling import folder_pooling, gguf_pooling
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import ModelError
@@ -18,15 +19,14 @@ from kvloom.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: its shape, its tensors, the ids that end a sequence, how its embeddings are pooled."""
+    """A model on disk: its shape, its tensors, the ids that end a sequence, how its embeddings are made."""
 
     path: Path
     spec: DecoderSpec
     weights: WeightSource
     eos_ids: frozenset[int]
     bos_id: int | None
-    pooling: str
-    has_head: bool = True  # else it makes embeddings and no text; spec.tie_embeddings is set then
+    embedding: Embedding
     stamp: Stamp = field(default_factory=list)  # of the files, before they were opened
 
 
@@ -53,8 +53,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not isinstance(names, list) or not names:
         raise ModelError(f"{folder / 'config.json'}: architectures must be a list of names, got {names!r}")
     name = str(names[0])
-    family, with_head = family_of(name, str(folder / "config.json")), has_head(name)
-    spec = family.spec(config if with_head else {**config, "tie_word_embeddings": True})
+    family = family_of(name, str(folder / "config.json"))
+    spec = family.spec(config)
+    spec = spec if has_head(name) else spec.without_head()
     layout = folder_layout(family, scheme)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
@@ -64,8 +65,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         adapted(source, layout, spec),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
-        folder_pooling(folder),
-        with_head,
+        folder_embedding(folder, spec.hidden, _otherwise(spec)),
     )
 
 
@@ -86,5 +86,14 @@ def _open_gguf(path: Path) -> Checkpoint:
         adapted(source, layout, spec),
         frozenset(int(i) for i in ids if i is not None),
         metadata.get("tokenizer.ggml.bos_token_id"),
-        gguf_pooling(metadata.get(f"{arch}.pooling_type")),
+        Embedding(
+            gguf_pooling(metadata.get(f"{arch}.pooling_type"), _otherwise(spec)),
+            spec.hidden,
+            dense_of_gguf(file, spec.hidden),
+        ),
     )
+
+
+def _otherwise(spec: DecoderSpec) -> str:
+    """How states are pooled where the files do not say."""
+    return "mean" if spec.sees_ahead else LAST

@@ -89,7 +89,7 @@ class SafetensorsSource:
         self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
-            for key, entry in _entries(path, file).items():
+            for key, entry in entries_of(path, file).items():
                 self._tensors[key] = path, file, entry
         bare = file_name("embed").removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
@@ -149,8 +149,8 @@ class SafetensorsSource:
         return RawTensor(name, self._shapes[name], entry.kind.lower(), data)
 
 
-def _entries(path: Path, file: MappedFile) -> dict[str, Entry]:
-    """Raises ModelError."""
+def entries_of(path: Path, file: MappedFile) -> dict[str, Entry]:
+    """The tensors of a file. Raises ModelError."""
     try:
         size = header_bytes(file.part(0, LENGTH_BYTES).tobytes())
         entries = read_entries(file.part(0, size).tobytes())
@@ -173,6 +173,12 @@ def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
+def refuse_pickle(folder: Path) -> None:
+    """Raises ModelError when there are weights that are never opened."""
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
+
+
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -182,8 +188,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / Path(f).name for f in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    if not files and (any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))):
-        raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
+    if not files:
+        refuse_pickle(folder)
     if not files:
         raise ModelError(f"{folder}: holds no .safetensors file")
     for path in files:

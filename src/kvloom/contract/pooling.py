@@ -3,7 +3,7 @@
 import math
 from array import array
 
-POOLINGS = ("last", "mean")  # the last token's state, or the mean of all
+POOLINGS = ("last", "mean", "cls")  # the last token's state, the mean of all, the first token's
 
 
 def unit(data: bytes, num_dimensions: int | None = None) -> "array[float]":

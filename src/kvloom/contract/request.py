@@ -147,7 +147,7 @@ class Request:
     @property
     def may_reuse(self) -> bool:
         """Whether cached blocks may stand for prompt tokens: not where something of each of them is wanted."""
-        return self.params.prompt_logprobs is None and self.pooling != "mean"
+        return self.params.prompt_logprobs is None and self.pooling in ("", "last")
 
     @property
     def computes_nothing(self) -> bool:

@@ -28,6 +28,7 @@ class ModelRow:
     licence: str = ""
     weight_bytes: int = 0  # in memory, as the CPU backend holds them by default
     token_bytes: int = 0  # of the KV cache, for each token of context
+    makes: str = ""  # "text", "embeddings"
     problem: str = ""  # why it cannot be served
 
 
@@ -43,12 +44,12 @@ def rows() -> list[ModelRow]:
 
 
 def _row(name: str, path: Path, licence: str = "") -> ModelRow:
-    weights, token, problem, family = 0, 0, "", ""
+    weights, token, problem, family, makes = 0, 0, "", "", ""
     try:
         path = find_weights(path)
         checkpoint = open_checkpoint(path)
         spec = checkpoint.spec
-        family = spec.family
+        family, makes = spec.family, "text" if spec.has_logits else "embeddings"
         config = EngineConfig(model=str(path))
         weights = footprint.weight_bytes(config, "cpu", spec, checkpoint.weights.form)
         token = footprint.kv_token_bytes(config, "cpu", spec)
@@ -64,6 +65,7 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
         licence or _licence(path),
         weights,
         token,
+        makes,
         problem,
     )
 
@@ -82,12 +84,12 @@ def _licence(path: Path) -> str:
 
 def lines(found: list[ModelRow]) -> list[str]:
     """A table for people."""
-    head = ("NAME", "FAMILY", "FORMAT", "FILE", "LICENCE", "WEIGHTS IN MEMORY", "1,000 TOKENS OF KV", "")
+    head = ("NAME", "FAMILY", "FORMAT", "FILE", "LICENCE", "WEIGHTS IN MEMORY", "1,000 TOKENS OF KV", "MAKES", "")
     table = [head]
     for row in found:
         note = "not fetched: kvloom pull " + row.name if not row.path else row.problem
         sizes = (_mib(row.file_bytes), _mib(row.weight_bytes), _mib(1000 * row.token_bytes))
-        table.append((row.name, row.family, row.format, sizes[0], row.licence, sizes[1], sizes[2], note))
+        table.append((row.name, row.family, row.format, sizes[0], row.licence, sizes[1], sizes[2], row.makes, note))
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]
 

@@ -75,7 +75,7 @@ def fake_state(checksum: int) -> list[int]:
 def fake_embedding(prompt_ids: Sequence[int], pooling: str) -> list[float]:
     """What FakeRunner must pool, computed without blocks, batches or steps."""
     states = [fake_state(zlib.crc32(array("q", prompt_ids[: i + 1]).tobytes())) for i in range(len(prompt_ids))]
-    chosen = states if pooling == "mean" else states[-1:]
+    chosen = states if pooling == "mean" else states[:1] if pooling == "cls" else states[-1:]
     return list(array("f", [sum(column) / len(chosen) for column in zip(*chosen, strict=True)]))
 
 
@@ -91,6 +91,7 @@ class _State:
     pooling: str = ""
     num_pooled: int = 0
     sums: list[int] = field(default_factory=list)  # of the states pooled so far
+    first: list[int] = field(default_factory=list)
 
     def append(self, token_id: int) -> None:
         """The token was chosen as the next one."""
@@ -210,17 +211,20 @@ class FakeRunner:
         end = work.start + work.num_tokens
         if work.start == 0:
             state.num_pooled, state.sums = 0, [0] * HIDDEN_SIZE
-        assert state.pooling != "mean" or work.start == state.num_pooled, "the mean leaves out or repeats a token"
+        is_last = state.pooling == "last"
+        assert is_last or work.start == state.num_pooled, "the mean leaves out or repeats a token"
         checksum, last = 0, [0] * HIDDEN_SIZE
         for pos in range(end):
             checksum = zlib.crc32(array("q", [self._slots[self._slot(state, pos)]]).tobytes(), checksum)
             if pos >= work.start:
                 last = fake_state(checksum)
+                state.first = state.first if pos else last
                 state.sums = [total + value for total, value in zip(state.sums, last, strict=False)] or last
                 state.num_pooled += 1
         if end == state.num_prompt:
             mean = [total / state.num_pooled for total in state.sums]
-            output.pooled.append(Pooled(work.id, array("f", mean if state.pooling == "mean" else last).tobytes()))
+            found: list[float] = {"mean": mean, "cls": [*state.first]}.get(state.pooling, [*last])
+            output.pooled.append(Pooled(work.id, array("f", found).tobytes()))
 
     def _sample(self, work: Work, state: _State, output: StepOutput) -> None:
         """The next token; and, while the draft foretold it, the one after."""

@@ -12,29 +12,38 @@ class Pooler:
     def __init__(self, pooling: str, num_prompt: int) -> None:
         """`pooling`: one of POOLINGS; num_prompt: tokens."""
         assert pooling in POOLINGS
-        self._is_mean = pooling == "mean"
+        self._pooling = pooling
         self._num_prompt = num_prompt
         self._num_added = 0
         self._sum = np.empty((1, 0))
+        self._first = b""
 
     def wanted(self, start: int, end: int) -> range:
         """Positions in [start, end) whose states must be added."""
-        return range(start if self._is_mean else max(start, self._num_prompt - 1), end)
+        if self._pooling == "cls":
+            return range(start, min(end, 1))
+        return range(start if self._pooling == "mean" else max(start, self._num_prompt - 1), end)
 
-    def add(self, start: int, states: Floats) -> bytes | None:
-        """states [N, hidden] float32 of the wanted positions of a chunk that begins at `start`.
+    def add(self, positions: range, states: Floats) -> Floats | None:
+        """states [N, hidden] float32 of the wanted positions of a chunk, whose `positions` are these.
 
         Returns the pooled vector, float32, once the last prompt token is in. A chunk that begins at 0 begins anew.
         """
-        if not len(states):
+        if self._pooling == "cls" and len(states):
+            self._first = bytes(states[0])
+        if self._pooling == "cls" and positions.stop == self._num_prompt:
+            return np.frombuffer(self._first, np.float32)
+        if not len(states) or self._pooling == "cls":
             return None
-        if not self._is_mean:
-            return bytes(states[-1])
-        if start == 0:
+        if self._pooling == "last":
+            last: Floats = states[-1]
+            return last
+        if positions.start == 0:
             self._num_added, self._sum = 0, np.zeros((1, states.shape[1]))
-        assert start == self._num_added, "a prompt token was left out of the mean, or counted twice"
+        assert positions.start == self._num_added, "a prompt token was left out of the mean, or counted twice"
         self._num_added += len(states)
         self._sum = np.cumsum(np.concatenate((self._sum, states)), axis=0)[-1:]
         if self._num_added < self._num_prompt:
             return None
-        return bytes((self._sum[0] / self._num_added).astype(np.float32))
+        mean: Floats = (self._sum[0] / self._num_added).astype(np.float32)
+        return mean

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvloom.checkpoints.embedding.pooling import Embedding
 from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.messages import (
@@ -57,7 +58,7 @@ class _Rows:
     samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
     chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
     states: list[int]  # tokens whose states are pooled, sequence by sequence
-    pooled: list[tuple[int, int, int]]  # sequence id, start, how many of them
+    pooled: list[tuple[int, range, int]]  # sequence id, positions that were computed, how many of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,9 @@ class ModelFacts:
     vocab_size: int
     max_seq_len: int  # tokens, prompt and answer
     eos_ids: Sequence[int]
-    hidden_size: int
-    pooling: str  # of RankInfo
+    embedding: Embedding
     lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
+    sees_ahead: bool = False  # of RankInfo
 
 
 class ModelRunner:
@@ -94,15 +95,17 @@ class ModelRunner:
             weight_bytes=backend.weight_bytes,
             num_host_blocks=num_host_blocks,
             swap_block_s=self._swap.measure(),
-            hidden_size=facts.hidden_size,
-            pooling=facts.pooling,
+            hidden_size=facts.embedding.num_out,
+            pooling=facts.embedding.pooling,
             held_as=backend.held_as,
             lacks=facts.lacks,
+            sees_ahead=facts.sees_ahead,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]
         self._states: dict[int, _State] = {}
         self._guides = guides
+        self._embedding = facts.embedding
 
     @property
     def kv_layers(self) -> list[list[Any]]:
@@ -191,15 +194,15 @@ class ModelRunner:
         """Whether its tokens are: the step before may have chosen none where the engine expected one."""
         return work.start + work.num_tokens - len(work.draft) <= len(self._states[work.id].history.token_ids)
 
-    def _pool(self, head: Head, chunks: Sequence[tuple[int, int, int]], output: StepOutput) -> None:
+    def _pool(self, head: Head, chunks: Sequence[tuple[int, range, int]], output: StepOutput) -> None:
         """Add the states of each chunk to what its sequence has; report those that are whole."""
         first = 0
-        for id, start, count in chunks:
+        for id, positions, count in chunks:
             pooler = self._states[id].pooler
             assert pooler is not None
-            data = pooler.add(start, head.states[first : first + count])
-            if data is not None:
-                output.pooled.append(Pooled(id, data))
+            pooled = pooler.add(positions, head.states[first : first + count])
+            if pooled is not None:
+                output.pooled.append(Pooled(id, bytes(self._embedding.of(pooled))))
             first += count
 
     def _num_candidates(self, id: int, num_more: int) -> int:
@@ -277,7 +280,7 @@ class ModelRunner:
             pooler = self._states[work.id].pooler
             if pooler is not None:
                 kept = pooler.wanted(work.start, end)
-                wanted.pooled.append((work.id, work.start, len(kept)))
+                wanted.pooled.append((work.id, range(work.start, end), len(kept)))
                 wanted.states.extend(first_row + position - work.start for position in kept)
             elif end - len(work.draft) == len(history.token_ids):
                 wanted.samples.append((work.id, work.draft))

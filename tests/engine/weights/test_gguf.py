@@ -49,7 +49,7 @@ NAMES = {
 
 
 PERMUTED = ("llama", "smollm3", "granite", "granitemoe")
-GEMMA = ("gemma2", "gemma3")
+GEMMA = ("gemma2", "gemma3", "gemma-embedding")
 
 
 def gguf_name(key: str, arch: str = "llama") -> str:

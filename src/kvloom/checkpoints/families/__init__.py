@@ -1,7 +1,7 @@
 """The families of models, by the architecture name that a checkpoint states."""
 
 from kvloom.checkpoints.families.family import Family
-from kvloom.checkpoints.families.known.gemma import GEMMA2, GEMMA3
+from kvloom.checkpoints.families.known.gemma import GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from kvloom.checkpoints.families.known.granite import GRANITE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
 from kvloom.checkpoints.families.known.mistral import MISTRAL
@@ -43,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2Model": QWEN2,
     "Qwen3Model": QWEN3,
     "Gemma2Model": GEMMA2,
+    "Gemma3TextModel": GEMMA3,  # EmbeddingGemma among them
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "qwen2": QWEN2,
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": SMOLLM3,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma-embedding": GEMMA_EMBEDDING,
     "phi3": PHI3,
     "granite": GRANITE,
     "olmo2": OLMO,
@@ -62,8 +64,8 @@ FAMILIES: dict[str, Family] = {
 
 
 def has_head(architecture: str) -> bool:
-    """Whether its folders hold what makes logits of states."""
-    return not architecture.endswith("Model")
+    """Whether its files hold what makes logits of states."""
+    return not architecture.endswith(("Model", "-embedding"))
 
 
 def family_of(architecture: str, file: str) -> Family:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvloom.checkpoints.families.expert_layers import Mixture, Stacking, experts_of, sparse_layers
-from kvloom.checkpoints.families.positions import layers_of
+from kvloom.checkpoints.families.positions import layers_of, sees_ahead
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.families.values import count, positive
 from kvloom.contract.errors import ModelError
@@ -61,8 +61,6 @@ class Family:
             raise ModelError(f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
         if head_dim % 2:
             raise ModelError(f"head_dim {head_dim} is odd; rotary embedding pairs dimensions")
-        if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
-            raise ModelError(f"{self.name} whose tokens see those behind them (is_causal false) is not supported")
         if config.get("clip_qkv") is not None:
             raise ModelError(f"configuration: clip_qkv is not supported, got {config['clip_qkv']!r:.80}")
         if config.get("mlp_bias") or (config.get("attention_bias") and not self.qkv_bias):
@@ -70,7 +68,7 @@ class Family:
         layers = layers_of(config, head_dim, max_seq_len)
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
         sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
-        return DecoderSpec(
+        spec = DecoderSpec(
             family=self.name,
             hidden=hidden,
             intermediate=count(config, "intermediate_size"),
@@ -93,6 +91,7 @@ class Family:
             experts=experts,
             **self.scales(config),
         )
+        return replace(spec.without_head(), sees_ahead=True) if sees_ahead(config) else spec
 
     def _activation(self, config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
         name = config.get("hidden_activation", config.get("hidden_act", "silu"))

@@ -11,6 +11,11 @@ from kvloom.contract.errors import ModelError
 LOCAL, FULL = "sliding_attention", "full_attention"
 
 
+def sees_ahead(config: Mapping[str, Any]) -> bool:
+    """Whether tokens see those behind them."""
+    return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
+
+
 def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
     """Keys are Hugging Face's, and two that families give as defaults: `window_needs_switch`, sliding_window counts
     only when use_sliding_window is true; `rope_local_unscaled`, rope_scaling is not for layers with a window. And
@@ -35,6 +40,10 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
     if config.get("window_needs_switch") and not config.get("use_sliding_window"):
         return [None] * num_layers
     window = count(config, "sliding_window")
+    if config.get("use_bidirectional_attention"):  # Gemma 3's: so many on both sides together, and the token itself
+        window = window // 2 + 1
+    elif sees_ahead(config):
+        raise ModelError("configuration: is_causal false with a sliding_window is not supported")
     return [window if is_local else None for is_local in _local(config, num_layers)]
 
 

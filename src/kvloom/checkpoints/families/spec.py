@@ -32,7 +32,7 @@ class Layer:
     """What the layers of one model may differ in."""
 
     rope: Rope | None  # None = its queries and keys know no positions
-    window: int | None = None  # tokens a query sees, itself included; None = all up to it
+    window: int | None = None  # tokens a query sees, itself included, on each side it sees; None = all there
     has_experts: bool = False  # in place of one MLP
 
 
@@ -91,6 +91,8 @@ class DecoderSpec:
     o_bias: bool = False
     has_sinks: bool = False  # each head has a score of its own that takes part in the softmax, and no value
     experts: Experts | None = None  # of the layers that have them
+    sees_ahead: bool = False  # tokens see those behind them, too: a sequence is computed in one step
+    has_logits: bool = True  # else it makes states and has no head
 
     @property
     def num_layers(self) -> int:
@@ -100,6 +102,10 @@ class DecoderSpec:
     def ropes(self) -> tuple[Rope, ...]:
         """Of all layers, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    def without_head(self) -> "DecoderSpec":
+        """The same, for its states alone."""
+        return replace(self, has_logits=False, tie_embeddings=False)
 
     def served(self, max_seq_len: int) -> "DecoderSpec":
         """The model as it is computed where no sequence is longer than `max_seq_len` tokens."""
@@ -112,7 +118,7 @@ class DecoderSpec:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint of this spec must hold, by canonical name."""
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
-        if not self.tie_embeddings:
+        if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
         rest = self._layer_shapes()
         dense = _mlp_shapes(self.hidden, self.intermediate)

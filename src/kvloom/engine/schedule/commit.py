@@ -61,7 +61,8 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
 
     All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
     finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. One that got no token
-    in a step is computed again, and what was planned behind that token is void. Returns the blocks that the pool now
+    in a step is computed again, and what was planned behind that token is void. Blocks of one that is computed whole
+    are not published. Returns the blocks that the pool now
     knows and did not know before, in chain order, a list a sequence; without those of a prompt that is given away.
     """
     fresh = []
@@ -78,6 +79,8 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
         if num_used < len(seq.block_table):
             pool.release(seq.block_table[num_used:])
             del seq.block_table[num_used:]
+        if seq.is_whole:
+            continue
         extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
         num_full = seq.num_computed // block_size
         if num_full > seq.num_published:

@@ -51,6 +51,7 @@ class _Budget:
     num_tokens: int
     num_free: int  # blocks
     num_spare: int  # blocks that are promised to no running sequence
+    is_shared: bool  # whether running sequences compute in this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,9 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
 
     With `now.alone` that sequence, running or waiting, is the only one that computes or is admitted; the others give up
     blocks for it where they must.
+
+    One that is computed whole (Seq.is_whole) joins a step that has room for all of it; one that is longer than any
+    step has one of its own.
 
     With `now.asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all that
     it lacks; others go on meanwhile, but for those that would ask for the same block.
@@ -194,7 +198,7 @@ def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits
         limits.prefill_tokens - sum(step.num_tokens for step in prefills),
     )
     num_owed = sum(_num_promised(seq, pool, limits) - len(seq.block_table) for seq in running.seqs)
-    return _Budget(num_seqs, num_tokens, running.num_free, pool.num_free - num_owed)
+    return _Budget(num_seqs, num_tokens, running.num_free, pool.num_free - num_owed, bool(running.steps))
 
 
 def _plan_waiting(
@@ -230,9 +234,13 @@ def _plan_waiting(
             continue
         start = max(len(hits) * block_size, seq.num_swapped)
         count = min(length - start, budget.num_tokens)
+        if seq.is_whole and count < length - start:
+            if steps or budget.is_shared:
+                break
+            count = length - start  # longer than any step: it has one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
-        budget.num_tokens -= count
+        budget.num_tokens = max(0, budget.num_tokens - count)
         budget.num_free -= taken + need
         budget.num_spare -= promised
     return steps, loads

@@ -27,6 +27,7 @@ class Seq:
     num_prompt: int
     salt: str = ""
     may_reuse: bool = True  # False: every prompt token must be computed (something of each is wanted)
+    is_whole: bool = False  # its tokens see those behind them: computed in one step, and its blocks serve nobody else
     is_scored: bool = False  # the log-probability of every prompt token is wanted
     status: Status = Status.WAITING
     num_computed: int = 0  # tokens whose keys and values are in block_table

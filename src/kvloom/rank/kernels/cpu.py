@@ -214,7 +214,7 @@ class CpuBackend:
         return Shape(
             s.hidden, widest_mlp(s), s.num_heads, s.num_kv_heads, s.head_dim, s.vocab_size,
             self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
-            s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha,
+            s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha, s.sees_ahead,
         )  # fmt: skip
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:

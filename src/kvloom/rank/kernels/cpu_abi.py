@@ -6,6 +6,7 @@ from pathlib import Path
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4 = range(9)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
+STATES = 10
 TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL = range(8)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
 NORM_HEADS, NORM_ROWS = range(2)
@@ -25,6 +26,7 @@ class Shape(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("norm_eps", "embed_scale", "residual_scale", "logit_scale")),
         *((name, ctypes.c_float) for name in ("attention_scale", "attention_softcap", "logit_softcap")),
         *((name, ctypes.c_float) for name in ("glu_limit", "glu_alpha")),
+        ("sees_ahead", _I32),
     )
 
 

@@ -71,9 +71,9 @@ class Packer:
                 idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
             else:
                 self._declare_mlp(f"layers.{layer}.")
-        head = self._program.linear(spec.vocab_size, spec.hidden, ("embed" if spec.tie_embeddings else "head", 0))
-        self._program.emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._program.vector("norm"))
-        self._program.emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
+        head = self._declare_head() if spec.has_logits else cpu_abi.NONE
+        if not spec.has_logits:
+            self._program.emit(cpu_abi.STATES, vector=self._program.vector("norm"))
         self.streamed_bytes = sum(self._program.measure()) - idle_bytes
         if self._weight_format == STORED and self._weights.form("embed"):
             is_tied = spec.tie_embeddings
@@ -82,6 +82,14 @@ class Packer:
             self.embed = np.empty(spec.tensor_shapes()["embed"], np.uint16)
         self._arenas = self._program.measure()
         self.num_bytes = sum(self._arenas) + self.embed.nbytes
+
+    def _declare_head(self) -> int:
+        """The linear that makes logits of states."""
+        spec = self._spec
+        head = self._program.linear(spec.vocab_size, spec.hidden, ("embed" if spec.tie_embeddings else "head", 0))
+        self._program.emit(cpu_abi.ROWS_NORM_QUANT, linear=head, vector=self._program.vector("norm"))
+        self._program.emit(cpu_abi.LINEAR, linear=head, epilogue=cpu_abi.LOGITS)
+        return head
 
     def adopt(self, pages: mmap.mmap, progress: Progress | None) -> None:
         """In place of `fill`: what `pieces` of an equal model gave, one behind the other."""

@@ -94,7 +94,7 @@ class ReferenceBackend:
             self.weight_bytes += self._w[name].nbytes
             if progress:
                 progress(self.weight_bytes, total)
-        self._head = self._w["embed" if spec.tie_embeddings else "head"]
+        self._head = self._w.get("embed" if spec.tie_embeddings else "head", torch.empty(0))
         shape = (spec.num_layers, 2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.kv = torch.zeros(shape, dtype=options.kv_dtype or dtype, device=device)
         is_scaled = self.kv.dtype == torch.int8
@@ -172,7 +172,9 @@ class ReferenceBackend:
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
-        masks = {window: _mask(keys, pos, window) for window in {layer.window for layer in spec.layers}}
+        masks = {
+            window: _mask(keys, pos, window, spec.sees_ahead) for window in {layer.window for layer in spec.layers}
+        }
         context = _Context(turns, slots[pos], slots, masks)
         for layer in range(spec.num_layers):
             x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
@@ -282,10 +284,11 @@ class ReferenceBackend:
         return (wide * scale).to(x.dtype) * self._w[name]
 
 
-def _mask(keys: Tensor, pos: Tensor, window: int | None) -> Tensor:
+def _mask(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> Tensor:
     """[T, K]: which keys, by their positions, a token at `pos` sees."""
-    mask = keys[None, :] <= pos[:, None]
-    return mask if window is None else mask & (keys[None, :] > pos[:, None] - window)
+    behind = pos[:, None] - keys[None, :]
+    mask = torch.ones_like(behind, dtype=torch.bool) if sees_ahead else behind >= 0
+    return mask if window is None else mask & (behind.abs() < window)
 
 
 def _capped(x: Tensor, softcap: float) -> Tensor:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
+from kvloom.checkpoints.embedding.pooling import prompts_of
 from kvloom.checkpoints.files import find_weights
-from kvloom.checkpoints.pooling import prompts_of
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check

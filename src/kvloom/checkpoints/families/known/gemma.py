@@ -1,7 +1,11 @@
-"""Gemma 2 and 3 (text): norms before and behind each branch, local and full layers, scaled embeddings, softcaps."""
+"""Gemma 2 and 3 (text): norms before and behind each branch, local and full layers, scaled embeddings, softcaps.
+
+EmbeddingGemma is Gemma 3 whose tokens see those behind them.
+"""
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvloom.checkpoints.families.family import Family
@@ -49,21 +53,23 @@ GEMMA2 = Family(
     },
     scales=_scales,
 )
+_GEMMA3 = {
+    **_SHARED,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "rope_local_unscaled": True,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
 GEMMA3 = Family(
     "gemma3",
     qk_norm="head",
     norms="both",
     norm_offset=1.0,
     names=_NAMES,
-    defaults={
-        **_SHARED,
-        "vocab_size": 262208,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "rope_local_unscaled": True,
-        "sliding_window": 4096,
-        "sliding_window_pattern": 6,
-    },
+    defaults=_GEMMA3,
     scales=_scales,
 )
+GEMMA_EMBEDDING = replace(GEMMA3, defaults={**_GEMMA3, "use_bidirectional_attention": True})  # as GGUF files call it

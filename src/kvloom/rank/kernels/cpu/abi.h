@@ -25,6 +25,7 @@ typedef struct {
     int32_t hidden, intermediate, num_heads, num_kv_heads, head_dim, vocab_size, num_threads, kv_format;
     float norm_eps, embed_scale, residual_scale, logit_scale, attention_scale, attention_softcap, logit_softcap;
     float glu_limit, glu_alpha;
+    int32_t sees_ahead; /* not 0: a token attends to those of its sequence that are behind it, too */
 } kvl_shape;
 
 /* How a linear's weights are held; see layout.hpp. */
@@ -52,14 +53,16 @@ enum {
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
     KVL_ROPE_KV = 3,         /* q/k norm (`vector`, `vector2`; of what: `source`), `rope`, keys and values of `layer` into
                                 the cache */
-    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer`: the last `window`, 0 = all;
+    KVL_ATTENTION = 4,       /* every query of the step over the cached keys of `layer`: the nearest `window`, itself among
+                                them, on each side that it sees, 0 = all;
                                 `vector` = the sinks of its heads, which take part in the softmax and have no value */
     KVL_ROWS_NORM_QUANT = 5, /* as NORM_QUANT, of the asked rows only: what follows works on them alone; and `states` */
     KVL_ADD_NORMED = 6,      /* RMSNorm by `vector` of what KVL_TO_BRANCH left, added to the residual stream */
     KVL_ROUTE = 7,           /* as NORM_QUANT, for gate and up of the experts of mixture `layer`, which it chooses too */
     KVL_EXPERTS_UP = 8,      /* gate and up of the chosen experts of mixture `layer`, then `epilogue` */
-    KVL_EXPERTS_DOWN = 9     /* what UP left, quantised for `linear`, times the down of each token's experts: their sum, as
+    KVL_EXPERTS_DOWN = 9,    /* what UP left, quantised for `linear`, times the down of each token's experts: their sum, as
                                 the router weighs them, is added to the residual stream; `epilogue`, `source`: as QUANT's */
+    KVL_STATES = 10          /* `states`, normed by `vector`: the end of a model without a head */
 };
 /* KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
 enum {

@@ -75,9 +75,11 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         const int row = task.first_row + m;
         const int64_t token = batch_.qstart[task.sequence] + row / heads_per_kv_;
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_;
-        const int64_t at = token * shape_.num_heads + own, end = batch_.pos[token] + 1;
+        const int64_t at = token * shape_.num_heads + own, window = instruction.window, position = batch_.pos[token];
+        const int64_t last = shape_.sees_ahead ? batch_.pos[batch_.qstart[task.sequence + 1] - 1] : position;
+        const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
         queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
-                      instruction.window > 0 ? std::max<int64_t>(0, end - instruction.window) : 0, end};
+                      window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
         outputs[m] = scratch_.attended.row(token) + own * dim;
         std::fill(outputs[m], outputs[m] + dim, 0.0f);
         partials[m].sums = outputs[m];

@@ -85,6 +85,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_ROPE_KV: return place_heads(instruction, thread);
         case KVL_ATTENTION: return attend(instruction);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
+        case KVL_STATES: return keep_states(instruction, thread);
         case KVL_ROUTE: return route(instruction, thread);
         case KVL_EXPERTS_UP: return multiply_up(instruction, thread);
         case KVL_EXPERTS_DOWN: return multiply_down(instruction, thread);

@@ -32,6 +32,8 @@ def models_reply(models: Models, request: HttpRequest, created: int) -> Reply:
 
 
 def openai_card(service: GenerationService, created: int) -> Json:
+    """`task` tells what one that makes no text does."""
+    task = {} if "generation" not in service.engine.info.lacks else {"task": "feature-extraction"}
     return {
         "id": service.name,
         "object": "model",
@@ -40,6 +42,7 @@ def openai_card(service: GenerationService, created: int) -> Json:
         "root": service.root,
         "parent": service.parent,
         "max_model_len": service.engine.max_seq_len,
+        **task,
     }
 
 
