@@ -3,6 +3,9 @@
 As test_vllm_engine.py: KVLOOM_VLLM_PYTHON names an interpreter with vLLM.
 """
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +114,18 @@ def test_cached_prefixes_are_those_of_the_same_images_alone(server):
 def test_prompt_logprobs_are_told_of_image_tokens_too(server):
     answer = ask(server.url, messages=CHATS["several"], prompt_logprobs=0, max_tokens=2, temperature=0)
     assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+
+
+def test_an_answer_to_a_picture_goes_on_where_vllm_was_killed(server):
+    body = {"messages": CHATS["several"], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    expected = ask(server.url, **body)["choices"][0]["message"]["content"]
+    said, pid = "", server.rank_pid()
+    asked = {"model": "m", "stream": True, **body}
+    with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=WAIT_S) as answer:
+        for event in (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: {")):
+            (choice,) = json.loads(event)["choices"]
+            if not said and choice["delta"].get("content"):
+                os.kill(pid, signal.SIGKILL)
+            said += choice["delta"].get("content") or ""
+    assert said == expected
+    assert server.rank_pid() != pid
