@@ -3,8 +3,10 @@
 import errno
 import logging
 import socket
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -20,6 +22,7 @@ from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState
 from kvloom.pool.metrics import render
 from kvloom.pool.staging import Staging
+from kvloom.pool.storage.counts import Counts
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
 
@@ -200,3 +203,17 @@ def test_a_flood_of_refused_logins_is_a_line_a_second(caplog):
         "a login was refused: y (4 more were)",
     ]
     assert refused.count == 6
+
+
+def test_what_many_threads_count_is_all_counted():
+    counts = Counts()
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(lambda _: [counts.add("hits", 2) for _ in range(20_000)], range(4)))
+    finally:
+        sys.setswitchinterval(interval_s)
+    counts.raise_to("evicted", 5)
+    counts.raise_to("evicted", 3)
+    assert (dict(counts), counts["never"]) == ({"hits": 160_000, "evicted": 5}, 0)

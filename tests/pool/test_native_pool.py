@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class SideBySideMachine(RuleBasedStateMachine):
         every = [bytes([n]) * 32 for n in range(41)]
         self.ask(lambda pool: pool.block_keys())
         self.ask(lambda pool: pool.usage())
-        self.ask(lambda pool: pool.counts)
+        self.ask(lambda pool: Counter(pool.counts))
         self.ask(lambda pool: pool.missing(every))
         self.ask(lambda pool: pool.count_prefix(every))
         self.ask(lambda pool: [pool.why_missing(key) for key in pool.missing(every)])

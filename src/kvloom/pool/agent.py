@@ -171,7 +171,7 @@ class Agent:
                 failure = m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "expected a hello")
                 channel.send(failure, time.monotonic() + _HELLO_S, request_id=frame.request_id)
         except CHANNEL_ERRORS as error:
-            self.node.counts["sessions_broken"] += 1
+            self.node.counts.add("sessions_broken")
             if caller and isinstance(error, WireError | ssl.SSLError):
                 self._complaints.warn(caller, problem_of(error, self.tls is not None))
         finally:

@@ -2,7 +2,6 @@
 
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Iterable
 from enum import Enum, auto
 from pathlib import Path
@@ -14,6 +13,7 @@ from kvloom.pool.auth import Credential, Keyring, RefusedLogins
 from kvloom.pool.config import AgentConfig, TenantLimits
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.budget import Budget, RateLimit
+from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
@@ -84,7 +84,7 @@ class Node:
         self.config = config
         self.incarnation = secrets.token_bytes(16)
         self.keyring = Keyring(config.is_open, config.secret)
-        self.counts: Counter[str] = Counter()
+        self.counts = Counts()
         self.refused = RefusedLogins("a login")
         self.others: Others | None = None
         self.staging = Staging(config.max_staging_bytes)

@@ -79,10 +79,10 @@ class Reader:
 
     def count(self, total: int, hits: int, cause: Cause) -> None:
         """For /metrics. cause: of all misses."""
-        self._pool.counts["load_keys"] += total
-        self._pool.counts["load_hits"] += hits
+        self._pool.counts.add("load_keys", total)
+        self._pool.counts.add("load_hits", hits)
         if hits < total:
-            self._pool.counts[f"miss_{cause.name.lower()}"] += total - hits
+            self._pool.counts.add(f"miss_{cause.name.lower()}", total - hits)
 
     def release(self, message: m.Release, _deadline_s: float) -> None:
         """Ends a lease. A block the client found damaged is checked here before it is given up."""

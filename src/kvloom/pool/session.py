@@ -86,7 +86,7 @@ class ClientSession:
                 while writer.rest() and not self._frames.has_frame():
                     pass
         except CHANNEL_ERRORS:
-            self._node.counts["sessions_broken"] += 1
+            self._node.counts.add("sessions_broken")
         finally:
             writer.close()
             reader.close()
@@ -110,7 +110,7 @@ class ClientSession:
             raise WireError("expected a proof")
         opened = keyring.open(hello.access_id, frame.message.proof, hello.nonce, nonce)
         if opened is None:
-            self._node.counts["auth_failures"] += 1
+            self._node.counts.add("auth_failures")
             pid, uid, _gid = _UCRED.unpack(
                 self._channel.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
             )
@@ -171,7 +171,7 @@ class ClientSession:
         now_s = time.monotonic()
         taken = staging.take(message.size, least, now_s + (deadline_s - now_s) * _STAGING_SHARE)
         if not taken:
-            self._node.counts["staging_refused"] += 1
+            self._node.counts.add("staging_refused")
             text = f"all {staging.total_bytes} bytes of staging memory are in use; see the agent's --staging"
             raise Refused(EmsErrorCode.EMS_IO_TIMEOUT, text)
         try:

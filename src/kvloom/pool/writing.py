@@ -54,7 +54,7 @@ class Writer:
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
             if not self._may_put(sum(message.lengths[part])):
-                self._pool.counts[f"refused_{Refusal.RATE}"] += len(keys) - start
+                self._pool.counts.add(f"refused_{Refusal.RATE}", len(keys) - start)
                 statuses.append(Status.LIMITED)
                 break
             done = self._save(keys[part], areas[part], parents[start], message.write_rcache)
@@ -65,7 +65,7 @@ class Writer:
             if not Status(done[-1]).is_success:
                 break
         for status, count in Counter(statuses).items():
-            self._pool.counts[_COUNTER[status]] += count
+            self._pool.counts.add(_COUNTER[status], count)
         self._has_ended = message.is_last
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
 

@@ -79,7 +79,7 @@ def _receive(channel: Channel, pool: Pool, blocks: list[Incoming], deadline_s: f
             received.append(Received(Cause.NONE, *published[each.offset]))
         else:
             pool.abandon(each)
-            pool.counts["corrupt_on_wire"] += 1
+            pool.counts.add("corrupt_on_wire")
             received.append(Received(Cause.CORRUPT, Status.NO_ROOM, None))
     return received
 

@@ -115,7 +115,7 @@ class PeerLink:
         try:
             self._pushes.put(_Push(pool, entry, parent), timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
-            pool.counts["push_dropped"] += 1
+            pool.counts.add("push_dropped")
             pool.unpin([entry])
             return False
         if self._is_closed:
@@ -156,7 +156,7 @@ class PeerLink:
         blocks = [each.outgoing() for each in batch]
         for each, is_done in zip(batch, self.put(pool.tenant, blocks, time.monotonic() + _PUSH_S), strict=True):
             each.entry.is_home = is_done
-            pool.counts["push_done" if is_done else "push_failed"] += 1
+            pool.counts.add("push_done" if is_done else "push_failed")
         pool.unpin([each.entry for each in batch])
 
     def end_revoked(self) -> int:
@@ -173,5 +173,5 @@ class PeerLink:
 
 
 def _give_up(push: _Push) -> None:
-    push.pool.counts["push_failed"] += 1
+    push.pool.counts.add("push_failed")
     push.pool.unpin([push.entry])

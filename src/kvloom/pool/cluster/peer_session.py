@@ -42,7 +42,7 @@ class PeerSession:
                 else:
                     raise WireError("not a request of a peer")
         except CHANNEL_ERRORS:
-            self._node.counts["peer_sessions_ended"] += 1
+            self._node.counts.add("peer_sessions_ended")
 
     def _authenticate(self, hello: m.Hello) -> bool:
         deadline_s = time.monotonic() + _HANDSHAKE_S
@@ -51,7 +51,7 @@ class PeerSession:
         claim = self._channel.receive(deadline_s).message
         expected = proof(secret, "peer caller", hello.access_id, hello.nonce, nonce)
         if not secret or not isinstance(claim, m.Proof) or not same(claim.proof, expected):
-            self._node.counts["auth_failures"] += 1
+            self._node.counts.add("auth_failures")
             self._node.refused.note(f"node {hello.access_id!r}, which does not know the cluster's secret")
             self._channel.send(m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "wrong proof"), deadline_s)
             return False
@@ -71,7 +71,7 @@ class PeerSession:
             if not message.has_only:
                 views = [pool.view(entry.offset, entry.length) for entry in entries if entry is not None]
                 send_blocks(self._channel, views, deadline_s)
-                pool.counts["peer_reads"] += len(views)
+                pool.counts.add("peer_reads", len(views))
         finally:
             pool.unpin([entry for entry in entries if entry is not None])
 
@@ -84,5 +84,5 @@ class PeerSession:
         for batch in receive_blocks(self._channel, pool, blocks, deadline_s):
             pool.unpin([one.entry for one in batch if one.entry is not None])
             statuses += bytes(one.status for one in batch)
-            pool.counts["peer_writes"] += sum(one.status == m.Status.STORED for one in batch)
+            pool.counts.add("peer_writes", sum(one.status == m.Status.STORED for one in batch))
         self._channel.send(m.Saved(bytes(statuses)), deadline_s)

@@ -66,7 +66,7 @@ class ControlLink:
             orders = msgspec.json.decode(self._post(msgspec.json.encode(beat)), type=Orders)
             self._apply(orders)
         except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, ValueError) as error:
-            self._node.counts["control_failures"] += 1
+            self._node.counts.add("control_failures")
             self._complain(f"the control plane {config.control_url} gave no valid answer: {one_line(error)}")
             return False
         self._complain("")
@@ -106,7 +106,7 @@ class ControlLink:
         except OSError as error:
             if not self._node.counts["state_failures"]:
                 log.error("what the control plane said is not kept for a restart: %s", error)
-            self._node.counts["state_failures"] += 1
+            self._node.counts.add("state_failures")
 
     def _apply(self, orders: Orders) -> None:
         """Raises ValueError, and changes nothing, when the orders make no sense."""
@@ -115,7 +115,7 @@ class ControlLink:
         self._node.replace_credentials(credentials)
         self._peers.set_members(members, frozenset(orders.draining))
         refused = self._node.set_limits(*(TenantLimits(*each) for each in orders.tenants))
-        self._node.counts["limits_refused"] += len(refused)
+        self._node.counts.add("limits_refused", len(refused))
         if refused != self._refused:
             self._refused = refused
             for each in refused:

@@ -6,7 +6,6 @@ to its key. `TenantPool` keeps them in Python, `NativePool` in C++, with the sam
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
 from ctypes import c_uint64
 from typing import NamedTuple, Protocol
 
@@ -17,6 +16,7 @@ from ems.runs import Areas
 from ems.wire.frames import Frame
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.budget import Budget, Refusal
+from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, Published, Reservation, Written
 from kvloom.pool.storage.segments import Bytes, SharedMemory
 
@@ -132,11 +132,11 @@ class Pool(ABC):
         self.geometry = geometry
         self._budget = budget
         self._rcache_share = rcache_share
-        self._counts: Counter[str] = Counter()
+        self._counts = Counts()
         self._has_no_memory = False  # the system's answer when memory was last asked for
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> Counts:
         """What happened so far, by name."""
         return self._counts
 
@@ -228,7 +228,7 @@ class Pool(ABC):
         if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length).data) == entry.checksum:
             return False
         if self._spoil(entry):
-            self._counts["corrupt"] += 1
+            self._counts.add("corrupt")
         return True
 
     @abstractmethod
@@ -246,10 +246,10 @@ class Pool(ABC):
             cause = Refusal.NO_MEMORY
         else:
             cause = self._budget.why_refused(self.tenant, slot - capacity)
-        self._counts[f"refused_{cause}"] += 1
+        self._counts.add(f"refused_{cause}")
         if cause is Refusal.TOO_LARGE:
             return Status.TOO_LARGE
-        self._counts["no_room"] += 1
+        self._counts.add("no_room")
         self._remember(key, Cause.QUOTA)
         return Status.NO_ROOM
 

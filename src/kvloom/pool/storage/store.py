@@ -229,7 +229,7 @@ class TenantPool(Pool):
         gone = self._memory.blocks_of(segment)
         for entry in gone:
             self._index.forget(entry, Cause.EVICTED)
-        self.counts["evicted"] += len(gone)
+        self.counts.add("evicted", len(gone))
         self._free(entry for entry in gone if not entry.pins)
         return self._memory.give_back(segment)
 
@@ -286,7 +286,7 @@ class TenantPool(Pool):
     def _evict(self, orders: list[Order], wanted: int) -> list[Entry]:
         """Forgets blocks of the first order that has one to go, until `wanted` bytes; their memory is the caller's."""
         gone = self._index.evict(orders, wanted)
-        self.counts["evicted"] += len(gone)
+        self.counts.add("evicted", len(gone))
         return gone
 
     def _has_many_copies(self, slot: int) -> bool:
@@ -310,7 +310,7 @@ class TenantPool(Pool):
         gone = self._memory.slab_to_clear(slot, is_forced)
         for entry in gone:
             self._index.forget(entry, Cause.EVICTED)
-        self.counts["evicted"] += len(gone)
+        self.counts.add("evicted", len(gone))
         self._free(gone)
         return bool(gone)
 

@@ -106,7 +106,7 @@ class EngineTier:
         try:
             self._pushes.put(_Push(pool, entry), timeout=max(0.0, deadline_s - self._now()))
         except queue.Full:
-            pool.counts["push_dropped"] += 1
+            pool.counts.add("push_dropped")
             pool.unpin([entry])
             return False
         return True
@@ -205,7 +205,7 @@ class EngineTier:
         is_done = future is not None and self._wait(future, self._now() + _PUSH_S).problem is Cause.NONE
         for push in batch:
             push.entry.is_home = is_done
-            push.pool.counts["push_done" if is_done else "push_failed"] += 1
+            push.pool.counts.add("push_done" if is_done else "push_failed")
             if future is None:
                 push.pool.unpin([push.entry])
 
@@ -219,7 +219,7 @@ def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | Non
     """Publishes a value of the store if its checksum holds. Returns what went wrong, and the block, pinned."""
     data = value[SUM_BYTES:]
     if len(data) == 0:
-        pool.counts["corrupt_on_wire"] += 1
+        pool.counts.add("corrupt_on_wire")
         return Cause.CORRUPT, None
     begun = pool.begin(key, len(data), is_rcache=True)
     if isinstance(begun, NoRoom):
@@ -231,6 +231,6 @@ def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | Non
     checksum = bytes(value[:SUM_BYTES])
     if xxhash.xxh3_128_digest(view) != checksum:
         pool.abandon(begun)
-        pool.counts["corrupt_on_wire"] += 1
+        pool.counts.add("corrupt_on_wire")
         return Cause.CORRUPT, None
     return Cause.NONE, pool.publish(Written(begun, checksum)).entry

@@ -8,7 +8,6 @@ import logging
 import secrets
 import threading
 import weakref
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,7 @@ from ems.runs import Areas, address_of
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
+from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, NoRoom, Published, Reservation, Written
 from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.native.held import HeldBlocks, NativeBlock
@@ -68,12 +68,12 @@ class NativePool(Pool):
         self._short.pool_close(self.handle)
 
     @property
-    def counts(self) -> Counter[str]:
+    def counts(self) -> Counts:
         if self._tally.is_behind:
             with self._tallying:
                 self._tally.add_to(self._counts)
         if self._glance.num_evicted:
-            self._counts["evicted"] = self._glance.num_evicted
+            self._counts.raise_to("evicted", self._glance.num_evicted)
         return self._counts
 
     # Reading

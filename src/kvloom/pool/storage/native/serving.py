@@ -14,6 +14,7 @@ from ems.common.channel import Channel
 from ems.runs import address_of
 from ems.wire.frames import Frame
 from ems.wire.messages import Cause, Status
+from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
@@ -55,14 +56,14 @@ class Tally:
         """Whether there is something to add."""
         return self._counts.num_calls != self._num_calls
 
-    def add_to(self, counts: Counter[str]) -> None:
+    def add_to(self, counts: Counts) -> None:
         """What was counted since the last time."""
         now, self._num_calls = self._counts, self._counts.num_calls
         named = {**dict(zip(_SAVED, now.saved, strict=False)), **dict(zip(_MISSED, now.missed, strict=False))}
         named |= {"load_keys": now.load_keys, "load_hits": now.load_hits, "corrupt": now.corrupt}
         for name, count in named.items():
             if count != self._added[name]:
-                counts[name] += count - self._added[name]
+                counts.add(name, count - self._added[name])
                 self._added[name] = count
 
 
