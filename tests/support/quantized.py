@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -145,19 +145,20 @@ def group_config(form: str, **weights: Any) -> dict[str, Any]:
 def write_folder(model: Any, folder: Path, of: Format) -> Path:
     """The model as such a folder; its weights become what the folder's stand for."""
     dice = torch.Generator().manual_seed(1)
-    model.save_pretrained(folder)
-    tensors: Tensors = {}
-    for key, weight in model.state_dict().items():
+    model.save_pretrained(folder)  # in one file, each expert in tensors of its own
+    file = folder / "model.safetensors"
+    packed: Tensors = {}
+    meant: Tensors = {}
+    for key, weight in load_file(file).items():
         base = key.removesuffix(".weight")
         if weight.dim() < 2 or base.endswith(tuple(of.left)):
-            tensors[key] = weight.contiguous().clone()
+            packed[key] = meant[key] = weight
             continue
-        own, values = of.write(base, tuple(weight.shape), dice)
-        weight.copy_(values)
-        tensors |= own
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
-    save_file(tensors, folder / "model.safetensors")
+        own, meant[key] = of.write(base, tuple(weight.shape), dice)
+        packed |= own
+    save_file(meant, file, {"format": "pt"})
+    model.load_state_dict(type(model).from_pretrained(folder).state_dict())
+    save_file(packed, file)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": of.config}))
     return folder

@@ -99,6 +99,9 @@ class SafetensorsSource:
             if scheme is not None and len(shape) == 2 and marks(scheme, kinds, key.removesuffix(".weight")):
                 self._packed[name] = self._open_packed(scheme, name, folder)
                 continue
+            if scheme is not None and len(shape) > 2 and marks(scheme, kinds, key.removesuffix(".weight")):
+                problem = f"{key.removesuffix('.weight')} is quantised and holds all experts of its layer"
+                raise ModelError(f"{folder}: {problem}; quantised experts need tensors of their own, or GGUF")
             if key not in self._tensors:
                 raise ModelError(f"{folder}: tensor {key} is missing")
             path, _, entry = self._tensors[key]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
 from kvloom.rank.loading import open_runner
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import run_step, save, tiny_model
+from tests.support.quantized import write_folder
 
 from .test_families import FILES, TOKENS
 from .test_gguf import write
+from .test_quantized_folders import FORMATS
 
 MXFP4 = gguf.GGMLQuantizationType.MXFP4
 
@@ -76,6 +80,52 @@ def test_experts_in_mxfp4_are_read_as_the_format_says(tmp_path):
     torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
 
 
+ROUTERS = ("lm_head", "embed_tokens", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")  # stay as they are
+SIZES = {"hidden_size": 128, "intermediate_size": 256}
+PACKINGS = [
+    ("qwen3 moe", "awq"),
+    ("qwen3 moe", "gptq"),
+    ("qwen3 moe", "gptq, act order"),
+    ("qwen3 moe", "compressed, zeros"),
+    ("qwen3 moe", "compressed, bytes"),
+    ("qwen3 moe", "fp8 by block"),
+    ("qwen3 moe", "compressed, mxfp4"),
+    ("qwen2 moe", "gptq of 8 bits"),
+    ("mixtral", "gptq"),
+    ("mixtral", "awq of 128"),
+    ("mixtral", "compressed"),
+    ("olmoe", "gptq"),
+]
+OWN_SIZES = {
+    "qwen3 moe": {"moe_intermediate_size": 128},
+    "qwen2 moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 192},
+    "olmoe": {"num_experts_per_tok": 6},  # all: its router's close calls would fall otherwise in 8 bits
+}
+
+
+@pytest.mark.parametrize(("family", "name"), PACKINGS)
+def test_experts_of_a_quantised_folder_keep_their_values(family, name, tmp_path):
+    of = replace(FORMATS[name], left=ROUTERS)
+    model = tiny_model(family, **SIZES, **OWN_SIZES.get(family, {}))
+    checkpoint = open_checkpoint(write_folder(model, tmp_path, of))
+    assert checkpoint.weights.form("layers.1.experts.3.up") == checkpoint.weights.form("layers.1.o") == of.form
+    assert checkpoint.weights.form("layers.1.router") == ""
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
+    backend = CpuBackend(checkpoint.spec, checkpoint.weights, 4, CpuOptions("stored"))
+    found = run_step(backend, [TOKENS], [[2]])
+    assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_a_router_may_be_quantised_too(tmp_path):
+    model = tiny_model("qwen3 moe", **SIZES, num_experts=8, moe_intermediate_size=128)
+    checkpoint = open_checkpoint(write_folder(model, tmp_path, FORMATS["gptq"]))
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits_of(checkpoint), wanted, atol=5e-4, rtol=1e-3)
+
+
 def test_a_folder_of_experts_is_served_by_the_kernels_and_an_adapter_of_experts_refused_by_name(tmp_path):
     folder = save(tiny_model("qwen3 moe"), tmp_path / "model")
     assert (
@@ -103,6 +153,13 @@ def drop(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
+def rename(name: str, other: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[other] = tensors.pop(name)
+
+    return change
+
+
 def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         tensors[name] = tensors[name][:-1].contiguous()
@@ -110,6 +167,7 @@ def cut(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
+STACK = "model.layers.1.block_sparse_moe.input_linear"
 BAD: list[tuple[str, Any, dict[str, Any], str]] = [
     ("mixtral", None, {"num_local_experts": 0}, "num_local_experts must be a positive whole number, got 0"),
     ("mixtral", None, {"num_local_experts": 1 << 30}, "num_local_experts is 1073741824 in each of 2 layers, more than"),
@@ -125,6 +183,12 @@ BAD: list[tuple[str, Any, dict[str, Any], str]] = [
     ("qwen3 moe", None, PACKED, "quant_method mxfp4 is for the experts of gpt-oss, not for qwen3_moe"),
     ("olmoe", None, {"clip_qkv": 8.0}, "clip_qkv is not supported, got 8.0"),
     ("granite moe", cut("model.layers.0.block_sparse_moe.output_linear.weight"), {}, r"has shape \[4, 64, 96\]"),
+    (
+        "granite moe",
+        rename(f"{STACK}.weight", f"{STACK}.qweight"),
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+        f"{STACK} is quantised and holds all experts of its layer; quantised experts need tensors of their own",
+    ),
     ("gpt-oss", cut("model.layers.0.self_attn.sinks"), {}, r"self_attn.sinks has shape \[3\]"),
     ("gpt-oss", None, PACKED, "experts.gate_up_proj_blocks is missing"),
     ("gpt-oss", None, {**PACKED, "intermediate_size": 100}, "experts of 100 columns do not fill MXFP4's groups of 32"),
