@@ -24,6 +24,7 @@ from kvloom.pool.storage.native.library import INDEX, functions
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.pool import Batch, Pool
 from kvloom.pool.storage.store import TenantPool
+from tests.support.kept import kept
 
 SLAB, TOTAL = 1 << 16, 1 << 18
 KEYS = st.integers(0, 40).map(lambda n: bytes([n]) * 32)
@@ -218,19 +219,24 @@ def test_a_table_finds_all_that_it_was_given():
     native.close()
 
 
+def lay_compiler(folder: Path, script: str) -> None:
+    folder.mkdir()
+    (folder / "c++").write_text(script)
+    (folder / "c++").chmod(0o755)
+
+
 @pytest.mark.parametrize(("runtime", "kinds"), [("asan", "address,undefined"), ("tsan", "thread")])
-def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, tmp_path, monkeypatch):
+def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, monkeypatch):
     said = subprocess.run(["c++", f"-print-file-name=lib{runtime}.so"], capture_output=True, text=True, check=False)
     library = said.stdout.strip()
     if not Path(library).is_absolute():
         pytest.skip(f"the compiler has no lib{runtime}")
-    compiler = tmp_path / "c++"
-    flags = f"-g -fsanitize={kinds} -fno-sanitize-recover=all -Werror"
-    compiler.write_text(f'#!/bin/sh\nexec c++ {flags} "$@" -O1\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert {each.path().is_relative_to(tmp_path) for each in (BLOCKS, INDEX, STREAM)} == {True}
+    script = f'#!/bin/sh\nexec c++ -g -fsanitize={kinds} -fno-sanitize-recover=all -Werror "$@" -O1\n'
+    names = [each.path().name.encode() for each in (BLOCKS, INDEX, STREAM)]  # which change with the sources
+    cache = kept([script.encode(), *names], "cache", lambda folder: lay_compiler(folder, script))
+    monkeypatch.setenv("CXX", str(cache / "c++"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    assert {each.path().is_relative_to(cache) for each in (BLOCKS, INDEX, STREAM)} == {True}
     options = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
     command = [sys.executable, "-m", "tests.support.pool_storm"]
     done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=False)
