@@ -223,7 +223,7 @@ class FakeRunner:
                 state.num_pooled += 1
         if end == state.num_prompt:
             mean = [total / state.num_pooled for total in state.sums]
-            found: list[float] = {"mean": mean, "cls": [*state.first]}.get(state.pooling, [*last])
+            found = mean if state.pooling == "mean" else state.first if state.pooling == "cls" else last
             output.pooled.append(Pooled(work.id, array("f", found).tobytes()))
 
     def _sample(self, work: Work, state: _State, output: StepOutput) -> None:

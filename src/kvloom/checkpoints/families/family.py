@@ -67,8 +67,9 @@ class Family:
             raise ModelError(f"{self.name} with attention_bias or mlp_bias is not supported")
         layers = layers_of(config, head_dim, max_seq_len)
         experts = experts_of(config, self.mixture, len(layers)) if self.mixture else None
+        ahead = sees_ahead(config)
         sparse = sparse_layers(config, len(layers)) if experts else [False] * len(layers)
-        spec = DecoderSpec(
+        return DecoderSpec(
             family=self.name,
             hidden=hidden,
             intermediate=count(config, "intermediate_size"),
@@ -79,7 +80,7 @@ class Family:
             max_seq_len=max_seq_len,
             layers=tuple(replace(layer, has_experts=own) for layer, own in zip(layers, sparse, strict=True)),
             norm_eps=positive(config, "rms_norm_eps", 1e-6),
-            tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(config.get("tie_word_embeddings", False)) and not ahead,
             qkv_bias=self.qkv_bias,
             qk_norm=self.qk_norm,
             norms=self.norms,
@@ -89,9 +90,10 @@ class Family:
             o_bias=self.o_bias,
             has_sinks=self.has_sinks,
             experts=experts,
+            sees_ahead=ahead,
+            has_logits=not ahead,
             **self.scales(config),
         )
-        return replace(spec.without_head(), sees_ahead=True) if sees_ahead(config) else spec
 
     def _activation(self, config: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
         name = config.get("hidden_activation", config.get("hidden_act", "silu"))
