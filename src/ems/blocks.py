@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ems.common.exception import EmsErrorCode, EmsException, invalid_argument
 from ems.keys import KEY_BYTES, KeySpace
-from ems.native.cut import native_cut
+from ems.native.plan import Planner, native_cut
 from ems.runs import SKIPPED, Blocks, Run
 
 Slots = npt.NDArray[np.int64]
@@ -47,6 +47,7 @@ class Cache:
     block_size: int
     num_slots: int
     groups: tuple[tuple[int, int], ...] = ()  # tokens a block and number of slots of each layer group, if there are any
+    planner: Planner | None = None  # of what is plain
 
     def names(self, hashes: Sequence[int]) -> bytes:
         """Of full blocks, packed."""

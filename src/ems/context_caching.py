@@ -16,9 +16,10 @@ from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult, checked_option
 from ems.keys import KeySpace
-from ems.native.names import native_names
+from ems.native.functions import Plan
+from ems.native.plan import native_names, native_planner
 from ems.profiling import Profiler
-from ems.transport import LinkPool
+from ems.transport import Link, LinkPool
 
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
@@ -33,7 +34,7 @@ class _Call:
     is_load: bool
     arguments: Arguments  # planned again when the agent has another salt
     salt: bytes  # of the names in `request`
-    request: Request
+    request: Request | Plan
     option: CcKvOption
     start_s: float
     is_async: bool = False
@@ -186,19 +187,32 @@ class ContextCaching:
         with self._lock:
             if self._key_space is None or self._key_space[0] != salt:
                 keys = KeySpace(salt, self._config.identity(), registered.layout, native_names())
-                self._key_space = (salt, Cache(keys, registered.block_size, registered.num_slots, registered.groups))
+                size, num_slots, groups = registered.block_size, registered.num_slots, registered.groups
+                planner = None if groups else native_planner(registered.tensors, (size, num_slots), keys.hash_base)
+                self._key_space = (salt, Cache(keys, size, num_slots, groups, planner))
             return self._key_space[1]
 
     def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool, is_async: bool = False) -> _Call:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
         settings, start_s = checked_option(option), time.monotonic()
         salt = self._key_space[0] if self._key_space else b""
-        request = plan(self._planning_cache(salt), arguments, is_load)
+        request = self._planned(salt, arguments, is_load)
         return _Call(is_load, arguments, salt, request, settings, start_s)
+
+    def _planned(self, salt: bytes, arguments: Arguments, is_load: bool) -> Request | Plan:
+        """By C++ where that can; whatever is wrong Python says."""
+        cache = self._planning_cache(salt)
+        if cache.planner is not None and not arguments.others:
+            found = cache.planner.plan(arguments.slot_mapping, arguments.hashes, arguments.offsets)
+            if found is not None:
+                return found
+        return plan(cache, arguments, is_load)
 
     def _later(self, call: _Call) -> CcFuture:
         wants_snapshot = self._has_snapshots and not call.is_load
-        source = self._snapshot(call.request) if wants_snapshot else None
+        if wants_snapshot:
+            call = replace(call, request=plan(self._planning_cache(call.salt), call.arguments))
+        source = self._snapshot(call.request) if isinstance(call.request, Request) and wants_snapshot else None
         try:
             future = self._executor.submit(self._run, replace(call, is_async=True, source=source))
         except RuntimeError:  # the executor's way of saying that it was shut down
@@ -241,9 +255,7 @@ class ContextCaching:
             raise io_timeout("waited for other calls until the deadline")
         try:
             with self._links.lend(deadline_s) as link:
-                request = call.request
-                if link.welcome.key_salt != call.salt:
-                    request = plan(self._planning_cache(link.welcome.key_salt), call.arguments, call.is_load)
+                request = self._request_for(link, call)
                 transfer = pipeline.Transfer(link, request, call.option, deadline_s, progress)
                 if call.is_load:
                     pipeline.load(transfer, self._registered())
@@ -257,6 +269,15 @@ class ContextCaching:
         finally:
             self._profiler.record(call.name, total, progress.success, progress.num_bytes, call.start_s)
         return CcResult(progress.success, total, progress.local)
+
+    def _request_for(self, link: Link, call: _Call) -> Request | Plan:
+        """The call's, planned anew where the agent has another salt, or only Python can carry it out."""
+        request, salt = call.request, link.welcome.key_salt
+        if salt != call.salt:
+            request = self._planned(salt, call.arguments, call.is_load)
+        if isinstance(request, Plan) and (call.source is not None or link.welcome.is_direct or not link.is_native):
+            request = plan(self._planning_cache(salt), call.arguments, call.is_load)
+        return request
 
     def close(self) -> None:
         """Waits for calls under way, at most until their deadlines."""

@@ -106,22 +106,23 @@ class KeySpace:
     """The names of one registered layout of one rank for one tenant. in_batches: who makes many; None = itself."""
 
     def __init__(self, salt: bytes, identity: Identity, layout: Layout, in_batches: BatchNames | None = None) -> None:
+        """`hash_base`: what the names of blocks begin with whose prefix hash the caller computed."""
         base = sha256(b"ems key 2" + _encode_owner(salt, identity) + layout.fingerprint())
-        self._hash_base = base.digest() + b"h"
+        self.hash_base = base.digest() + b"h"
         self._token_base = base.digest() + b"t"
         self._in_batches = in_batches
 
     def of_hash(self, block_hash: int, num_tokens: int) -> bytes:
         """Name of the block whose prefix hash the caller computed; any integer."""
-        return sha256(self._hash_base + encode_int(block_hash) + _NUM_TOKENS(num_tokens)).digest()
+        return sha256(self.hash_base + encode_int(block_hash) + _NUM_TOKENS(num_tokens)).digest()
 
     def of_chunk(self, block_hash: int, lengths: Sequence[int]) -> bytes:
         """Name of a block of a cache in layer groups: its hash, and its tokens in each group. One group = `of_hash`."""
-        return sha256(self._hash_base + encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths)).digest()
+        return sha256(self.hash_base + encode_int(block_hash) + struct.pack(f"<{len(lengths)}Q", *lengths)).digest()
 
     def of_chunks(self, hashes: Sequence[int], lengths: "npt.NDArray[np.int64]") -> bytes:
         """`of_chunk` of each, packed. lengths [hashes, groups]."""
-        packed = self._in_batches.of_hashes(self._hash_base, hashes, lengths) if self._in_batches else None
+        packed = self._in_batches.of_hashes(self.hash_base, hashes, lengths) if self._in_batches else None
         return packed if packed is not None else b"".join(map(self.of_chunk, hashes, lengths.tolist()))
 
     def of_sequence(self, token_ids: "npt.NDArray[np.int64]", block_size: int) -> bytes:

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.keys import KEY_BYTES
+from ems.native.functions import Plan
 from ems.native.line import WantedLoad, WantedSave
 from ems.native.tensors import NativeHostTensors
-from ems.runs import Areas, Blocks, Bytes, Numbers
+from ems.runs import Areas, Blocks, Bytes
 from ems.transport import Link
 from ems.wire import messages as m
 from ems.wire.frames import WireError
@@ -56,12 +59,12 @@ class Progress:
             self.problem = m.Status(statuses[count]) if count < len(statuses) else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Transfer:
-    """One save or load over a lent link."""
+    """One save or load over a lent link. request: a Plan only where C++ can carry it out."""
 
     link: Link
-    request: Request
+    request: Request | Plan
     option: CcKvOption
     deadline_s: float  # of time.monotonic()
     progress: Progress
@@ -91,35 +94,49 @@ def _aligned(size: int) -> int:
 
 def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
-    sizes = cache.sizes(transfer.request)
-    limit = transfer.link.welcome.max_block_bytes
-    if sizes.max() > limit:
-        transfer.link.complain(
-            f"a block of {sizes.max()} bytes is not saved, nor any behind it: the agent's --slab, its largest block, "
+    request, link = transfer.request, transfer.link
+    sizes = _sizes(request, cache)
+    largest, limit = max(sizes), link.welcome.max_block_bytes
+    if largest > limit:
+        link.complain(
+            f"a block of {largest} bytes is not saved, nor any behind it: the agent's --slab, its largest block, "
             f"is {limit}"
         )
-        sizes = sizes[: int((sizes > limit).argmax())]
-        if not len(sizes):
+        sizes = sizes[: next(i for i, size in enumerate(sizes) if size > limit)]
+        if not sizes:
             return
-    if transfer.link.welcome.is_direct:
-        _save_direct(transfer, cache, sizes.tolist())
-    elif transfer.link.is_native and isinstance(cache.tensors, NativeHostTensors):
-        _save_natively(transfer, cache.tensors, sizes)
+    if isinstance(request, Plan):
+        _save_natively(transfer, request, sizes)
+    elif link.welcome.is_direct:
+        _save_direct(transfer, request, cache, sizes)
+    elif link.is_native and isinstance(cache.tensors, NativeHostTensors):
+        _save_natively(transfer, _planned(request, cache.tensors, sizes), sizes, request.parent)
     else:
-        _save_staged(transfer, cache, sizes.tolist())
+        _save_staged(transfer, request, cache, sizes)
     if transfer.progress.problem is m.Status.NO_ROOM:
-        transfer.link.complain(_NO_ROOM)
+        link.complain(_NO_ROOM)
 
 
-def _save_natively(transfer: Transfer, tensors: NativeHostTensors, sizes: Numbers) -> None:
+def _sizes(request: Request | Plan, cache: RegisteredCache | Snapshot) -> list[int]:
+    """Bytes of each block."""
+    if isinstance(request, Plan):
+        return request.all_sizes()
+    sizes: list[int] = cache.sizes(request).tolist()
+    return sizes
+
+
+def _planned(request: Request, tensors: NativeHostTensors, sizes: list[int]) -> Plan:
+    """The first blocks of a request, as many as there are sizes."""
+    return tensors.plan_of(request.blocks, request.keys(0, len(sizes)), np.array(sizes, np.int64))
+
+
+def _save_natively(transfer: Transfer, plan: Plan, sizes: list[int], parent: bytes = b"") -> None:
     """As `_save_staged`, all of it in one call."""
-    link, request, progress = transfer.link, transfer.request, transfer.progress
-    arena, num_regions, region_bytes = _regions(transfer, int(sizes.max()))
+    arena, num_regions, region_bytes = _regions(transfer, max(sizes))
     wanted = WantedSave(
-        blocks=tensors.batch_of(request.blocks),
-        keys=request.keys(0, len(sizes)),
-        sizes=sizes,
-        parent=request.parent,
+        plan=plan,
+        num_blocks=len(sizes),
+        parent=parent,
         arena=arena,
         region_bytes=region_bytes,
         num_regions=num_regions,
@@ -128,10 +145,10 @@ def _save_natively(transfer: Transfer, tensors: NativeHostTensors, sizes: Number
     )
     statuses = bytearray()
     try:
-        link.save(wanted, statuses, transfer.deadline_s)
+        transfer.link.save(wanted, statuses, transfer.deadline_s)
     finally:
-        progress.add(bytes(statuses))
-        progress.num_bytes += int(sizes[: len(statuses)].sum())
+        transfer.progress.add(bytes(statuses))
+        transfer.progress.num_bytes += sum(sizes[: len(statuses)])
 
 
 def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
@@ -143,9 +160,9 @@ def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
     return arena, num_regions, len(arena) // num_regions // _ALIGN * _ALIGN
 
 
-def _save_staged(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
+def _save_staged(transfer: Transfer, request: Request, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
     """Copies into the agent's staging memory, region by region, while the agent takes the regions before."""
-    link, request, deadline_s, progress = transfer.link, transfer.request, transfer.deadline_s, transfer.progress
+    link, deadline_s, progress = transfer.link, transfer.deadline_s, transfer.progress
     arena, num_regions, region_bytes = _regions(transfer, max(sizes))
     groups = _groups(sizes, _FIRST_BYTES, region_bytes)
     parent, under_way, is_ended = request.parent, 0, False
@@ -179,9 +196,9 @@ def _collect(transfer: Transfer) -> None:
     transfer.progress.add(answer.statuses)
 
 
-def _save_direct(transfer: Transfer, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
+def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
     """Trusted node: writes into the memory that the agent reserves, then publishes it with its checksums."""
-    link, request, deadline_s, progress = transfer.link, transfer.request, transfer.deadline_s, transfer.progress
+    link, deadline_s, progress = transfer.link, transfer.deadline_s, transfer.progress
     parent = request.parent
     for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
         keys, lengths = request.keys(group.start, group.stop), sizes[group.start : group.stop]
@@ -216,35 +233,40 @@ def load(transfer: Transfer, cache: RegisteredCache) -> None:
     Where copies of other nodes' blocks found no more room beside those being read, these are released, and it goes on.
     """
     request, tensors = transfer.request, cache.tensors
-    sizes = cache.sizes(request)
+    sizes = _sizes(request, cache)
+    if isinstance(request, Plan):
+        plan: Plan | None = request
+    elif transfer.link.is_native and isinstance(tensors, NativeHostTensors):
+        plan = _planned(request, tensors, sizes)
+    else:
+        plan = None
     start = 0
-    while start < len(request):
-        part = slice(start, min(start + m.MAX_KEYS, len(request)))
+    while start < len(sizes):
+        part = slice(start, min(start + m.MAX_KEYS, len(sizes)))
         before = transfer.progress.success
-        if transfer.link.is_native and isinstance(tensors, NativeHostTensors):
-            is_cut = _load_natively(transfer, tensors, sizes, part)
+        if plan is not None:
+            is_cut = _load_natively(transfer, plan, sizes, part)
         else:
-            is_cut = _load_part(transfer, cache, sizes.tolist(), part)
+            is_cut = _load_part(transfer, cache, sizes, part)
         count = transfer.progress.success - before
         if count < part.stop - start and not (is_cut and count):
             return
         start += count
 
 
-def _load_natively(transfer: Transfer, tensors: NativeHostTensors, sizes: Numbers, part: slice) -> bool:
+def _load_natively(transfer: Transfer, plan: Plan, sizes: list[int], part: slice) -> bool:
     """As `_load_part`, in one call."""
-    request, progress = transfer.request, transfer.progress
-    keys, wanted_sizes = request.keys(part.start, part.stop), sizes[part]
-    wanted = WantedLoad(tensors.batch_of(request.blocks[part]), keys, wanted_sizes, transfer.is_local)
-    done = transfer.link.load(wanted, transfer.deadline_s)
+    progress = transfer.progress
+    done = transfer.link.load(WantedLoad(plan, part.start, part.stop, transfer.is_local), transfer.deadline_s)
     progress.success += done.num_done
-    progress.num_bytes += int(wanted_sizes[: done.num_done].sum())
+    progress.num_bytes += sum(sizes[part.start : part.start + done.num_done])
     return done.cause == m.Cause.NO_ROOM and not done.is_damaged
 
 
 def _load_part(transfer: Transfer, cache: RegisteredCache, sizes: list[int], part: slice) -> bool:
     """The prefix of some blocks. Whether it ended for want of room for copies."""
     link, request = transfer.link, transfer.request
+    assert isinstance(request, Request), "a plan is for C++"
     found = link.call(m.Load(request.keys(part.start, part.stop), transfer.is_local), transfer.deadline_s)
     if not isinstance(found, m.Found) or len(found.segments) > part.stop - part.start:
         raise WireError("expected the result of a load")

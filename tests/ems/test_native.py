@@ -1,6 +1,8 @@
 """The data path in C++ and in Python give the same bytes, sums and answers; without a compiler it is Python's."""
 
+import ctypes
 import logging
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -8,11 +10,13 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ems.blocks import Arguments, Cache, plan
 from ems.buffer import HostTensors, RegisteredCache
+from ems.common.exception import EmsException
 from ems.keys import Identity, KeySpace, Layout
 from ems.native import library
 from ems.native.build import BuildError, Library
-from ems.native.names import native_names
+from ems.native.plan import native_names, native_planner
 from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
@@ -163,3 +167,46 @@ def test_names_are_those_of_python(hashes, groups, tokens):
     counts = np.arange(len(hashes) * groups).reshape(len(hashes), groups) + 1
     assert keys.of_chunks(hashes, counts) == b"".join(map(keys.of_chunk, hashes, counts.tolist()))
     assert keys.of_sequence(np.array(tokens), 3) == b"".join(keys.of_tokens(tokens, 3))
+
+
+numbers = st.integers(-1, 24) | st.sampled_from([True, 2**63, 2**70, -(2**64), 1.5, "1", None, np.int64(3)])
+
+
+def shaped(values: list[object], shape: str) -> object:
+    return {"list": list, "tuple": tuple}[shape](values) if shape != "array" else np.array(values)
+
+
+@settings(max_examples=300)
+@given(
+    counts=st.lists(st.integers(1, 5) | st.sampled_from([0, -1, 2**62]), max_size=4) | st.just([2**62] * 4),
+    order=st.permutations(range(24)),
+    spoiled=st.none() | st.tuples(st.integers(0, 9), numbers),
+    values=st.lists(numbers, min_size=4, max_size=4),
+    shape=st.sampled_from(["list", "tuple", "array"]),
+)
+def test_a_call_is_planned_as_python_plans_it(counts, order, spoiled, values, shape):
+    registered = RegisteredCache([[np.zeros((6, 4, 1, 8), np.uint8), np.zeros((6, 4, 1, 3), np.uint8)]])
+    keys = KeySpace(b"salt", Identity("m", "vllm", "MHA", 1, 1, 0, 0), registered.layout)
+    total = sum(counts) if 0 <= sum(counts) <= 20 else 5
+    slots: list[object] = sorted(order[:total]) if order[0] % 2 else list(order[:total])
+    if spoiled is not None and spoiled[0] < total:
+        slots[spoiled[0]] = spoiled[1]
+    planner = native_planner(registered.tensors, (4, 24), keys.hash_base)
+    assert planner is not None
+    arguments = Arguments(shaped(slots, shape), shaped(values[: len(counts)], shape), shaped(counts, shape), {})
+    planned = planner.plan(*arguments[:3])
+    try:
+        found = plan(Cache(keys, 4, 24), arguments)
+    except EmsException:
+        assert planned is None
+        return
+    given = [*slots, *values[: len(counts)]]
+    assert planned is not None or any(type(value) is not int or not -(2**63) <= value < 2**63 for value in given)
+    if planned is not None:
+        assert len(planned) == len(found)
+        assert planned.all_sizes() == [count * 11 for count in counts]
+        assert ctypes.string_at(planned.keys, 32 * len(found)) == found.keys(0, len(found))
+        edges = list((ctypes.c_int64 * (len(found) + 1)).from_address(planned.blocks.edges))
+        assert edges == found.blocks.edges.tolist() == list(accumulate((len(b[0]) for b in found.blocks), initial=0))
+        runs = (ctypes.c_int64 * (3 * edges[-1])).from_address(planned.blocks.runs)
+        assert list(runs) == found.blocks.runs[: edges[-1]].ravel().tolist()

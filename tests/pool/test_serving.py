@@ -229,7 +229,8 @@ def test_a_block_outside_of_its_segment_is_not_read():
         assert tensor is not None
         tensors = native_tensors([tensor], [0])
         assert tensors is not None
-        wanted = WantedLoad(tensors.batch_of(Blocks.of([(((0, 0, 1),),)])), bytes(32), np.array([8]), False)
+        plan = tensors.plan_of(Blocks.of([(((0, 0, 1),),)]), bytes(32), np.array([8]))
+        wanted = WantedLoad(plan, 0, 1, False)
         for segment, offset, length in ((0, 93, 8), (0, -1, 8), (0, 0, 101), (0, 2**62, 8)):
             Channel(there).send(dishonest(segment, offset, length))
             with pytest.raises(IndexError):

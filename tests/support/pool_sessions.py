@@ -75,12 +75,13 @@ class Sessions:
         assert moving is not None
         blocks, sizes = Blocks.of([(((i, 0, 1),),) for i in range(count)]), np.full(count, size)
         named, statuses = b"".join(keys), bytearray()
-        save = WantedSave(moving.batch_of(blocks), named, sizes, b"", arena.data, 1 << 16, 4, 1 << 14, True)
+        plan = moving.plan_of(blocks, named, sizes)
+        save = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True)
         line.save(save, statuses, deadline_s)
         assert 0 < len(statuses) <= count
         assert line.exists(named, False, deadline_s) <= count
         source[:] = 0
-        wanted = WantedLoad(moving.batch_of(blocks), named, sizes, False)
+        wanted = WantedLoad(plan, 0, count, False)
         loaded = line.load(wanted, self.maps, deadline_s)
         for block, key in zip(source[: loaded.num_done], keys, strict=False):
             assert (block == key[3]).all(), "wrong bytes"

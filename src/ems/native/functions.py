@@ -23,21 +23,58 @@ class Batch(ctypes.Structure):
     ]
 
 
-class Line(ctypes.Structure):
-    """A link for one call."""
+class Plan(ctypes.Structure):
+    """The blocks of a call, as plan.hpp has them."""
 
-    fd: int
+    kept: object  # what it has addresses in
+    blocks: Batch
+    sizes: int
+    largest: int
+    _fields_ = [("blocks", Batch), ("keys", c_void_p), ("sizes", c_void_p), ("largest", c_int64)]
+
+    def __len__(self) -> int:
+        return int(self.blocks.num_blocks)
+
+    def all_sizes(self) -> list[int]:
+        """Bytes of each block."""
+        return list((c_int64 * len(self)).from_address(self.sizes)) if len(self) else []
+
+
+class Cache(ctypes.Structure):
+    """A registered cache and its names, as plan.cpp has them."""
+
+    _fields_ = [
+        ("tensors", c_void_p),
+        ("num_tensors", c_int64),
+        ("token_bytes", c_int64),
+        ("block_size", c_int64),
+        ("num_slots", c_int64),
+        ("sha256", c_void_p),
+        ("base", c_char_p),
+        ("num_base", c_int64),
+    ]
+
+
+class Given(ctypes.Structure):
+    """A caller's arguments. Arrays by address."""
+
+    _fields_ = [
+        ("slots", c_void_p),
+        ("num_slots", c_int64),
+        ("hashes", c_void_p),
+        ("counts", c_void_p),
+        ("num", c_int64),
+        ("is_signed", c_int64),
+    ]
+
+
+class Line(ctypes.Structure):
+    """A link."""
+
     deadline_ns: int
-    request_id: int
     odd: int
     num_odd: int
-    _fields_ = [
-        ("fd", c_int64),
-        ("deadline_ns", c_int64),
-        ("request_id", c_int64),
-        ("odd", c_void_p),
-        ("num_odd", c_int64),
-    ]
+    _fields_ = [("deadline_ns", c_int64), ("request_id", c_int64), ("odd", c_void_p), ("num_odd", c_int64)]
 
 
 class Segment(ctypes.Structure):
@@ -52,14 +89,14 @@ class Load(ctypes.Structure):
     mapped: int | None
     num_mapped: int
     num_given_back: int
+    segments: int
     num_found: int
     cause: int
     num_done: int
     corrupt: int
     _fields_ = [
-        ("blocks", POINTER(Batch)),
-        ("keys", c_char_p),
-        ("sizes", c_void_p),
+        ("plan", c_void_p),
+        ("first", c_int64),
         ("num", c_int64),
         ("is_local", c_int64),
         ("xxh3", POINTER(Xxh3)),
@@ -67,9 +104,6 @@ class Load(ctypes.Structure):
         ("num_mapped", c_int64),
         ("num_given_back", c_int64),
         ("segments", c_void_p),
-        ("offsets", c_void_p),
-        ("lengths", c_void_p),
-        ("sums", c_void_p),
         ("num_found", c_int64),
         ("lease", c_int64),
         ("cause", c_int64),
@@ -80,22 +114,21 @@ class Load(ctypes.Structure):
 
 
 class Save(ctypes.Structure):
-    """Blocks to save. Arrays by address, `num` elements each."""
+    """Blocks to save. Arrays by address."""
 
+    statuses: int
     num_done: int
     _fields_ = [
-        ("blocks", POINTER(Batch)),
-        ("keys", c_char_p),
-        ("sizes", c_void_p),
+        ("plan", c_void_p),
+        ("num", c_int64),
         ("parent", c_char_p),
         ("arena", c_void_p),
-        ("statuses", c_void_p),
-        ("num", c_int64),
-        ("num_done", c_int64),
         ("region_bytes", c_int64),
         ("num_regions", c_int64),
         ("first_bytes", c_int64),
         ("write_rcache", c_int64),
+        ("statuses", c_void_p),
+        ("num_done", c_int64),
     ]
 
 
@@ -103,6 +136,10 @@ _SIGNATURES = {
     "ems_sum": (None, [POINTER(Xxh3), c_char_p, c_uint64, c_void_p]),
     "ems_gather": (None, [POINTER(Batch), c_void_p, POINTER(Xxh3), c_void_p]),
     "ems_scatter": (c_int64, [POINTER(Batch), c_void_p, c_void_p, POINTER(Xxh3), c_char_p]),
+    "ems_plan": (c_void_p, [POINTER(Cache), POINTER(Given)]),
+    "ems_plan_close": (None, [POINTER(Plan)]),
+    "ems_line_open": (c_void_p, [c_int]),
+    "ems_line_close": (None, [POINTER(Line)]),
     "ems_line_exists": (c_int, [POINTER(Line), c_char_p, c_int64, c_int, POINTER(c_int64)]),
     "ems_line_load": (c_int, [POINTER(Line), POINTER(Load)]),
     "ems_cut": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),

@@ -6,13 +6,10 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-
 from ems.keys import KEY_BYTES
 from ems.native import functions as c
 from ems.native.library import Xxh3, xxh3
-from ems.runs import Bytes, Numbers, address_of
-from ems.wire import messages as m
+from ems.runs import Bytes, address_of
 
 _UNEXPECTED, _UNMAPPED, _OUTSIDE = -1, -2, -3  # instead of an error number
 
@@ -34,11 +31,11 @@ class Mapped(NamedTuple):
 
 
 class WantedLoad(NamedTuple):
-    """Blocks to load. sizes [blocks] in bytes."""
+    """Blocks to load: those of a plan from `start` to `stop`."""
 
-    blocks: c.Batch
-    keys: bytes
-    sizes: Numbers
+    plan: c.Plan
+    start: int
+    stop: int
     is_local: bool
 
 
@@ -51,14 +48,13 @@ class Loaded(NamedTuple):
 
 
 class WantedSave(NamedTuple):
-    """Blocks to save through a staging area. sizes [blocks] in bytes; parent: the key before the first, or empty.
+    """Blocks to save through a staging area: the first of a plan's. parent: the key before them, or empty.
 
     region_bytes: of the area, for one message; num_regions: messages under way at once; first_bytes: of the first.
     """
 
-    blocks: c.Batch
-    keys: bytes
-    sizes: Numbers
+    plan: c.Plan
+    num_blocks: int
     parent: bytes
     arena: Bytes
     region_bytes: int
@@ -72,12 +68,15 @@ class NativeLine:
 
     def __init__(self, library: ctypes.CDLL, functions: Xxh3, fd: int) -> None:
         self._library = library
-        self._line = c.Line(fd=fd)
         self._xxh3 = ctypes.pointer(functions)
+        self._line = c.Line.from_address(library.ems_line_open(fd))
 
-    def _by(self, deadline_s: float) -> "ctypes._Pointer[c.Line]":
+    def __del__(self) -> None:
+        self._library.ems_line_close(self._line)
+
+    def _by(self, deadline_s: float) -> c.Line:
         self._line.deadline_ns = int(deadline_s * 1e9)
-        return ctypes.pointer(self._line)
+        return self._line
 
     def _check(self, problem: int) -> None:
         if problem == _UNEXPECTED:
@@ -99,29 +98,24 @@ class NativeLine:
 
         maps: the mapped segments, with those of these numbers, after so many were given back; None = as they are.
         """
-        num = len(wanted.sizes)
-        mapped, numbers = maps(None, 0), np.empty((3, num), np.int64)
-        first, sums = address_of(numbers), ctypes.create_string_buffer(num * m.SUM_BYTES)
+        plan, start, stop, is_local = wanted
+        mapped = maps(None, 0)
         load = c.Load(
-            ctypes.pointer(wanted.blocks),
-            wanted.keys,
-            address_of(wanted.sizes),
-            num,
-            wanted.is_local,
+            ctypes.addressof(plan),
+            start,
+            stop - start,
+            is_local,
             self._xxh3,
             num_given_back=mapped.num_given_back,
-            segments=first,
-            offsets=first + 8 * num,
-            lengths=first + 16 * num,
-            sums=ctypes.addressof(sums),
             corrupt=-1,
         )
         problem = _UNMAPPED
         while problem == _UNMAPPED:
             load.mapped, load.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
-            problem = self._library.ems_line_load(self._by(deadline_s), ctypes.byref(load))
+            problem = self._library.ems_line_load(self._by(deadline_s), load)
             if problem == _UNMAPPED:
-                mapped = maps(numbers[0, : load.num_found].tolist(), load.num_given_back)
+                numbers = (ctypes.c_int64 * load.num_found).from_address(load.segments or 0)
+                mapped = maps(list(numbers), load.num_given_back)
         if problem == _OUTSIDE:
             raise IndexError("a block outside of its segment")
         self._check(problem)
@@ -129,23 +123,10 @@ class NativeLine:
 
     def save(self, wanted: WantedSave, statuses: bytearray, deadline_s: float) -> None:
         """Saves the blocks; adds to `statuses` what became of each, also when it raises."""
-        sizes, out = np.ascontiguousarray(wanted.sizes, np.int64), np.empty(len(wanted.sizes), np.uint8)
-        save = c.Save(
-            ctypes.pointer(wanted.blocks),
-            wanted.keys,
-            address_of(sizes),
-            wanted.parent or None,
-            address_of(wanted.arena),
-            address_of(out),
-            len(sizes),
-            0,
-            wanted.region_bytes,
-            wanted.num_regions,
-            wanted.first_bytes,
-            wanted.write_rcache,
-        )
-        problem = self._library.ems_line_save(self._by(deadline_s), ctypes.byref(save))
-        statuses += out[: save.num_done].tobytes()
+        plan, num, parent, arena, *others = wanted
+        save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others)
+        problem = self._library.ems_line_save(self._by(deadline_s), save)
+        statuses += ctypes.string_at(save.statuses, save.num_done)
         self._check(problem)
 
 

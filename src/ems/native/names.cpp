@@ -4,22 +4,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include "plan.hpp"
+
 namespace {
 
 constexpr size_t kNameBytes = 32;
 constexpr size_t kMaxIntegerBytes = 13;  // sign, length, magnitude of 64 bits
 
 }  // namespace
-
-extern "C" {
-
-struct EmsSha256 {
-    int (*init)(void* state);
-    int (*update)(void* state, const void* data, size_t size);
-    int (*final)(uint8_t* digest, void* state);
-};
-
-}  // extern "C"
 
 namespace {
 

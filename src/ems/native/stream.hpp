@@ -1,4 +1,4 @@
-// Frames over a connected Unix socket. Nothing here throws; what goes wrong is an error number, as errno has it.
+// Frames over a connected Unix socket, and a link of requests and their answers. Nothing here throws; what goes wrong is an error number, as errno has it.
 #pragma once
 
 #include <cerrno>
@@ -6,6 +6,7 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include "sums.hpp"
 #include "wire.hpp"
 
 namespace ems {
@@ -160,6 +161,72 @@ class FrameStream {
     std::vector<uint8_t> buffer_;  // of which start_ .. end_ is not read yet
     size_t start_ = 0;
     size_t end_ = 0;
+};
+
+}  // namespace ems
+
+namespace ems {
+
+// Instead of an error number.
+constexpr int kUnexpected = -1;  // the answer is in `odd`
+constexpr int kUnmapped = -2;    // segments are to be mapped, or mapped anew, before the call goes on
+constexpr int kOutside = -3;     // a block lies outside of its segment
+
+}  // namespace ems
+
+extern "C" {
+
+// A link. odd: the frame that was not expected, until the next call.
+struct EmsLine {
+    int64_t deadline_ns;  // of the call that is under way
+    int64_t request_id;   // of the last request
+    const uint8_t* odd;
+    int64_t num_odd;
+};
+
+}  // extern "C"
+
+namespace ems {
+
+// With what is kept from call to call, so that none has to ask for memory.
+class Exchange : public EmsLine {
+  public:
+    explicit Exchange(int fd) : EmsLine{}, fd_(fd), stream_(fd) {}
+
+    // Of the last load: where its blocks lie, and their sums.
+    std::vector<int64_t> segments, offsets, lengths;
+    std::vector<Sum> sums;
+    // Of the last save.
+    std::vector<uint8_t> statuses;
+
+    FrameWriter& begin(Op op, uint8_t num_values) {
+        writer_.data.clear();
+        writer_.begin(op, static_cast<uint64_t>(++request_id), left_ms(deadline_ns), num_values);
+        return writer_;
+    }
+
+    int send() {
+        writer_.end();
+        return send_all(fd_, writer_.data.data(), writer_.data.size(), deadline_ns);
+    }
+
+    // The next answer, which must be that message. 0, an error number, or kUnexpected.
+    int receive(Op op, Frame& frame) {
+        const int problem = stream_.next(deadline_ns, frame);
+        const bool is_odd = problem == kMalformed || (problem == 0 && frame.header.op != op);
+        return is_odd ? unexpected(frame) : problem;
+    }
+
+    int unexpected(const Frame& frame) {
+        odd = frame.bytes;
+        num_odd = static_cast<int64_t>(frame.size);
+        return kUnexpected;
+    }
+
+  private:
+    int fd_;
+    FrameStream stream_;
+    FrameWriter writer_;
 };
 
 }  // namespace ems

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ems.native.build import BLOCKS
-from ems.native.functions import Batch, functions
+from ems.native.functions import Batch, Plan, functions
 from ems.native.library import is_to_be_compiled, xxh3
 from ems.runs import Areas, Blocks, Bytes, Numbers, address_of, addresses_of
 from ems.tensors import Tensor
@@ -30,7 +30,7 @@ class NativeHostTensors:
             (address_of(memory), tensor.strides[0], tensor.token_bytes, group)
             for memory, tensor, group in zip(self._memories, tensors, group_of, strict=True)
         ]
-        self._table: Numbers = np.array(rows, np.int64)
+        self.table: Numbers = np.array(rows, np.int64)
 
     def gather(self, blocks: Sequence[tuple[object, ...]], targets: Sequence[Bytes]) -> None:
         self._gather(_as_blocks(blocks), targets, None)
@@ -63,12 +63,19 @@ class NativeHostTensors:
 
     def batch_of(self, blocks: Blocks) -> Batch:
         """The blocks for C++; it keeps the arrays that it names."""
-        table, runs, edges = self._table, _contiguous(blocks.runs), _contiguous(blocks.edges)
+        table, runs, edges = self.table, _contiguous(blocks.runs), _contiguous(blocks.edges)
         batch = Batch(
             address_of(table), len(table), blocks.num_groups, address_of(runs), address_of(edges), len(blocks)
         )
         batch.kept = runs, edges
         return batch
+
+    def plan_of(self, blocks: Blocks, keys: bytes, sizes: Numbers) -> Plan:
+        """The same as a plan. keys: packed; sizes [blocks] in bytes."""
+        batch, names, sizes = self.batch_of(blocks), np.frombuffer(keys, np.uint8), _contiguous(sizes)
+        plan = Plan(batch, address_of(names), address_of(sizes), int(sizes.max(initial=0)))
+        plan.kept = batch.kept, names, sizes, self
+        return plan
 
 
 def _as_blocks(blocks: Sequence[tuple[object, ...]]) -> Blocks:

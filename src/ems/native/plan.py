@@ -1,0 +1,190 @@
+"""From a call's arguments to blocks, in one call: where they lie, and their names.
+
+Names take the SHA-256 of the library that Python's hashlib calls.
+"""
+
+import ctypes
+import hashlib
+import importlib
+from array import array
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.native.functions import Cache, Given, Plan, functions_at_hand
+from ems.native.tensors import NativeHostTensors
+from ems.runs import Blocks, Numbers, address_of
+
+NAME_BYTES = 32
+_found: list["Sha256 | None"] = []
+_NAMES = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
+
+
+class Sha256(ctypes.Structure):
+    """Addresses of the functions, as names.cpp has them."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _NAMES]
+
+
+class NativeNames:
+    """As `KeySpace` makes them, packed one after the other. base: what each begins with."""
+
+    def __init__(self, library: ctypes.CDLL, sha256: Sha256) -> None:
+        self._library = library
+        self.sha256 = sha256
+        self._sha256 = ctypes.pointer(sha256)
+
+    def of_hashes(self, base: bytes, values: Sequence[int], counts: "npt.NDArray[np.int64]") -> bytes | None:
+        """By prefix hashes. counts [values, groups]: tokens. None for integers beyond 64 bits."""
+        numbers = _numbers(values)
+        if numbers is None:
+            return None
+        num, counts = len(numbers), np.ascontiguousarray(counts)
+        out = np.empty(num * NAME_BYTES, np.uint8)
+        num_groups, is_signed = counts.size // max(1, num), numbers.typecode == "q"
+        address, _length = numbers.buffer_info()
+        to, of_counts = address_of(out), address_of(counts)
+        self._library.ems_hash_names(self._sha256, base, len(base), address, is_signed, of_counts, num_groups, num, to)
+        return out.tobytes()
+
+    def of_tokens(self, base: bytes, tokens: "npt.NDArray[np.int64]", block_size: int) -> bytes:
+        """Of the blocks of a token sequence."""
+        tokens = np.ascontiguousarray(tokens)
+        out = np.empty(-(-len(tokens) // block_size) * NAME_BYTES, np.uint8)
+        to, num = address_of(out), len(tokens)
+        self._library.ems_token_names(self._sha256, base, len(base), address_of(tokens), num, block_size, to)
+        return out.tobytes()
+
+
+class OwnedPlan(Plan):
+    """One that C++ has made, in its own memory."""
+
+    close: Callable[[Plan], None]
+
+    def __del__(self) -> None:
+        self.close(self)
+
+
+class Planner:
+    """Plans calls under hash semantics by a registered cache without layer groups, in C++."""
+
+    def __init__(
+        self, library: ctypes.CDLL, tensors: NativeHostTensors, slots: tuple[int, int], names: tuple[Sha256, bytes]
+    ) -> None:
+        """slots: tokens a block of the cache, and how many there are. names: the hash, and what they begin with."""
+        sha256, base = names
+        table = tensors.table
+        self._kept = tensors, sha256, base
+        token_bytes = int(table[:, 2].sum())
+        self._cache = Cache(
+            address_of(table), len(table), token_bytes, *slots, ctypes.addressof(sha256), base, len(base)
+        )
+        self._plan, self._close = library.ems_plan, library.ems_plan_close
+
+    def plan(self, slot_mapping: object, hashes: object, offsets: object) -> Plan | None:
+        """What `blocks.plan` finds; None where it is to look itself: whatever is not plain, or not as it should be."""
+        slots, counts = _plain(slot_mapping), _plain(offsets)
+        numbers = _plain(hashes, has_large=True)
+        if slots is None or counts is None or numbers is None or len(numbers) != len(counts):
+            return None
+        given = Given(
+            slots.buffer_info()[0],
+            len(slots),
+            numbers.buffer_info()[0],
+            counts.buffer_info()[0],
+            len(counts),
+            numbers.typecode == "q",
+        )
+        found = self._plan(self._cache, given)
+        if found is None:
+            return None
+        plan = OwnedPlan.from_address(found)
+        plan.close, plan.kept = self._close, self._kept
+        return plan
+
+
+def native_planner(tensors: object, slots: tuple[int, int], base: bytes) -> Planner | None:
+    """Of host tensors; None without the library, or where Python's SHA-256 cannot be called from it."""
+    library, sha256 = functions_at_hand(), _hashlibs()
+    if library is None or sha256 is None or not isinstance(tensors, NativeHostTensors):
+        return None
+    return Planner(library, tensors, slots, (sha256, base))
+
+
+def _plain(values: object, has_large: bool = False) -> "array[int] | None":
+    """A list, tuple or array of integers within 64 bits; has_large: or of those that need all 64 without a sign."""
+    if isinstance(values, list | tuple):
+        if set(map(type, values)) == {int}:
+            return _numbers(values) if has_large else _signed(values)
+    elif isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == np.int64:
+        numbers = array("q")
+        numbers.frombytes(values.tobytes())
+        return numbers
+    return None
+
+
+def _signed(values: Sequence[int]) -> "array[int] | None":
+    try:
+        return array("q", values)
+    except OverflowError:
+        return None
+
+
+def native_cut(slots: Numbers, counts: list[int], block_size: int, num_slots: int) -> Blocks | None:
+    """The runs of each block, which has so many tokens; they have as many as there are slots.
+
+    None without the library, and where a slot is not of the cache or named more than once: Python says which.
+    """
+    library = functions_at_hand()
+    if library is None:
+        return None
+    tokens, num = np.array(counts, np.int64), len(slots)
+    runs, edges = np.empty((num, 3), np.int64), np.empty(len(tokens) + 1, np.int64)
+    slots = np.ascontiguousarray(slots)
+    num_runs = library.ems_cut(
+        address_of(slots),
+        num,
+        address_of(tokens),
+        len(tokens),
+        block_size,
+        num_slots,
+        address_of(runs),
+        address_of(edges),
+    )
+    return Blocks(runs[:num_runs], edges) if num_runs >= 0 else None
+
+
+def native_names() -> NativeNames | None:
+    """None without the library, or where Python's SHA-256 cannot be called from it."""
+    library, sha256 = functions_at_hand(), _hashlibs()
+    return NativeNames(library, sha256) if library is not None and sha256 is not None else None
+
+
+def _numbers(values: Sequence[int]) -> "array[int] | None":
+    for typecode in "qQ":
+        try:
+            return array(typecode, values)
+        except OverflowError:
+            continue
+    return None
+
+
+def _hashlibs() -> Sha256 | None:
+    """hashlib's; None where its library does not show it, or computes something else."""
+    if not _found:
+        _found.append(_look_for_sha256())
+    return _found[0]
+
+
+def _look_for_sha256() -> Sha256 | None:
+    try:
+        opened = ctypes.CDLL(importlib.import_module("_hashlib").__file__)  # and what it was linked with
+        found = Sha256(*(ctypes.cast(getattr(opened, name), ctypes.c_void_p).value for name in _NAMES))
+    except (ImportError, OSError, AttributeError, TypeError):
+        return None
+    state, digest = ctypes.create_string_buffer(256), ctypes.create_string_buffer(NAME_BYTES)
+    opened.SHA256_Init(state)
+    opened.SHA256_Update(state, b"ems", ctypes.c_size_t(3))
+    opened.SHA256_Final(digest, state)
+    return found if digest.raw == hashlib.sha256(b"ems").digest() else None
