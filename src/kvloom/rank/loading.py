@@ -133,9 +133,9 @@ def _open_reference(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress, seat: tuple[int, str]
 ) -> tuple[Backend, Pools, int]:
     """As _open_kernels. `seat`: the rank's number, and where the ranks meet."""
-    torch_backend = _torch_backend(_needs_torch(config))
     spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
-    shard_spec(spec, config.world_size)  # says what is wrong before anything is taken
+    shard_spec(spec, config.world_size)  # says what is wrong before torch is loaded or anything is taken
+    torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
     options = torch_backend.options_of(config, size, mesh)
