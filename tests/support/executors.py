@@ -1,22 +1,23 @@
 """Models opened as a server does: one rank in this process, several in theirs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from kvloom.contract.config import EngineConfig
 from kvloom.engine.link.executor import Executor
+from kvloom.engine.link.ranks import RankExecutor
 from kvloom.rank.main import open_runner
-from kvloom.rank.opening import open_ranks
 from tests.support.engines import in_process
+from tests.support.forked_ranks import program
 
 
 @contextmanager
-def opened(config: EngineConfig) -> Iterator[Executor]:
-    """The ranks of `config`; no token ends an answer by itself."""
+def opened(config: EngineConfig, command: Sequence[str] = ()) -> Iterator[Executor]:
+    """The ranks of `config`, by default forked; no token ends an answer by itself."""
     if config.world_size > 1:
-        executor = open_ranks(config, list)
+        executor = RankExecutor(command or program(), config, list)
         try:
             yield executor
         finally:
