@@ -130,8 +130,8 @@ def test_a_rank_that_is_killed_at_random_moments_changes_no_answer(smollm2_path,
     async def body(engine: EngineThread) -> None:
         adapter = await engine.load_adapter(str(folder))
         streams = Streams(engine, requests_of(tokenizer, adapter.id))
-        for index in range(len(streams.asked)):
-            streams.truth[index] = await streams.ask(index)
+        numbers = range(len(streams.asked))
+        streams.truth.update(zip(numbers, await asyncio.gather(*map(streams.ask, numbers)), strict=True))
         streams.pauses_s.clear()
         readers = [asyncio.create_task(streams.read(i)) for i in range(NUM_STREAMS)]
         away_s = []
