@@ -21,10 +21,10 @@ PROMPTS = (
     "Water boils at one hundred degrees where the sea is, and at less in",
 )
 PARAMS = (
-    SamplingParams(temperature=0, max_tokens=8),
-    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=8),
-    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=8, repetition_penalty=1.1),
-    SamplingParams(temperature=0, max_tokens=8, frequency_penalty=0.5),
+    SamplingParams(temperature=0, max_tokens=6),
+    SamplingParams(temperature=0.8, top_p=0.95, seed=7, max_tokens=6),
+    SamplingParams(temperature=1.0, top_k=40, seed=11, max_tokens=6, repetition_penalty=1.1),
+    SamplingParams(temperature=0, max_tokens=6, frequency_penalty=0.5),
 )
 
 
@@ -135,7 +135,7 @@ def test_streamed_text_is_the_text_of_the_tokens(undisturbed, tokenizer):
 
 def test_log_probabilities_of_a_prompt_are_those_of_generating_it(model):
     prompt = model.ids(PROMPTS[0])
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
     deltas = run_all(plain(model), Request("a", prompt, params))["a"]
     whole = prompt + tuple(tokens_of(deltas))
     scored = run_all(plain(model), Request("b", whole, SamplingParams(max_tokens=0, prompt_logprobs=0)))
