@@ -35,6 +35,9 @@ from .models import (
 
 AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
 FORMATS = [("bf16", "bf16"), ("stored", "bf16"), ("w8a8", "bf16"), ("w4a8", "bf16"), ("w8a8", "int8")]
+# The tests of a model come together, whatever is drawn: what they share is let go after them.
+EACH_ISA = pytest.mark.parametrize("isa", AVAILABLE, scope="module")
+EACH_MODEL = pytest.mark.parametrize("name", SPECS, scope="module")
 LENGTHS = (1, 2, 7, 15, 16, 17, 33, 130, 260)
 
 
@@ -53,13 +56,13 @@ def weights_of(name: str) -> MemoryWeights:
     return random_weights(SPECS[name])
 
 
-@functools.cache
+@functools.lru_cache(len(FORMATS))
 def cpu(name: str, isa: str, weight_format: str = "bf16", kv_dtype: str = "bf16") -> CpuBackend:
     """Two threads, 64 blocks, in which other tests have left what they computed."""
     return CpuBackend(SPECS[name], weights_of(name), 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
 
 
-@functools.cache
+@functools.lru_cache(len(FORMATS))
 def whole(name: str, isa: str, weight_format: str = "bf16", kv_dtype: str = "bf16") -> torch.Tensor:
     """Logits of all tokens of `prompts`, in one step. Tests leave them as they are."""
     return all_logits(cpu(name, isa, weight_format, kv_dtype), *ragged(prompts())).clone()
@@ -90,8 +93,8 @@ def slack(name: str) -> float:
     return 1.5 if SPECS[name].experts else 1.0
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("name", SPECS)
+@EACH_ISA
+@EACH_MODEL
 @pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
 def test_logits_are_near_the_reference(name, isa, weight_format, limit):
     assert relative_error(whole(name, isa, weight_format), reference(name).full) < limit * slack(name)
@@ -141,8 +144,8 @@ def test_a_mixed_file_is_told_for_what_it_is():
     assert backend.held_as == "as the file has them (9 in 4 bits, 3 in 5 bits, 2 in 6 bits, 1 in 8 bits)"
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("name", SPECS)
+@EACH_ISA
+@EACH_MODEL
 def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, isa):
     head_dim = SPECS[name].head_dim
     backend, wide = cpu(name, isa, kv_dtype="int8"), cpu(name, isa)
@@ -153,8 +156,8 @@ def test_int8_keys_and_values_halve_the_cache_and_stay_near_the_reference(name, 
     assert not torch.equal(got, whole(name, isa))
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("name", SPECS)
+@EACH_ISA
+@EACH_MODEL
 @pytest.mark.parametrize(("weight_format", "kv_dtype"), FORMATS)
 def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_format, kv_dtype):
     backend = cpu(name, isa, weight_format, kv_dtype)
@@ -166,14 +169,14 @@ def test_a_sequence_alone_gives_the_same_bits_as_in_company(name, isa, weight_fo
         start += len(part[0])
 
 
-@functools.cache
+@functools.lru_cache(len(FORMATS))
 def in_one_piece(name: str, isa: str, kv_dtype: str) -> torch.Tensor:
     """Logits of a prompt of 150 tokens."""
     return all_logits(cpu(name, isa, kv_dtype=kv_dtype), *ragged([(tokens_of(150), 0, list(range(20, 30)))])).clone()
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("name", SPECS)
+@EACH_ISA
+@EACH_MODEL
 @pytest.mark.parametrize("chunk", [1, 3, 16, 50, 128])
 @pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
 def test_a_prompt_in_chunks_gives_the_same_bits_as_whole(name, isa, chunk, kv_dtype):
@@ -202,8 +205,8 @@ def test_only_the_asked_rows_are_returned_in_the_asked_order():
     assert torch.equal(all_logits(backend, batch, some).clone(), every[some.tolist()])
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
-@pytest.mark.parametrize("name", SPECS)
+@EACH_ISA
+@EACH_MODEL
 @pytest.mark.parametrize(("weight_format", "limit"), [("bf16", 0.02), ("w8a8", 0.04)])
 def test_states_are_near_the_reference_and_do_not_disturb_logits(name, isa, weight_format, limit):
     backend = cpu(name, isa, weight_format)
