@@ -15,9 +15,12 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.pooling import POOLINGS
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
+from kvloom.gewu.protocol.messages import Open
+from kvloom.gewu.worker.main import open_worker
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
+from tests.support.byte_folder import make_byte_folder
 from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
 from tests.support.embedding import pooled
 from tests.support.engines import engine_over, run_all
@@ -87,6 +90,15 @@ def test_a_checkpoint_without_a_head_makes_embeddings_and_nothing_else(kind, tmp
         check_capable(runner.info.lacks, NOTHING, {"generation": True})
     assert caught.value.field == "prompt"
     check_capable(runner.info.lacks, NOTHING, {"pooling": "last"})
+    with pytest.raises(BadRequest, match="its checkpoint has no head, it makes embeddings"):
+        engine_of(runner).add(Request("text", PROMPTS[0], SamplingParams(max_tokens=1)))
+
+
+def test_a_session_on_a_model_without_a_head_is_refused_while_it_loads(tmp_path):
+    make_byte_folder(tmp_path)
+    save(tiny_model("qwen3").model, tmp_path)
+    with pytest.raises(ModelError, match="a session answers with text, and this model cannot: its checkpoint has no"):
+        open_worker(Open(str(tmp_path), "cpu", 1 << 20, 64), lambda done, total: None)
 
 
 def test_chunks_company_and_the_cache_do_not_show(runner: ModelRunner, pooling: str):

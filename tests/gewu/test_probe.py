@@ -97,6 +97,14 @@ def test_an_unknown_architecture_is_refused_before_loading(tmp_path):
     assert caught.value.code is Code.NOSYS
 
 
+def test_a_model_that_makes_embeddings_and_no_text_is_refused_before_loading(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["LlamaModel"]}))
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 10)
+    with pytest.raises(Refused, match="LlamaModel makes embeddings, and a session answers with text") as caught:
+        look(tmp_path)
+    assert caught.value.code is Code.NOSYS
+
+
 @pytest.mark.parametrize("keep", [3, 10, 40, 100])
 def test_a_cut_file_is_no_model(keep, tmp_path):
     path = write_gguf(tmp_path / "model.gguf")

@@ -29,12 +29,12 @@ def embed(server: FakeServer, input: Any, **fields: Any) -> Any:
     return response.json()
 
 
-def pooling_server(monkeypatch: pytest.MonkeyPatch, pooling: str) -> Any:
+def pooling_server(monkeypatch: pytest.MonkeyPatch, pooling: str, lacks: dict[str, str] | None = None) -> Any:
     make = FakeRunner.__init__
 
     def make_pooling(self: FakeRunner, config: EngineConfig) -> None:
         make(self, config)
-        self.info.pooling = pooling
+        self.info.pooling, self.info.lacks = pooling, lacks or {}
 
     monkeypatch.setattr(FakeRunner, "__init__", make_pooling)
     return fake_server()
@@ -183,3 +183,10 @@ def test_a_prompt_that_cannot_be_used_is_refused_by_name(given: Any, name: str, 
     with fake_server(card={"prompts": PROMPTS}) as server:
         response = server.post("/v1/embeddings", {"model": MODEL, "input": given, "prompt_name": name})
         assert (response.status_code, response.json()["error"]["message"]) == (400, problem)
+
+
+@pytest.mark.parametrize("path", ["/health/timed-10", "/health_generate"])
+def test_the_health_of_a_model_that_generates_nothing_is_shown_by_an_embedding(path, monkeypatch):
+    with pooling_server(monkeypatch, "mean", {"generation": "it has no head"}) as server:
+        assert server.complete().status_code == 400
+        assert server.client.get(path).status_code == 200

@@ -6,7 +6,7 @@ An engine says in RankInfo.lacks which of FEATURES it has not, and why. Pure.
 from collections.abc import Callable, Mapping
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.request import Request, SamplingParams
 
 # SamplingParams that every engine has: the server's own work, or the least that a model does
 ALWAYS = frozenset({"temperature", "max_tokens", "include_stop", "skip_special_tokens"})
@@ -55,3 +55,17 @@ def check_capable(lacks: Mapping[str, str], params: SamplingParams, beside: Mapp
         asked = _ASKED[name](params) if name in _ASKED else beside.get(name)
         if asked:
             raise BadRequest(_NAMES.get(name, name), f"the engine of this model cannot do it: {why}")
+
+
+def check_request_capable(lacks: Mapping[str, str], request: Request) -> None:
+    """check_capable for what an engine is handed itself, whoever handed it."""
+    if lacks:
+        beside = {
+            "generation": not (request.pooling or request.is_look),
+            "pooling": request.pooling,
+            "adapter": request.adapter,
+            "priority": request.priority,
+            "cache_salt": request.cache_salt,
+            "kv_transfer": request.gives_kv or request.kv_place,
+        }
+        check_capable(lacks, request.params, beside)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.checkpoints import footprint
-from kvloom.checkpoints.families import FAMILIES
+from kvloom.checkpoints.families import FAMILIES, has_head
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, only_gguf, read_object
 from kvloom.checkpoints.metadata import read_shape
 from kvloom.checkpoints.quantized.scheme import scheme_of
@@ -46,6 +46,8 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
         )
     if arch not in FAMILIES:
         raise Refused(Code.NOSYS, f"architecture {arch!r:.80} is not known; known are {', '.join(FAMILIES)}")
+    if not has_head(arch):
+        raise Refused(Code.NOSYS, f"{files.path}: {arch} makes embeddings, and a session answers with text")
     try:
         spec = FAMILIES[arch].spec({"vocab_size": _VOCAB_SIZE, **config})
     except ModelError as error:

@@ -167,6 +167,8 @@ def open_worker(setup: Open, progress: Progress) -> tuple[Worker, Ready]:
     tokenizer: Tokenizer = ByteTokenizer() if setup.backend == "fake" else load_tokenizer(setup.model)
     config, num_tokens = _sizes(setup)
     runner = open_runner(config, sorted(tokenizer.eos_ids), progress)
+    if why := runner.info.lacks.get("generation"):
+        raise ModelError(f"{setup.model}: a session answers with text, and this model cannot: {why}")
     planner = ClassPlanner(
         time.monotonic,
         CpuShare().serve,

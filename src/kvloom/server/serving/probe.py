@@ -1,4 +1,4 @@
-"""Whether the models answer, shown by a real inference of one token."""
+"""Whether the models answer, shown by a real inference of one token, or an embedding of one."""
 
 import asyncio
 from collections.abc import Iterable
@@ -28,6 +28,8 @@ async def _probe(service: GenerationService, id: str) -> None:
     async def ask() -> None:
         prompt = tuple(service.tokenizer.encode("Hello")[:1])
         request = Request(f"probe-{id}", prompt, SamplingParams(temperature=0, max_tokens=1))
+        if "generation" in service.engine.info.lacks:
+            request = Request(request.id, prompt, SamplingParams(max_tokens=0), pooling=service.engine.info.pooling)
         async with aclosing(service.engine.stream(request)) as deltas:
             async for _ in deltas:
                 pass
