@@ -142,6 +142,8 @@ CASES = [
     _post("rerank-short", "/rerank", {**_RERANK, "return_documents": False, "instruction": "Find the answer."}),
     _post("rerank-error", "/v1/rerank", {**_RERANK, "max_tokens_per_doc": 9}),
     _post("rerank-error-empty", "/v1/rerank", {**_RERANK, "documents": []}),
+    _post("classify-error", "/classify", {"model": MODEL, "input": "what is a cat?"}),
+    _post("classify-error-v1", "/v1/classify", {"model": MODEL, "input": "what is a cat?"}),
     _post("score", "/v1/score", {"model": MODEL, "text_1": "what is a cat?", "text_2": ["an animal", "a car"]}),
     _post("score-short", "/score", {"model": MODEL, "text_1": ["a", "b"], "text_2": ["c", "d"]}),
     _post("score-error", "/score", {"model": MODEL, "text_1": ["a", "b"], "text_2": "c"}),

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
+from kvloom.checkpoints.embedding.classes import decoder_classes
 from kvloom.checkpoints.embedding.dense import dense_of_gguf
 from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling
-from kvloom.checkpoints.families import family_of, has_head
+from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
 from kvloom.checkpoints.families.adapted import adapted, file_shapes, folder_layout, gguf_layout
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.files import MAX_CONFIG_BYTES, find_weights, read_object
@@ -59,13 +60,17 @@ def _open_folder(folder: Path) -> Checkpoint:
     layout = folder_layout(family, scheme)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
+    if name.endswith(CLASSIFIER):
+        embedding = decoder_classes(config, source, spec.hidden)
+    else:
+        embedding = folder_embedding(folder, spec.hidden, _otherwise(spec))
     return Checkpoint(
         folder,
         spec,
         adapted(source, layout, spec),
         folder_file.stop_ids(folder, config),
         bos_id if isinstance(bos_id, int) else None,
-        folder_embedding(folder, spec.hidden, _otherwise(spec)),
+        embedding,
     )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.mapped import MappedFile
+from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.checkpoints.quantized.packed import PackedMatrix, Part, check_sizes, marks, wanted
 from kvloom.checkpoints.quantized.scheme import Scheme
-from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape
+from kvloom.checkpoints.source import RawTensor, Tensor, as_rows, check_shape, widen
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import ModelError
 
@@ -84,12 +85,12 @@ class SafetensorsSource:
         """shapes: adapted.file_shapes; names: of a layer's tensors, where they are not LAYER_NAMES; scheme: how
         matrices are packed, those that are.
         """
-        self._shapes, self._names = shapes, names
+        self._folder, self._shapes, self._names = folder, shapes, names
         self._packed: dict[str, PackedMatrix] = {}  # their bytes are not touched yet
         self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
-            for key, entry in entries_of(path, file).items():
+            for key, entry in _entries(path, file).items():
                 self._tensors[key] = path, file, entry
         bare = file_name("embed").removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
@@ -102,14 +103,7 @@ class SafetensorsSource:
             if scheme is not None and len(shape) > 2 and marks(scheme, kinds, key.removesuffix(".weight")):
                 problem = f"{key.removesuffix('.weight')} is quantised and holds all experts of its layer"
                 raise ModelError(f"{folder}: {problem}; quantised experts need tensors of their own, or GGUF")
-            if key not in self._tensors:
-                raise ModelError(f"{folder}: tensor {key} is missing")
-            path, _, entry = self._tensors[key]
-            check_shape(key, entry.shape, shape, str(path))
-            is_known = entry.kind == "U8" if name.endswith(_BYTES) else entry.kind in FLOATS
-            if not is_known:
-                known = "known is U8" if name.endswith(_BYTES) else "known are F32, F16 and BF16"
-                raise ModelError(f"{path}: tensor {key} is {entry.kind}; {known}")
+            self._check(key, shape, ("U8",) if name.endswith(_BYTES) else FLOATS)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -118,6 +112,22 @@ class SafetensorsSource:
         """The tensor's name in these files."""
         key = file_name(name, self._names)
         return self._prefix + key.removeprefix(_PREFIX) if key.startswith(_PREFIX) else key
+
+    def _check(self, key: str, shape: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+        """Raises ModelError when the files' tensor `key` is missing, or of another shape or type."""
+        if key not in self._tensors:
+            raise ModelError(f"{self._folder}: tensor {key} is missing")
+        path, _, entry = self._tensors[key]
+        check_shape(key, entry.shape, shape, str(path))
+        if entry.kind not in kinds:
+            known = "known are F32, F16 and BF16" if kinds == FLOATS else f"known is {kinds[0]}"
+            raise ModelError(f"{path}: tensor {key} is {entry.kind}; {known}")
+
+    def floats(self, key: str, shape: tuple[int, ...]) -> Floats:
+        """A tensor that is none of the model's own, by its name in the files, as float32. Raises ModelError."""
+        self._check(key, shape, FLOATS)
+        _, file, entry = self._tensors[key]
+        return widen(file.part(entry.start, entry.end), entry.kind.lower()).reshape(shape)
 
     def _open_packed(self, scheme: Scheme, name: str, folder: Path) -> PackedMatrix:
         """Raises ModelError when a tensor that it is made of is missing, or of another type or shape."""
@@ -152,8 +162,8 @@ class SafetensorsSource:
         return RawTensor(name, self._shapes[name], entry.kind.lower(), data)
 
 
-def entries_of(path: Path, file: MappedFile) -> dict[str, Entry]:
-    """The tensors of a file. Raises ModelError."""
+def _entries(path: Path, file: MappedFile) -> dict[str, Entry]:
+    """Raises ModelError."""
     try:
         size = header_bytes(file.part(0, LENGTH_BYTES).tobytes())
         entries = read_entries(file.part(0, size).tobytes())
@@ -176,12 +186,6 @@ def stop_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(ids)
 
 
-def refuse_pickle(folder: Path) -> None:
-    """Raises ModelError when there are weights that are never opened."""
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
-
-
 def _weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -191,8 +195,8 @@ def _weight_files(folder: Path) -> list[Path]:
         files = sorted({folder / Path(f).name for f in weight_map.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        refuse_pickle(folder)
+    if not files and (any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))):
+        raise ModelError(f"{folder}: holds only pickle weights (.bin), which are never opened; convert to safetensors")
     if not files:
         raise ModelError(f"{folder}: holds no .safetensors file")
     for path in files:

@@ -162,6 +162,8 @@ class RankInfo(msgspec.Struct, array_like=True):
     kv_layout: str = ""  # and how they are computed and arranged; "" without such a tier
     sees: bool = False  # requests may have a Sight
     image_text: str = ""  # what stands for an image in a text, where the chat template takes no parts; "" = unknown
+    labels: list[str] = []  # of a classifier: a pooled vector has a number for each
+    activation: str = ""  # pooling.scores makes scores of those
     sees_ahead: bool = False  # tokens see those behind them: a prompt is computed in one step, nothing of it is kept
 
     @property

@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Sequence
 
 POOLINGS = ("last", "mean", "cls")  # the last token's state, the mean of all, the first token's
 
@@ -11,3 +12,19 @@ def unit(data: bytes, num_dimensions: int | None = None) -> "array[float]":
     values = array("f", data)[:num_dimensions]
     length = math.hypot(*values)
     return array("f", [value / length for value in values]) if length > 0 else values
+
+
+def scores(numbers: Sequence[float], activation: str) -> list[float]:
+    """A classification head's numbers as its labels' scores: "softmax", "sigmoid" or "identity"."""
+    if activation == "identity":
+        return list(numbers)
+    if activation == "sigmoid":
+        return [_sigmoid(number) for number in numbers]
+    largest = max(numbers)
+    weights = [math.exp(number - largest) for number in numbers]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _sigmoid(x: float) -> float:
+    """By the exponential that cannot overflow."""
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

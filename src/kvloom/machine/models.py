@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvloom.checkpoints import footprint
-from kvloom.checkpoints.checkpoint import open_checkpoint
+from kvloom.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from kvloom.checkpoints.demo_models import MODELS, linked, pulled
 from kvloom.checkpoints.facts import facts_of
 from kvloom.checkpoints.files import find_weights, read_text
@@ -28,7 +28,7 @@ class ModelRow:
     licence: str = ""
     weight_bytes: int = 0  # in memory, as the CPU backend holds them by default
     token_bytes: int = 0  # of the KV cache, for each token of context
-    makes: str = ""  # "text", "embeddings"
+    makes: str = ""  # "text", "embeddings", "labels"
     problem: str = ""  # why it cannot be served
 
 
@@ -49,7 +49,7 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
         path = find_weights(path)
         checkpoint = open_checkpoint(path)
         spec = checkpoint.spec
-        family, makes = spec.family, "text" if spec.has_logits else "embeddings"
+        family, makes = spec.family, _made(checkpoint)
         config = EngineConfig(model=str(path))
         weights = footprint.weight_bytes(config, "cpu", spec, checkpoint.weights.form)
         token = footprint.kv_token_bytes(config, "cpu", spec)
@@ -68,6 +68,13 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
         makes,
         problem,
     )
+
+
+def _made(checkpoint: Checkpoint) -> str:
+    """What the model makes, in a word."""
+    if checkpoint.embedding.labels:
+        return "labels"
+    return "text" if checkpoint.spec.has_logits else "embeddings"
 
 
 def _licence(path: Path) -> str:

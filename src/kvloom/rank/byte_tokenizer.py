@@ -18,6 +18,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        return self.encode(first) + self.encode(second), 0
+
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:

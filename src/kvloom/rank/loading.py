@@ -48,17 +48,20 @@ def open_runner(
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
         backend, pools, size = opened
-        facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, checkpoint.embedding, _lacks(spec), spec.sees_ahead)
+        facts = ModelFacts(
+            spec.vocab_size, max_seq_len, eos_ids, checkpoint.embedding, _lacks(checkpoint), spec.sees_ahead
+        )
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
         return ModelRunner(backend, facts, pools.num_host_blocks, size, guides)
 
 
-def _lacks(spec: DecoderSpec) -> dict[str, str]:
+def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
     """See RankInfo."""
+    spec, makes = checkpoint.spec, "labels texts" if checkpoint.embedding.labels else "makes embeddings"
     if spec.sees_ahead:
         why = "its tokens see those behind them"
-        return {"generation": f"{why}, it makes embeddings", "kv_transfer": f"{why}, so no part of a prompt is kept"}
-    return {} if spec.has_logits else {"generation": "its checkpoint has no head, it makes embeddings"}
+        return {"generation": f"{why}, it {makes}", "kv_transfer": f"{why}, so no part of a prompt is kept"}
+    return {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
 
 
 def _tokenizer(model: str) -> Tokenizer:

@@ -99,6 +99,8 @@ class ModelRunner:
             pooling=facts.embedding.pooling,
             held_as=backend.held_as,
             lacks=facts.lacks,
+            labels=list(facts.embedding.labels),
+            activation=facts.embedding.activation,
             sees_ahead=facts.sees_ahead,
         )
         self._backend = backend

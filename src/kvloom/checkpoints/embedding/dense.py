@@ -8,11 +8,9 @@ import numpy as np
 from kvloom.checkpoints.families.values import count
 from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.gguf import GgufFile
-from kvloom.checkpoints.mapped import MappedFile
 from kvloom.checkpoints.quantized.numbers import Floats
-from kvloom.checkpoints.safetensors import entries_of, refuse_pickle
-from kvloom.checkpoints.source import RawTensor, check_shape, widen
-from kvloom.checkpoints.tensorfile import FLOATS
+from kvloom.checkpoints.safetensors import SafetensorsSource
+from kvloom.checkpoints.source import RawTensor, check_shape
 from kvloom.contract.errors import ModelError
 
 ACTIVATIONS = ("Identity", "Tanh")  # by the names of torch's classes
@@ -52,12 +50,9 @@ def dense_of_folder(folder: Path, num_in: int) -> Dense:
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ModelError(f"{folder}: activation_function {activation!r:.80} is not supported; supported are {known}")
-    path = folder / "model.safetensors"
-    if not path.exists():
-        refuse_pickle(folder)
-    tensors = FloatTensors(path)
-    bias = tensors.read("linear.bias", (num_out,)) if config.get("bias", True) else None
-    return Dense(tensors.read("linear.weight", (num_out, num_in)), bias, activation)
+    tensors = SafetensorsSource(folder, {})
+    bias = tensors.floats("linear.bias", (num_out,)) if config.get("bias", True) else None
+    return Dense(tensors.floats("linear.weight", (num_out, num_in)), bias, activation)
 
 
 def dense_of_gguf(file: GgufFile, num_states: int) -> tuple[Dense, ...]:
@@ -71,22 +66,3 @@ def dense_of_gguf(file: GgufFile, num_states: int) -> tuple[Dense, ...]:
         raw = RawTensor(name, info.shape, file.kind(name), file.rows(name))
         found.append(Dense(raw.float32()))
     return tuple(found)
-
-
-class FloatTensors:
-    """The tensors of one small safetensors file."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises ModelError."""
-        self._path, self._file = path, MappedFile(path)
-        self._entries = entries_of(path, self._file)
-
-    def read(self, name: str, shape: tuple[int, ...]) -> Floats:
-        """float32, a copy. Raises ModelError when it is missing, of another shape or no floats."""
-        entry = self._entries.get(name)
-        if entry is None:
-            raise ModelError(f"{self._path}: tensor {name} is missing")
-        check_shape(name, entry.shape, shape, str(self._path))
-        if entry.kind not in FLOATS:
-            raise ModelError(f"{self._path}: tensor {name} is {entry.kind}; known are F32, F16 and BF16")
-        return widen(self._file.part(entry.start, entry.end), entry.kind.lower()).reshape(shape)

@@ -19,12 +19,17 @@ _PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # answers are normalis
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """`pooling`: one of pooling.POOLINGS, or a description of what the model wants instead. `dense`: what a pooled
-    vector passes through, in order."""
+    """What becomes of a prompt's states: an embedding, or a number for each label.
+
+    `pooling`: one of pooling.POOLINGS, or a description of what the model wants instead. `dense`: what a pooled
+    vector passes through, in order.
+    """
 
     pooling: str
     num_states: int  # numbers of a token's state
     dense: tuple[Dense, ...] = ()
+    labels: tuple[str, ...] = ()  # of a classifier, whose last layer has a number for each
+    activation: str = ""  # of these numbers; see contract.pooling.scores
 
     @property
     def num_out(self) -> int:

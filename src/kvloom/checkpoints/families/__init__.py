@@ -62,14 +62,19 @@ FAMILIES: dict[str, Family] = {
     "gpt-oss": GPT_OSS,
 }
 
+CLASSIFIER = "ForSequenceClassification"
+
 
 def has_head(architecture: str) -> bool:
     """Whether its files hold what makes logits of states."""
-    return not architecture.endswith(("Model", "-embedding"))
+    return not architecture.endswith(("Model", "-embedding", CLASSIFIER))
 
 
 def family_of(architecture: str, file: str) -> Family:
-    """Raises ModelError listing the known architectures when this one is not among them."""
-    if architecture not in FAMILIES:
+    """A classifier is of its decoder's family. Raises ModelError listing the known architectures when it is none."""
+    base = architecture.removesuffix(CLASSIFIER)
+    ends = ("ForCausalLM", "Model") if base != architecture else ("",)
+    known = next((FAMILIES[base + end] for end in ends if base + end in FAMILIES), None)
+    if known is None:
         raise ModelError(f"{file}: architecture {architecture!r} is not known; known are {', '.join(FAMILIES)}")
-    return FAMILIES[architecture]
+    return known

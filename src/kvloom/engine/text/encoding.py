@@ -51,6 +51,13 @@ class Encoder:
         with self._lock:
             return self._encode(_clean(text), add_special_tokens, max_tokens)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """See Tokenizer."""
+        with self._lock:
+            found = self._fast.encode(_clean(first), _clean(second))
+        types: list[int] = found.type_ids
+        return list(found.ids), types.index(1) if 1 in types else 0
+
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[int]:

@@ -50,6 +50,13 @@ class Tokenizer:
         """Lone surrogates become U+FFFD. With `max_tokens` a longer text may be given up: more than these come back."""
         return self._encoder.encode(text, add_special_tokens, max_tokens)
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Both with what the tokenizer puts around and between them, and where its token types say the second begins.
+
+        0 = they do not say. Lone surrogates become U+FFFD.
+        """
+        return self._encoder.encode_pair(first, second)
+
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
@@ -135,6 +142,8 @@ def _load_gguf(path: Path) -> Tokenizer:
 def _load_folder(folder: Path) -> Tokenizer:
     open_file(folder / "tokenizer.json").close()  # keeps pipes and devices out
     fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
+    fast.no_truncation()  # files of encoders cut and fill
+    fast.no_padding()
     config = _json(folder / "tokenizer_config.json")
     eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
     ids = set(eos) if isinstance(eos, list) else {eos}

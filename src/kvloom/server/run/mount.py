@@ -14,6 +14,7 @@ from kvloom.server.dialects.operators.documentation import Documentation
 from kvloom.server.dialects.operators.lora import LoraAdapters
 from kvloom.server.dialects.operators.metrics import Metrics
 from kvloom.server.dialects.operators.status import Control, Status
+from kvloom.server.dialects.rerank.classes import Classify
 from kvloom.server.dialects.rerank.routes import Rerank
 from kvloom.server.dialects.responses.conversations import Conversations
 from kvloom.server.dialects.responses.routes import Responses
@@ -56,6 +57,7 @@ def make_dialects(
         Messages(models),
         Ollama(models),
         Rerank(models),
+        Classify(models),
         Tokenizing(models),
         Rendering(completions),
         TokenizerInfo(models),

@@ -76,6 +76,10 @@ _decoder = msgspec.json.Decoder(EmbeddingBody)
 def check_embeds(service: GenerationService, num_dimensions: int | None) -> None:
     """Raises BadRequest when the model makes no such vectors."""
     info = service.engine.info
+    if info.labels:
+        raise BadRequest(
+            "model", "is a classifier and makes no embeddings; ask /classify, or /rerank where it has one label"
+        )
     if info.pooling not in POOLINGS:
         raise BadRequest("model", f"makes its embeddings by {info.pooling}; this server has {', '.join(POOLINGS)}")
     if num_dimensions is not None and num_dimensions > info.hidden_size:

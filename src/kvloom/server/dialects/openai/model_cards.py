@@ -33,7 +33,9 @@ def models_reply(models: Models, request: HttpRequest, created: int) -> Reply:
 
 def openai_card(service: GenerationService, created: int) -> Json:
     """`task` tells what one that makes no text does."""
-    task = {} if "generation" not in service.engine.info.lacks else {"task": "feature-extraction"}
+    info, task = service.engine.info, {}
+    if "generation" in info.lacks:
+        task = {"task": "text-classification" if info.labels else "feature-extraction"}
     return {
         "id": service.name,
         "object": "model",

@@ -1,17 +1,20 @@
-"""Judgements: a model is asked whether a document answers a query; the score is how likely it says yes rather than no.
+"""Judgements: how well a document answers a query.
 
-The prompt is that of Qwen3-Reranker, in the model's own chat template.
+A classifier of one label reads both, and its head gives the score. Any other model is asked, and the score is how
+likely it says yes rather than no; the prompt is that of Qwen3-Reranker, in the model's own chat template.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvloom.contract.errors import BadRequest, ServingError
+from kvloom.contract.pooling import scores
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest, prepare
 from kvloom.server.serving.generation import Answer, Generation
-from kvloom.server.serving.prompts import check_count, request_limit
+from kvloom.server.serving.prompts import check_count, check_fits, check_length, request_limit
 from kvloom.server.serving.service import GenerationService
 
 MAX_PAIRS = 1000  # of one request: Cohere's limit
@@ -20,6 +23,7 @@ _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
 )
+NOTHING = SamplingParams(max_tokens=0)
 _LARGEST = 700.0  # exp of more is no float
 
 
@@ -38,10 +42,13 @@ class Order(NamedTuple):
 
 
 def judgement(
-    service: GenerationService, pairs: Sequence[Pair], order: Order, instruction: str = INSTRUCTION
+    service: GenerationService, pairs: Sequence[Pair], order: Order, instruction: str | None = None
 ) -> Generation:
-    """A choice for each pair. Raises BadRequest naming the field."""
+    """A choice for each pair; `instruction`: None = INSTRUCTION. Raises BadRequest naming the field."""
     check_count(len(pairs), order.field, MAX_PAIRS)
+    if service.engine.info.labels:
+        return _read_together(service, pairs, order, instruction)
+    instruction = INSTRUCTION if instruction is None else instruction
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, logprob_ids=_yes_and_no(service))
     prompts, left = [], request_limit(service)
     for query, document in pairs:
@@ -57,6 +64,32 @@ def judgement(
     return generation
 
 
+def _read_together(
+    service: GenerationService, pairs: Sequence[Pair], order: Order, instruction: str | None
+) -> Generation:
+    """Raises BadRequest."""
+    info = service.engine.info
+    if len(info.labels) != 1:
+        raise BadRequest("model", f"scores by one label; this one has {len(info.labels)}: ask /classify")
+    if instruction is not None:
+        raise BadRequest("instruction", "is not supported by this model, whose classification head takes none")
+    prompts, left, limit = [], request_limit(service), service.input_limit(NOTHING)
+    for query, document in pairs:
+        for text in (query, document):
+            check_fits(service, text, order.field, limit)
+        ids, _ = service.tokenizer.encode_pair(query, document)
+        check_length(service, ids, order.field, limit)
+        prompts.append(tuple(ids))
+        left -= len(ids)
+        if left < 0:
+            raise BadRequest(order.field, f"has more than {request_limit(service)} tokens in all its prompts")
+    generation = Generation(
+        order.id, tuple(prompts), NOTHING, priority=order.priority, tenant=order.tenant, pooling=info.pooling
+    )
+    service.check(generation, order.field)
+    return generation
+
+
 def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams) -> tuple[int, ...]:
     """Raises BadRequest; what the template does not take is no fault of a field of the caller's."""
     try:
@@ -67,8 +100,13 @@ def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams
         raise BadRequest("model", f"cannot be asked: {error}") from None
 
 
-def score(answer: Answer) -> float:
-    """Between 0 and 1. Raises ServingError when the request was stopped."""
+def score(answer: Answer, activation: str = "") -> float:
+    """Between 0 and 1, or what a head without an activation gives; `activation`: of RankInfo.
+
+    Raises ServingError when the request was stopped.
+    """
+    if activation and answer.embedding is not None:
+        return scores(array("f", answer.embedding)[:1], activation)[0]
     if not answer.logprobs:
         raise ServingError("the request was stopped before its score was there")
     *_, (_, yes), (_, no) = answer.logprobs[0].top

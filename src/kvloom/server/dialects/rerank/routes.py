@@ -7,13 +7,14 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.server.dialects.ids import new_id
-from kvloom.server.dialects.rerank.judging import INSTRUCTION, Order, Pair, judgement, score
+from kvloom.server.dialects.rerank.judging import Order, Pair, judgement, score
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.job import Job, WholeWriter
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.generation import Generation
 from kvloom.server.serving.registry import Models
+from kvloom.server.serving.service import GenerationService
 
 _COHERES = "/v2/rerank"  # which answers without the documents unless they are asked for
 Texts = Annotated[list[str], Meta(min_length=1)]
@@ -102,9 +103,9 @@ class Rerank:
         texts = body.texts
         order = Order(f"rerank-{new_id()}", "documents", request.tenant, body.priority or 0)
         pairs = [Pair(body.query, text) for text in texts]
-        generation = judgement(service, pairs, order, INSTRUCTION if body.instruction is None else body.instruction)
+        generation = judgement(service, pairs, order, body.instruction)
         is_told = has_documents if body.return_documents is None else body.return_documents
-        writer = _RerankWriter(generation, service.name, body.top_n or len(texts), texts if is_told else None)
+        writer = _RerankWriter(generation, service, body.top_n or len(texts), texts if is_told else None)
         return Job(service, generation, writer)
 
     def score(self, request: HttpRequest) -> Job:
@@ -113,9 +114,8 @@ class Rerank:
         _refuse(body)
         service = self._models.choose(body.model)
         order = Order(f"score-{new_id()}", "text_2", request.tenant, body.priority or 0)
-        instruction = INSTRUCTION if body.instruction is None else body.instruction
-        generation = judgement(service, body.pairs(), order, instruction)
-        return Job(service, generation, _ScoreWriter(generation, service.name, int(request.time_s)))
+        generation = judgement(service, body.pairs(), order, body.instruction)
+        return Job(service, generation, _ScoreWriter(generation, service, int(request.time_s)))
 
 
 def _refuse(body: RerankBody | ScoreBody) -> None:
@@ -124,38 +124,49 @@ def _refuse(body: RerankBody | ScoreBody) -> None:
             raise BadRequest(name, problem)
 
 
-class _RerankWriter(WholeWriter):
-    def __init__(self, generation: Generation, model: str, num_results: int, texts: list[str] | None) -> None:
-        """`texts`: of the documents, where they are told."""
+class _Scores(WholeWriter):
+    def __init__(self, generation: Generation, service: GenerationService) -> None:
         super().__init__(generation)
-        self._model, self._num_results, self._texts = model, num_results, texts
+        self._model, self._activation = service.name, service.engine.info.activation
+
+    @property
+    def _found(self) -> list[float]:
+        """Raises ServingError."""
+        return [score(answer, self._activation) for answer in self.answers]
+
+
+class _RerankWriter(_Scores):
+    def __init__(
+        self, generation: Generation, service: GenerationService, num_results: int, texts: list[str] | None
+    ) -> None:
+        """`texts`: of the documents, where they are told."""
+        super().__init__(generation, service)
+        self._num_results, self._texts = num_results, texts
 
     def whole(self) -> Reply:
         """Best first, of equal ones the earlier."""
-        scores = [score(answer) for answer in self.answers]
+        scores = self._found
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._num_results]
         results = [self._result(index, scores[index]) for index in best]
-        return _reply({"id": self.generation.id, "model": self._model, "results": results}, self.generation)
+        return counted_reply({"id": self.generation.id, "model": self._model, "results": results}, self.generation)
 
     def _result(self, index: int, score: float) -> dict[str, Any]:
         told = {} if self._texts is None else {"document": {"text": self._texts[index]}}
         return {"index": index, **told, "relevance_score": score}
 
 
-class _ScoreWriter(WholeWriter):
-    def __init__(self, generation: Generation, model: str, created: int) -> None:
-        super().__init__(generation)
-        self._model, self._created = model, created
+class _ScoreWriter(_Scores):
+    def __init__(self, generation: Generation, service: GenerationService, created: int) -> None:
+        super().__init__(generation, service)
+        self._created = created
 
     def whole(self) -> Reply:
-        data = [
-            {"index": index, "object": "score", "score": score(answer)} for index, answer in enumerate(self.answers)
-        ]
+        data = [{"index": index, "object": "score", "score": found} for index, found in enumerate(self._found)]
         about = {"id": self.generation.id, "object": "list", "created": self._created, "model": self._model}
-        return _reply({**about, "data": data}, self.generation)
+        return counted_reply({**about, "data": data}, self.generation)
 
 
-def _reply(body: dict[str, Any], generation: Generation) -> Reply:
+def counted_reply(body: dict[str, Any], generation: Generation) -> Reply:
     num_tokens = generation.num_prompt_tokens
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return Reply(msgspec.json.encode({**body, "usage": usage}))
