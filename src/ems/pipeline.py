@@ -33,7 +33,7 @@ _NATIVE_FIRST_BYTES = 128 << 10  # a message costs less there
 _SUCCESSES = bytes(status for status in m.Status if status.is_success)
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
-_REGION_BYTES = 4 << 20  # little enough to stay in the processor's cache on the way to the agent
+_REGION_BYTES = 512 << 10  # four of them stay in a processor's cache on the way to the agent
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 import threading
 import time
 
-_SHARE = 4  # a session gets at most this part of what is left, so that others find some too
+_SHARE = 32  # a session gets at most this part of what is left, so that a hundred others find some too
 
 
 class Staging:

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import time
+from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from kvloom.pool.bench.sdk import SdkClient
 BLOCK_BYTES = 64 << 10
 NUM_KEYS = 64
 _NUM_SLICES = 8
-_POOL_BYTES = 256 << 20
+_POOL_BYTES = 256 << 20  # or two batches of each client
 _START_S = 120.0
+_LOOK_S = 0.02
 
 
 def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Queue[tuple[list[float], int]]") -> None:
@@ -34,20 +37,32 @@ def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Q
     results.put((took, num_found))
 
 
+def _wait(barrier: Barrier, workers: Sequence[BaseProcess]) -> None:
+    """Until all clients are ready. Raises RuntimeError when one of them ended."""
+    end_s = time.monotonic() + _START_S
+    while barrier.n_waiting < len(workers):
+        if any(worker.exitcode is not None for worker in workers) or time.monotonic() > end_s:
+            barrier.abort()
+            raise RuntimeError("a client did not get ready")
+        time.sleep(_LOOK_S)
+    barrier.wait(_START_S)
+
+
 def measure(num_clients: int, rounds: int) -> dict[str, Any]:
     """Saves and loads of all clients together in GB/s, and how much slower the slowest calls are than the usual one.
 
     A call is the save and the load of NUM_KEYS blocks of BLOCK_BYTES. found: share of the blocks that were still there
     when their writer came for them; a full pool lets go of what the others write meanwhile.
     """
-    context = multiprocessing.get_context("spawn")
-    with private_agent(_POOL_BYTES) as path:
+    context = multiprocessing.get_context("forkserver")  # it has imported what each of many would take a second for
+    context.set_forkserver_preload([__name__])
+    with private_agent(max(_POOL_BYTES, 2 * num_clients * NUM_KEYS * BLOCK_BYTES)) as path:
         barrier, results = context.Barrier(num_clients + 1), context.Queue()
         workers = [context.Process(target=_work, args=(path, rounds, barrier, results)) for _ in range(num_clients)]
         for worker in workers:
             worker.start()
         try:
-            barrier.wait(_START_S)
+            _wait(barrier, workers)
             start_s = time.perf_counter()
             done = [results.get(timeout=_START_S) for _ in workers]
             wall_s = time.perf_counter() - start_s
