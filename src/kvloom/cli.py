@@ -5,8 +5,8 @@ from importlib import import_module
 from typing import Annotated
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
+from kvloom.commands import group_of
 from kvloom.contract.errors import UserError
 
 _PLACES = {
@@ -29,28 +29,7 @@ _PLACES = {
     "doctor": "kvloom.machine.cli:doctor",
 }
 
-
-class _Commands(TyperGroup):
-    """Those of _PLACES: a Typer app is a group of commands, a function is one."""
-
-    def list_commands(self, ctx: object) -> list[str]:
-        return list(_PLACES)
-
-    def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
-        if cmd_name not in _PLACES:
-            return None
-        module, _, name = _PLACES[cmd_name].partition(":")
-        place = getattr(import_module(module), name)
-        if not isinstance(place, typer.Typer):
-            function, place = place, typer.Typer(add_completion=False)
-            place.command()(function)
-        command = typer.main.get_command(place)
-        assert isinstance(command, TyperCommand | TyperGroup), "what Typer makes of an app"
-        command.name = cmd_name
-        return command
-
-
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=group_of(_PLACES), no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def _print_version(is_wanted: bool) -> None:

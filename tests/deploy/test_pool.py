@@ -33,7 +33,7 @@ def test_the_agents_unit_is_a_command_line_of_the_agent():
 
 def test_the_control_planes_unit_is_a_command_line_of_it():
     name, *arguments = command_of("kvloom-pool-control.service")
-    command = get_command(app).commands[name]
+    command = get_command(app).get_command(None, name)
     assert command.make_context(name, arguments).params["listen"] == "127.0.0.1:8081"
 
 

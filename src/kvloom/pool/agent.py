@@ -11,7 +11,8 @@ import ssl
 import sys
 import threading
 import time
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
@@ -26,7 +27,6 @@ from kvloom.pool.cluster.peer_session import PeerSession
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
 from kvloom.pool.config import AgentConfig
-from kvloom.pool.control.link import ControlLink
 from kvloom.pool.door import BACKLOG, Door
 from kvloom.pool.metrics import NodeStats, collect
 from kvloom.pool.node import Node
@@ -37,6 +37,9 @@ from kvloom.pool.storage.opening import prepare
 from kvloom.pool.storage.segments import allow_descriptors, huge_pages_in_use
 from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
+
+if TYPE_CHECKING:
+    from kvloom.pool.control.link import ControlLink
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +107,9 @@ class Agent:
         if self.engine is not None:
             self.node.others = self.engine
         if config.control_url and self.peers is not None:
-            self._control = ControlLink(self.node, self.peers, self._advertised)
-            self._control.start()
+            link = import_module("kvloom.pool.control.link")  # and an HTTP client, for whom there is a control plane
+            control = self._control = link.ControlLink(self.node, self.peers, self._advertised)
+            control.start()
 
     def _advertised(self) -> str:
         if self.config.advertise or self.config.listen is None:

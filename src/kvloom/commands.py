@@ -1,0 +1,30 @@
+"""Groups of commands, each of which is imported when it is asked for: no command waits for what others need."""
+
+from collections.abc import Mapping
+from importlib import import_module
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+
+def group_of(places: Mapping[str, str]) -> type[TyperGroup]:
+    """`places`: name of a command -> "module:name". A Typer app is a group of commands, a function is one."""
+
+    class Commands(TyperGroup):
+        def list_commands(self, ctx: object) -> list[str]:
+            return list(places)
+
+        def get_command(self, ctx: object, cmd_name: str) -> TyperCommand | TyperGroup | None:
+            if cmd_name not in places:
+                return None
+            module, _, name = places[cmd_name].partition(":")
+            place = getattr(import_module(module), name)
+            if not isinstance(place, typer.Typer):
+                function, place = place, typer.Typer(add_completion=False)
+                place.command()(function)
+            command = typer.main.get_command(place)
+            assert isinstance(command, TyperCommand | TyperGroup), "what Typer makes of an app"
+            command.name = cmd_name
+            return command
+
+    return Commands

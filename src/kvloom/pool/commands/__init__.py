@@ -1,0 +1,1 @@
+"""The commands of `kvloom pool`, a file each."""

@@ -1,0 +1,61 @@
+"""`kvloom pool control`."""
+
+import secrets
+import socket
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvicorn
+
+from kvloom.net import listening
+from kvloom.net.listening import bracketed
+from kvloom.net.sites import checked_hosts
+from kvloom.pool.config import parse_address, read_secret
+from kvloom.pool.control.service import build_app
+from kvloom.pool.control.state import ControlState
+
+
+def control(
+    secret_file: Annotated[Path, typer.Option(help="File with the cluster's secret, at least 32 bytes.")],
+    listen: Annotated[
+        str, typer.Option(help="host:port; keep it on loopback or a private network.")
+    ] = "127.0.0.1:8081",
+    state: Annotated[Path, typer.Option(help="SQLite file with credentials, tenants and nodes.")] = Path(
+        "ems-control.db"
+    ),
+    admin_token_file: Annotated[str, typer.Option(help="File with the administrators' bearer token.")] = "",
+    allowed_host: Annotated[list[str] | None, typer.Option(help="Name it is asked under; may be repeated.")] = None,
+) -> None:
+    """Run the control plane. Without a token file a token is made and printed once."""
+    try:
+        secret = read_secret(secret_file)
+        token = Path(admin_token_file).read_text().strip() if admin_token_file else secrets.token_hex(32)
+        if not token:
+            raise ValueError(f"admin_token_file: {admin_token_file} is empty")
+        host, port = parse_address(listen)
+        hosts = checked_hosts(allowed_host or ()) | listening.own_names([host])
+        with listening.listen(host, port) as listener, closing(ControlState(state, time.time)) as opened:
+            if not admin_token_file:
+                typer.echo(f"admin token: {token}")
+            settings = uvicorn.Config(build_app(opened, token, secret, hosts), log_level="warning")
+            _ControlServer(settings, listener).run(sockets=[listener])
+    except (OSError, ValueError, sqlite3.Error) as error:
+        typer.echo(f"kvloom pool control: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+class _ControlServer(uvicorn.Server):
+    """Says where it serves as soon as it does."""
+
+    def __init__(self, settings: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(settings)
+        host, port = listener.getsockname()[:2]
+        self._line = f"kvloom pool control: serving http://{bracketed(host)}:{port}"
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        typer.echo(self._line)
