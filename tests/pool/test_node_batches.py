@@ -1,16 +1,14 @@
 """Batches of blocks between nodes: each block is somebody's only when its sum holds, whatever becomes of the others."""
 
-import random
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import pytest
 import xxhash
 
@@ -24,89 +22,16 @@ from kvloom.pool.agent import Agent
 from kvloom.pool.cluster import fetching
 from kvloom.pool.cluster.fetching import Fetch, Wanted
 from kvloom.pool.cluster.peer_line import Own, PeerLine
-from kvloom.pool.cluster.placement import home
 from kvloom.pool.cluster.tls_channel import Complaints
 from kvloom.pool.config import Address
-from kvloom.pool.storage.entries import NoRoom, Reservation, Written
-from kvloom.pool.storage.pool import Pool
-from tests.support.node_proxy import NodeProxy, tcp_pair
+from kvloom.pool.storage.entries import NoRoom, Reservation
+from tests.support.node_pair import NUM_KEYS, SIZE, Pair, data_of, keep, keys_of, nodes, soon
+from tests.support.node_proxy import tcp_pair
 from tests.support.node_tls import NodeFiles
 from tests.support.pool import SECRET, blocks_of, running_agent
 from tests.support.waiting import WAIT_S, until
 
-SIZE = 5000
-NUM_KEYS = 150  # more than two parts of a fetch
 pytestmark = pytest.mark.usefixtures("either_kind")
-
-
-def soon() -> float:
-    return time.monotonic() + WAIT_S
-
-
-def data_of(key: bytes, size: int = SIZE) -> np.ndarray:
-    return np.random.default_rng(list(key)).integers(0, 256, size, np.uint8)
-
-
-def keep(pool: Pool, key: bytes, size: int = SIZE) -> None:
-    begun = pool.begin(key, size)
-    assert isinstance(begun, Reservation)
-    pool.view(begun.offset, size)[:] = data_of(key, size)
-    pool.unpin([pool.publish(Written(begun, xxhash.xxh3_128_digest(data_of(key, size)))).entry])
-
-
-def keys_of(node: str, count: int = NUM_KEYS) -> list[bytes]:
-    """Keys whose home is that node of a and b."""
-    draw, found = random.Random(count), list[bytes]()
-    while len(found) < count:
-        key = draw.randbytes(KEY_BYTES)
-        if home(key, ("a", "b")) == node:
-            found.append(key)
-    return found
-
-
-class Pair(NamedTuple):
-    """Node a, which reaches b through a proxy."""
-
-    a: Agent
-    b: Agent
-    proxy: NodeProxy
-
-    @property
-    def here(self) -> Pool:
-        return self.a.node.pool("default")
-
-    @property
-    def there(self) -> Pool:
-        return self.b.node.pool("default")
-
-    def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = True) -> tuple[Cause, list[bytes]]:
-        """What went wrong, and which keys came; each with its true bytes, and pinned until now."""
-        problem, entries = self.a.peers.fetch(self.here, keys, deadline_s, has_end)
-        for entry in entries:
-            assert (self.here.view(entry.offset, entry.length) == data_of(entry.key, entry.length)).all()
-            assert entry.is_home
-            assert entry.is_rcache
-        self.here.unpin(entries)
-        assert [block.pins for block in blocks_of(self.here)] == [0] * len(blocks_of(self.here))
-        self.here.check()
-        return problem, [entry.key for entry in entries]
-
-    def rest(self) -> int:
-        """Bytes that are in use though no block of node a has them."""
-        return self.here.usage()["used_bytes"] - sum(block.slot for block in blocks_of(self.here))
-
-
-@contextmanager
-def nodes(a_tls=None, b_tls=None, **changes: object) -> Iterator[Pair]:
-    cluster = {"listen": ("127.0.0.1", 0), "secret": SECRET, "peers": (Address("x", "127.0.0.1", 1),), **changes}
-    with ExitStack() as stack:
-        a = stack.enter_context(running_agent(node_id="a", tls=a_tls, **cluster))
-        b = stack.enter_context(running_agent(node_id="b", tls=b_tls, **cluster))
-        proxy = NodeProxy(b.peer_port)
-        stack.callback(proxy.close)
-        a.peers.set_members([Address("b", "127.0.0.1", proxy.port)])
-        b.peers.set_members([Address("a", "127.0.0.1", a.peer_port)])
-        yield Pair(a, b, proxy)
 
 
 @pytest.fixture(params=["plain", "tls"])

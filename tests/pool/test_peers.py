@@ -9,8 +9,9 @@ import pytest
 from ems import CcKvOption, CcResult
 from ems.common.channel import Channel
 from ems.wire import messages as m
+from kvloom.pool import reading
 from kvloom.pool.config import Address
-from tests.support.pool import SECRET, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool import SECRET, blocks_of, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
 
@@ -63,6 +64,22 @@ def test_what_one_node_saves_the_others_load(cluster):
         assert again == CcResult(40, 40), "what came from other nodes stays in the read cache"
     for agent in cluster:
         agent.node.pool("default").check()
+
+
+def test_a_long_load_comes_in_parts_and_is_one_to_its_caller(cluster, monkeypatch):
+    monkeypatch.setattr(reading, "_PART_BYTES", 4096)
+    kv, other_kv = new_kv(), new_kv(seed=1)
+    before = copy_of(kv)
+    with session(cluster[0].config.socket, kv) as cc, session(cluster[1].config.socket, other_kv) as other:
+        for first in (0, 1000):
+            hashes = list(range(first, first + 40))
+            save_all(cluster[0], cc, hashes)
+            zero(other_kv)
+            assert other.load(slots_of(*range(40)), hashes, [4] * 40) == CcResult(40, 40)
+            assert (tokens_of(other_kv, slots_of(*range(40))) == tokens_of(before, slots_of(*range(40)))).all()
+    counts = cluster[1].node.pool("default").counts
+    assert counts["load_keys"] == counts["load_hits"] == 80
+    until(lambda: all(block.pins == 0 for agent in cluster for block in blocks_of(agent.node.pool("default"))))
 
 
 def test_without_write_rcache_only_the_home_keeps_a_block(cluster):

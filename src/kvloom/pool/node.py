@@ -2,7 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -47,6 +47,9 @@ class Fetched(NamedTuple):
     entries: list[Block]
 
 
+Came = Callable[[int], bool]  # so many bytes of blocks more are in the pool; whether the rest is still wanted
+
+
 class Others(Protocol):
     """The rest of the cluster as a session sees it. Implementations never raise for what happens on other machines."""
 
@@ -54,10 +57,12 @@ class Others(Protocol):
         """Where a new block of this key belongs."""
         ...
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
+    def fetch(
+        self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
+    ) -> Fetched:
         """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another.
 
-        has_end: what lies behind a key that nobody has is of no use.
+        has_end: what lies behind a key that nobody has is of no use. came: is told, by any thread, when some are here.
         """
         ...
 

@@ -4,11 +4,14 @@ import time
 
 from ems.wire import messages as m
 from ems.wire.messages import Cause
+from kvloom.pool.cluster.coming import Coming
 from kvloom.pool.node import Fetched, Node
 from kvloom.pool.storage.pool import Held, Pool
 
 PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
 _MAX_LEASES = 1024
+_PART_BYTES = 8 << 20  # from other nodes: what the client copies while the rest comes
+_MAX_PARTS = 16  # of what is left, about
 
 
 class Reader:
@@ -19,17 +22,23 @@ class Reader:
         self._node = node
         self._leases: dict[int, list[Held]] = {}  # a prefix in parts
         self._next_lease = 2  # even: the odd ones are C++'s, where it answers too
+        self._coming: Coming | None = None
+        self._last_bytes = 0  # of the largest block of the last load from other nodes
 
     def load(self, message: m.Load, deadline_s: float) -> m.Found:
-        """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease."""
+        """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease.
+
+        Of much that comes it is the beginning, with the cause NO_ROOM: who is done with that asks for the rest.
+        """
         keys = m.split_keys(message.keys)
         held = [self._pool.hold_prefix(keys)]
-        cause = Cause.NONE
+        cause, is_part = Cause.NONE, False
         if len(held[0]) < len(keys):
             cause = self._pool.why_missing(keys[len(held[0])])
             if not message.read_local_only and self._node.others is not None:
-                cause = self._extend(keys, held, deadline_s)
-        self.count(len(keys), sum(map(len, held)), cause)
+                cause, is_part = self._extend(keys, held, deadline_s)
+        num_found = sum(map(len, held))
+        self.count(num_found if is_part else len(keys), num_found, cause)
         lease = self.lend(held)
         parts = [part.located() for part in held] if lease else []
         return m.Found(
@@ -52,18 +61,54 @@ class Reader:
         self._leases[lease] = held
         return lease
 
-    def _extend(self, keys: list[bytes], held: list[Held], deadline_s: float) -> Cause:
-        """Adds blocks of other nodes to the pinned prefix `held`, until one is nowhere."""
-        now = time.monotonic()
+    def _extend(self, keys: list[bytes], held: list[Held], deadline_s: float) -> tuple[Cause, bool]:
+        """Adds blocks of other nodes to the pinned prefix `held`, until one is nowhere. Whether more is coming."""
+        now_s = time.monotonic()
+        deadline_s = now_s + (deadline_s - now_s) * PEER_SHARE
         wanted = keys[sum(map(len, held)) :]
-        here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
-        fetched = self.fetch(wanted, now + (deadline_s - now) * PEER_SHARE, has_end=True)
-        more = self._pool.hold_prefix(wanted)
-        self._pool.unpin(here + fetched.entries)
+        coming = self._begin(wanted, deadline_s)
+        if coming is None:
+            more, problem = self._bring(wanted, deadline_s)
+        else:
+            more, is_over = coming.hold(wanted, max(_PART_BYTES, self._last_bytes * len(wanted) // _MAX_PARTS))
+            problem = coming.problem
+            if is_over:
+                self._coming, self._last_bytes = None, coming.block_bytes or self._last_bytes
+            elif len(more) < len(wanted):
+                held.append(more)
+                return Cause.NO_ROOM, True
         held.append(more)
         if len(more) == len(wanted):
-            return Cause.NONE
-        return fetched.problem or self._pool.why_missing(wanted[len(more)])
+            return Cause.NONE, False
+        return problem or self._pool.why_missing(wanted[len(more)]), False
+
+    def _begin(self, keys: list[bytes], deadline_s: float) -> Coming | None:
+        """What brings these keys in a thread of its own, if they seem to be much."""
+        if self._coming is not None and self._coming.covers(keys):
+            return self._coming
+        self._forget_coming()
+        if self._node.others is None or self._last_bytes * len(keys) < 2 * _PART_BYTES:
+            return None
+        try:
+            self._coming = Coming(self._node.others, self._pool, keys, deadline_s)
+        except RuntimeError:  # no thread can be had
+            return None
+        return self._coming
+
+    def _forget_coming(self) -> None:
+        if self._coming is not None:
+            self._coming.stop()
+            self._coming = None
+
+    def _bring(self, wanted: list[bytes], deadline_s: float) -> tuple[Held, Cause]:
+        """The prefix of these keys, when other nodes have sent what they have."""
+        here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
+        fetched = self.fetch(wanted, deadline_s, has_end=True)
+        if fetched.entries:
+            self._last_bytes = max(entry.length for entry in fetched.entries)
+        more = self._pool.hold_prefix(wanted)
+        self._pool.unpin(here + fetched.entries)
+        return more, fetched.problem
 
     def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
         """Brings those of the keys that are not here from other nodes; they are pinned.
@@ -111,6 +156,7 @@ class Reader:
 
     def close(self) -> None:
         """Ends all leases."""
+        self._forget_coming()
         for held in self._leases.values():
             _release(held)
         self._leases = {}

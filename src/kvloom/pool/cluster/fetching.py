@@ -14,6 +14,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause
 from kvloom.pool.cluster.arrivals import Incoming, receive_blocks
+from kvloom.pool.node import Came
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
@@ -26,10 +27,14 @@ _TURN_S = 0.05  # of a load at a connection, for which others may wait
 class Wanted:
     """The keys of a load, in order, and how far it can come. Any thread may call."""
 
-    def __init__(self, keys: list[bytes], has_end: bool) -> None:
-        """has_end: a key that nobody has, or that finds no room, ends it: those behind it are of no use."""
+    def __init__(self, keys: list[bytes], has_end: bool, came: Came | None = None) -> None:
+        """has_end: a key that nobody has, or that finds no room, ends it: those behind it are of no use.
+
+        came: who is told.
+        """
         self._number = {key: number for number, key in enumerate(keys)}
         self._has_end = has_end
+        self._came = came
         self._end = len(keys)
         self._asked: Counter[bytes] = Counter()  # nodes that may still have it
         self._lock = threading.Lock()
@@ -51,6 +56,12 @@ class Wanted:
     def found_no_room(self, key: bytes) -> None:
         with self._lock:
             self._end_at(key)
+
+    def came(self, num_bytes: int) -> None:
+        """So many bytes of blocks that are here now. Who waits for them may say that it was enough."""
+        if self._came is not None and num_bytes and not self._came(num_bytes):
+            with self._lock:
+                self._end = 0
 
     def _end_at(self, key: bytes) -> None:
         if self._has_end:
@@ -126,8 +137,10 @@ class Fetch:
                 elif one.problem is Cause.NO_ROOM:
                     self._wanted.found_no_room(keys[0])
                 del keys[0]
+            came = [one.entry for one in batch if one.entry is not None]
             with self._lock:
-                self.entries += [one.entry for one in batch if one.entry is not None]
+                self.entries += came
+            self._wanted.came(sum(entry.length for entry in came))
         return problem
 
 

@@ -12,7 +12,7 @@ from kvloom.pool.cluster.peer_line import Own
 from kvloom.pool.cluster.peer_link import PeerLink
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address
-from kvloom.pool.node import Fetched, Outgoing, Route
+from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
@@ -70,9 +70,11 @@ class Peers:
                         groups.setdefault(link, []).append(key)
         return groups
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
+    def fetch(
+        self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
+    ) -> Fetched:
         """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
-        wanted = Wanted(keys, has_end)
+        wanted = Wanted(keys, has_end, came)
         tasks, fetches = [], []
         for link, part in self._by_link(keys).items():
             wanted.expect(part)

@@ -18,7 +18,7 @@ import xxhash
 
 from ems.common.breaker import Breaker
 from ems.wire.messages import SUM_BYTES, Cause
-from kvloom.pool.node import Fetched, Outgoing, Route
+from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.stores.engine import Engine, EngineError
@@ -67,15 +67,18 @@ class EngineTier:
         with self._lock:
             return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
 
-    def fetch(self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
+    def fetch(
+        self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
+    ) -> Fetched:
         """Brings those blocks that the store has into the pool, as copies; they are pinned."""
         problem, entries = Cause.NONE, list[Block]()
         step = _FETCH_KEYS if has_end else max(1, len(keys))
         for start in range(0, len(keys), step):
             part = keys[start : start + step]
-            one, came = self._fetch(pool, part, deadline_s)
-            problem, entries = one or problem, entries + came
-            if has_end and (one or len(came) < len(part)):
+            one, found = self._fetch(pool, part, deadline_s)
+            problem, entries = one or problem, entries + found
+            is_wanted = came is None or came(sum(entry.length for entry in found))
+            if not is_wanted or (has_end and (one or len(found) < len(part))):
                 break
         return Fetched(problem, entries)
 

@@ -1,0 +1,90 @@
+"""Coming: a long load from other nodes in a thread of its own, so that its beginning is used while the rest comes."""
+
+import threading
+import time
+
+from ems.wire.messages import Cause
+from kvloom.pool.node import Others
+from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.pool import Held, Pool
+
+
+class Coming:
+    """One thread waits for it; it ends by itself at its deadline, and then keeps nothing pinned."""
+
+    def __init__(self, others: Others, pool: Pool, keys: list[bytes], deadline_s: float) -> None:
+        """Begins. Raises RuntimeError where no thread can be had."""
+        self._others = others
+        self._pool = pool
+        self._keys = keys
+        self._number = {key: number for number, key in enumerate(keys)}
+        self._deadline_s = deadline_s
+        self._changed = threading.Condition()
+        self._num_bytes = 0  # that came and nobody has been told of
+        self._is_awaited = self._is_stopped = self._is_over = False
+        self._pinned: list[Block] = []
+        self.problem = Cause.NONE
+        self.block_bytes = 0  # of the largest that came
+        threading.Thread(target=self._run, name="ems-coming", daemon=True).start()
+
+    def covers(self, keys: list[bytes]) -> bool:
+        """Whether it brings these, or knows why not. What came whole may have lost some to others since."""
+        if self._is_over and not self.problem:
+            return False
+        first = self._number.get(keys[0])
+        return first is not None and self._keys[first:] == keys
+
+    def hold(self, keys: list[bytes], num_bytes: int) -> tuple[Held, bool]:
+        """The prefix of `keys` that is here when so many bytes more have come, one block at least, or nothing comes any
+        more; and whether that is so."""
+        with self._changed:
+            self._is_awaited = True
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_over or self._num_bytes >= num_bytes)
+                    is_over, self._num_bytes = self._is_over, 0
+                held = self._pool.hold_prefix(keys)
+                if is_over or len(held):
+                    return held, is_over
+        finally:
+            with self._changed:
+                self._is_awaited = False
+                is_over = self._is_over
+            if is_over:
+                self._unpin()
+
+    def stop(self) -> None:
+        """Nobody waits for the rest; what has been asked for may still come."""
+        self._is_stopped = True
+
+    def _run(self) -> None:
+        here, problem = list[Block](), Cause.PEER_DOWN
+        try:
+            # What is here behind a hole stays meanwhile: what comes evicts others.
+            here += [entry for entry in self._pool.pin_each(self._keys) if entry is not None]
+            missing = self._pool.missing(self._keys)
+            if time.monotonic() >= self._deadline_s:
+                problem = Cause.TIMEOUT
+            else:
+                problem, entries = self._others.fetch(self._pool, missing, self._deadline_s, True, self._came)
+                here += entries
+                self.block_bytes = max((entry.length for entry in entries), default=0)
+        finally:
+            with self._changed:
+                self._pinned, self.problem, self._is_over = here, problem, True
+                is_awaited = self._is_awaited
+                self._changed.notify_all()
+            if not is_awaited:
+                self._unpin()
+
+    def _came(self, size: int) -> bool:
+        with self._changed:
+            self._num_bytes += size
+            self._changed.notify_all()
+        return not self._is_stopped
+
+    def _unpin(self) -> None:
+        with self._changed:
+            pinned, self._pinned = self._pinned, []
+        self._pool.unpin(pinned)
