@@ -2,7 +2,9 @@
 
 Two agents and two clients, with the native libraries and without, take turns with memcpy of the same bytes: saves and
 loads of 64 blocks, one load, `exists` of 64. A JSON line a block size: ratios to memcpy, microseconds of processor that
-a batch costs client and agent together, and short calls in times of a message's round trip.
+a batch costs client and agent together, and short calls in times of a message's round trip between threads.
+`possible`: what two processes reach that exchange messages, copy and sum, and do nothing else. The pools are full, so
+that no page is touched for the first time.
 """
 
 import argparse
@@ -17,11 +19,17 @@ from statistics import mean, median
 import numpy as np
 import psutil
 
+from benches.pool_floor import Floor
 from kvloom.pool.bench.agents import private_agent
 from kvloom.pool.bench.baseline import ping_pong_us
 from kvloom.pool.bench.sdk import SdkClient
 
 NUM_KEYS, SLICES, CALLS = 64, 8, 5
+
+
+def pool_bytes(block_bytes: int) -> int:
+    """Of each pool."""
+    return max(64 << 20, 4 * NUM_KEYS * block_bytes)
 
 
 class Side:
@@ -30,10 +38,12 @@ class Side:
     def __init__(self, stack: contextlib.ExitStack, block_bytes: int, is_native: bool) -> None:
         os.environ["EMS_NATIVE"] = "1" if is_native else "0"
         before = set(psutil.Process().children())
-        path: Path = stack.enter_context(private_agent(max(64 << 20, 4 * NUM_KEYS * block_bytes)))
+        path: Path = stack.enter_context(private_agent(pool_bytes(block_bytes)))
         (self._agent,) = set(psutil.Process().children()) - before
         self.client = stack.enter_context(contextlib.closing(SdkClient(path, block_bytes, NUM_KEYS, SLICES)))
         self.took: dict[str, list[tuple[float, float]]] = {}
+        for number in range(pool_bytes(block_bytes) // (NUM_KEYS * block_bytes) + 1):
+            self.client.save(number % SLICES, self.client.new_hashes())
 
     def _processor_s(self) -> float:
         theirs = self._agent.cpu_times()
@@ -60,31 +70,48 @@ class Side:
 
 def measure(block_bytes: int, rounds: int) -> dict[str, object]:
     """One line of the output."""
+    least: dict[str, list[float]] = {"save": [], "load": [], "load_one": [], "exists": []}
     with contextlib.ExitStack() as stack:
+        floor = stack.enter_context(contextlib.closing(Floor(block_bytes, NUM_KEYS, pool_bytes(block_bytes))))
         sides = {name: Side(stack, block_bytes, name == "native") for name in ("native", "python")}
         ring = sides["native"].client
-        copies = []
+        copies: list[float] = []
         for number in range(-2, rounds):
             for part in range(CALLS):
-                start_s = time.perf_counter()
-                np.copyto(ring.slice((part + 1) % SLICES), ring.slice(part))
-                copies.append(time.perf_counter() - start_s)
+                source, target = ring.slice(part), ring.slice((part + 1) % SLICES)
+                copies.append(_seconds(lambda source=source, target=target: np.copyto(target, source)))
+                least["save"].append(_seconds(lambda source=source: floor.save(source)))
+                least["load"].append(_seconds(lambda target=target: floor.load(target, NUM_KEYS)))
+                least["load_one"].append(_seconds(lambda target=target: floor.load(target, 1)))
+                least["exists"].append(_seconds(lambda target=target: floor.load(target, 0)))
             for side in sides.values():
                 side.turn(number % SLICES)
         ping_s = ping_pong_us(200) / 1e6
         row: dict[str, object] = {"block_bytes": block_bytes, "memcpy_gb_s": _gb_s(block_bytes, median(copies))}
+        row["possible"] = _ratios({what: median(each) for what, each in least.items()}, median(copies), ping_s)
         for name, side in sides.items():
             wall = {what: median(each[0] for each in took[len(took) // 5 :]) for what, took in side.took.items()}
             used = {what: mean(each[1] for each in took) for what, took in side.took.items()}
-            row[name] = {
-                "save": round(median(copies) / wall["save"], 3),
-                "load": round(median(copies) / wall["load"], 3),
+            row[name] = _ratios(wall, median(copies), ping_s) | {
                 "save_cpu_us": round(used["save"] * 1e6),
                 "load_cpu_us": round(used["load"] * 1e6),
-                "load_one_to_ping": round(wall["load_one"] / ping_s, 1),
-                "exists_to_ping": round(wall["exists"] / ping_s, 1),
             }
         return row
+
+
+def _ratios(wall_s: dict[str, float], memcpy_s: float, ping_s: float) -> dict[str, float]:
+    return {
+        "save": round(memcpy_s / wall_s["save"], 3),
+        "load": round(memcpy_s / wall_s["load"], 3),
+        "load_one_to_ping": round(wall_s["load_one"] / ping_s, 1),
+        "exists_to_ping": round(wall_s["exists"] / ping_s, 1),
+    }
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return time.perf_counter() - start_s
 
 
 def _gb_s(block_bytes: int, took_s: float) -> float:
