@@ -14,6 +14,7 @@ import pytest
 from kvloom.contract.config import EngineConfig
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.run import loading
+from kvloom.server.run.compose import first_request
 from kvloom.server.serving.card import ModelCard
 from tests.support.commands import run_cli
 from tests.support.processes import CLI, serve
@@ -212,3 +213,16 @@ def test_memory_returns_to_its_level_after_many_large_bad_bodies():
         before = resident_bytes(server.process.pid)
         send(150)
         assert resident_bytes(server.process.pid) < before + 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("lacks", "labels", "path"),
+    [
+        ({}, [], "chat/completions"),
+        ({"generation": "it makes embeddings"}, [], "embeddings"),
+        ({"generation": "it labels texts"}, ["good", "bad"], "classify"),
+    ],
+)
+def test_what_a_start_proposes_is_what_the_model_answers(lacks, labels, path):
+    engine = SimpleNamespace(info=SimpleNamespace(lacks=lacks, labels=labels))
+    assert first_request(loading.Loaded([(ModelCard("m", EngineConfig()), engine, None)]))[0] == path

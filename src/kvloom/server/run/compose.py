@@ -27,7 +27,7 @@ from kvloom.server.observe.tracers import open_tracer
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
 from kvloom.server.run.kvnote import kv_note, weights_note
-from kvloom.server.run.loading import Opening
+from kvloom.server.run.loading import Loaded, Opening
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.serving.admission import Admission
@@ -105,7 +105,7 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
             + kv_note(service.name, service.engine.info, service.card.engine)
             for service in models
         ]
-        return f"{READY_LINE}\n{''.join(notes)}{_greeting(config, ports[0])}{loaded.note}"
+        return f"{READY_LINE}\n{''.join(notes)}{_greeting(config, ports[0], loaded)}{loaded.note}"
 
     async def stop(grace_s: float | None) -> None:
         assert server is not None
@@ -153,17 +153,25 @@ def _load_adapters(models: Models, service: GenerationService, card: ModelCard, 
         models.put_adapter(service.with_adapter(name, str(path), adapter.id))
 
 
-def _greeting(config: ServerConfig, port: int) -> str:
+def _greeting(config: ServerConfig, port: int, loaded: Loaded) -> str:
     host = bracketed("127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host)
     scheme = "http" if config.tls is None else "https"
     options = "" if config.tls is None else " --cacert CA --cert CERT --key KEY"
     options += " -H 'Authorization: Bearer KEY'" if config.api_key_hashes else ""
-    path, body = "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
-    if not config.models:
-        path, body = "images/generations", '"prompt": "a lighthouse"'
+    path, body = first_request(loaded)
     names = ", ".join(config.names) + (" is" if len(config.names) == 1 else " are")
     return (
         f"{names} served on {scheme}://{host}:{port}. Try:\n"
         f"  curl{options} {scheme}://{host}:{port}/v1/{path} -H 'Content-Type: application/json' -d "
         f"""'{{"model": "{config.names[0]}", {body}}}'"""
     )
+
+
+def first_request(loaded: Loaded) -> tuple[str, str]:
+    """A path behind /v1 that the first model answers, and what its body has beside the model."""
+    if not loaded.models:
+        return "images/generations", '"prompt": "a lighthouse"'
+    info = loaded.models[0][1].info
+    if "generation" not in info.lacks:
+        return "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+    return "classify" if info.labels else "embeddings", '"input": "Hello!"'
