@@ -225,4 +225,4 @@ def test_memory_returns_to_its_level_after_many_large_bad_bodies():
 )
 def test_what_a_start_proposes_is_what_the_model_answers(lacks, labels, path):
     engine = SimpleNamespace(info=SimpleNamespace(lacks=lacks, labels=labels))
-    assert first_request(loading.Loaded([(ModelCard("m", EngineConfig()), engine, None)]))[0] == path
+    assert first_request(loading.Loaded([(ModelCard("m", EngineConfig(backend="fake")), engine, None)]))[0] == path
