@@ -106,6 +106,18 @@ def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
         assert server.process.wait(timeout=10) == 0
 
 
+def test_a_second_signal_ends_it_at_once_and_without_a_traceback():
+    with serve(*MOCK) as server:
+        body = {**BODY, "max_tokens": 2500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+            next(response.iter_lines())
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(server.url + "/health").status_code == 503)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(timeout=WAIT_S) == 0
+    assert not [line for line in server.lines if "Traceback" in line]
+
+
 def test_a_killed_model_process_is_a_pause_of_its_requests_and_the_server_stays():
     with serve(*MOCK) as server:
         body = {**BODY, "max_tokens": 1500, "temperature": 0.9, "seed": 3}

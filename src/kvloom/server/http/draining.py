@@ -62,6 +62,12 @@ class DrainingServer(uvicorn.Server):
         else:
             self._begin(self._grace_s)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """After a second signal, too, the app is told of the end: one that is cut off instead logs a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     async def stop(self, grace_s: float) -> None:
         """Begin to stop; returns when what ran has ended. The server exits soon after."""
         self._begin(grace_s)
