@@ -115,7 +115,7 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
             assert fleet.process.returncode == 0
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fleet():
     pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'kvloom[ray]'")
     with fleet_run("--fleet", "tests/fleet/fleet.yaml") as running:
