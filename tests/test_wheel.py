@@ -11,7 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ems.native.build import BLOCKS
 from kvloom.engine_api.build import LIBRARY
+from kvloom.pool.cluster.native.library import STREAM
+from kvloom.pool.storage.native.library import INDEX
 from kvloom.rank.kernels import build
 from kvloom.server.dialects.operators.console import FILES
 from tests.support.compiling import hasty_compiler
@@ -49,16 +52,18 @@ for isa in sys.argv[2:]:
 
 
 def sparing_compiler(folder: Path) -> Path:
-    """A hasty one, which makes no kernels that this user's cache has: their name is of sources and flags."""
-    kernels = folder / "kernels"
-    kernels.mkdir()
+    """A hasty one, which makes no library that this user's cache has: that is found there by sources and flags."""
+    kept = folder / "kept"
+    kept.mkdir()
     for isa in AVAILABLE:
-        (kernels / build.file_name(isa)).symlink_to(build.library(isa))
+        (kept / build.file_name(isa)).symlink_to(build.library(isa))
+    for library in (LIBRARY, BLOCKS, INDEX, STREAM):
+        (kept / Path(library.prebuilt).name).symlink_to(library.path())
     hasty, path = hasty_compiler(folder), folder / "sparing-g++"
     lines = (
         "#!/bin/sh",
         "for made; do :; done",
-        f'kept="{kernels}/$(basename "$made")"',
+        f'kept="{kept}/$(basename "$made")"',
         f'if [ -e "$kept" ]; then exec cp "$kept" "$made"; else exec {hasty} "$@"; fi\n',
     )
     path.write_text("\n".join(lines))
