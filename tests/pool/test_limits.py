@@ -3,10 +3,8 @@
 import errno
 import logging
 import socket
-import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -24,7 +22,7 @@ from kvloom.pool.metrics import render
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.counts import Counts
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 
 def link_to(agent, wait_s: float = 5.0) -> Link:
@@ -212,15 +210,37 @@ def test_a_flood_of_refused_logins_is_a_line_a_second(caplog):
     assert refused.count == 6
 
 
-def test_what_many_threads_count_is_all_counted():
-    counts = Counts()
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(lambda _: [counts.add("hits", 2) for _ in range(20_000)], range(4)))
-    finally:
-        sys.setswitchinterval(interval_s)
+class SignallingLock:
+    """Says that somebody wants it."""
+
+    def __init__(self, wanted: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._wanted = wanted
+
+    def __enter__(self) -> None:
+        if self._lock.locked():
+            self._wanted.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_error: object) -> None:
+        self._lock.release()
+
+
+def test_what_two_threads_count_is_all_counted():
+    counts, has_met = Counts(), threading.Event()
+    counts._lock = SignallingLock(has_met)
+    other = threading.Thread(target=lambda: (counts.add("hits"), has_met.set()))
+
+    class Two(int):
+        """While it is being added, another thread counts."""
+
+        def __radd__(self, before: int) -> int:
+            other.start()
+            assert has_met.wait(WAIT_S)
+            return before + 2
+
+    counts.add("hits", Two())
+    other.join()
     counts.raise_to("evicted", 5)
     counts.raise_to("evicted", 3)
-    assert (dict(counts), counts["never"]) == ({"hits": 160_000, "evicted": 5}, 0)
+    assert (dict(counts), counts["never"]) == ({"hits": 3, "evicted": 5}, 0)
