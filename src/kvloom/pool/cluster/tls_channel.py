@@ -64,7 +64,7 @@ class TlsChannel(Channel):
     def send_bytes(self, data: memoryview, deadline_s: float | None) -> None:
         while len(data):
             remaining_s(deadline_s)
-            data = data[self._tried(deadline_s, self._tls.send, data) :]
+            data = data[self._tried(deadline_s, self._tls.write, data) :]
 
     def receive(self, deadline_s: float | None = None) -> Frame:
         while (frame := self._reader.next_frame()) is None:
@@ -75,12 +75,20 @@ class TlsChannel(Channel):
         return frame
 
     def receive_into(self, view: memoryview, deadline_s: float | None) -> None:
-        while len(view):
+        position, size, read = 0, len(view), self._tls.read
+        while position < size:  # a record, 16 KiB, at a time: a call less for each counts
             remaining_s(deadline_s)
-            count = self._tried(deadline_s, self._tls.recv_into, view)
-            if count == 0:
+            try:
+                count = read(size - position, view[position:])
+            except ssl.SSLWantReadError:
+                self._wait(self._readable, deadline_s)
+                continue
+            except ssl.SSLWantWriteError:
+                self._wait(self._writable, deadline_s)
+                continue
+            if not count:
                 raise ConnectionResetError("the other side closed the connection")
-            view = view[count:]
+            position += count
 
 
 class Complaints:
