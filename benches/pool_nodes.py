@@ -1,8 +1,9 @@
 """What loads from another node cost: `python -m benches.pool_nodes`.
 
-Pairs of agents on loopback take turns with a plain TCP stream of the same bytes: with the C++ libraries and without, in
-plain text and inside TLS, over one, two and four connections. 64 blocks a load. A JSON line a block size: ratios to the
-stream, and nanoseconds of processor a byte that the loading node, the node loaded from and the client take.
+Pairs of agents on loopback take turns with streams of the same bytes, over plain TCP and inside TLS by the same
+library, which are neither summed nor kept nor copied on: with the C++ libraries and without, in plain text and inside
+TLS, over one, two and four connections. 64 blocks a load. A JSON line a block size: ratios to the streams, and
+nanoseconds of processor a byte that the loading node, the node loaded from and the client take.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 
 from kvloom.pool.bench.agents import two_nodes
-from kvloom.pool.bench.baseline import TcpStream
+from kvloom.pool.bench.baseline import TcpStream, TlsStream
 from kvloom.pool.bench.sdk import SdkClient
 
 NUM_KEYS, SLICES, CALLS = 64, 4, 3
@@ -69,21 +70,27 @@ def measure(block_bytes: int, rounds: int, names: list[str]) -> dict[str, object
     total = block_bytes * NUM_KEYS
     with contextlib.ExitStack() as stack:
         pairs = {name: Pair(stack, name, block_bytes) for name in names}
-        stream = stack.enter_context(contextlib.closing(TcpStream(total, block_bytes)))
-        received, streamed = np.zeros(total, np.uint8), []
+        streams = [stack.enter_context(contextlib.closing(kind(total, block_bytes))) for kind in (TcpStream, TlsStream)]
+        received, streamed = np.zeros(total, np.uint8), list[list[float]]([[], []])
         for number in range(rounds + 2):
-            for _ in range(CALLS):
-                start_s = time.perf_counter()
-                stream.receive(received)
-                streamed.append(time.perf_counter() - start_s)
+            for stream, times in zip(streams, streamed, strict=True):
+                for _ in range(CALLS):
+                    start_s = time.perf_counter()
+                    stream.receive(received)
+                    times.append(time.perf_counter() - start_s)
             for pair in pairs.values():
                 pair.turn(number)
-        row: dict[str, object] = {"block_bytes": block_bytes, "tcp_gb_s": round(total / median(streamed) / 1e9, 2)}
+        tcp_s, tls_s = (median(times[2 * CALLS :]) for times in streamed)
+        row: dict[str, object] = {"block_bytes": block_bytes, "tcp_gb_s": round(total / tcp_s / 1e9, 2)}
+        row["tls_stream_to_tcp"] = round(tcp_s / tls_s, 2)
         for name, pair in pairs.items():
             took = pair.took[2 * CALLS :]
             used = [round(mean(parts[i] for _wall_s, parts in took) / total * 1e9, 3) for i in range(3)]
-            ratio = median(streamed[2 * CALLS :]) / median(wall_s for wall_s, _parts in took)
-            row[name] = {"to_tcp": round(ratio, 2), "cpu_ns": dict(zip(("here", "there", "client"), used, strict=True))}
+            load_s = median(wall_s for wall_s, _parts in took)
+            ratios = {"to_tcp": round(tcp_s / load_s, 2)} | (
+                {"to_tls": round(tls_s / load_s, 2)} if PAIRS[name][1] else {}
+            )
+            row[name] = {**ratios, "cpu_ns": dict(zip(("here", "there", "client"), used, strict=True))}
         return row
 
 

@@ -1,16 +1,24 @@
 """What the pool's figures are put beside: the time of a message over a Unix socket and of bytes over loopback TCP."""
 
+import multiprocessing
 import socket
+import tempfile
 import threading
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from kvloom.net.devcerts import make_files, node_paths
+from kvloom.net.tls import MutualTls
+from kvloom.net.tlsconfig import TlsConfig
+
 Bytes = npt.NDArray[np.uint8]
 _PING_BYTES = 64
+_NEXT = b"n"  # what asks for the bytes
 
 
 def ping_pong_us(rounds: int) -> float:
@@ -67,6 +75,48 @@ class TcpStream:
         self._thread.join()
         self._sender.close()
         self._receiver.close()
+
+
+class TlsStream:
+    """The same inside mutual TLS 1.3, from a process of its own: what Python's `ssl` can bring."""
+
+    def __init__(self, total: int, chunk: int) -> None:
+        """As TcpStream."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ems-bench-")
+        make_files(Path(self._folder.name))
+        files = node_paths(Path(self._folder.name))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            arguments = (files, listener.getsockname()[1], total // chunk, chunk)
+            self._process = multiprocessing.get_context("spawn").Process(target=_send_inside_tls, args=arguments)
+            self._process.start()
+            sock, _address = listener.accept()
+        self._receiver = MutualTls(files).wrap(sock, is_server=False)
+        self._receiver.do_handshake()
+
+    def receive(self, target: Bytes) -> None:
+        """Fills it, `total` bytes."""
+        self._receiver.sendall(_NEXT)
+        view, position = target.data, 0
+        while position < len(view):
+            count = self._receiver.read(len(view) - position, view[position:])
+            if not count:
+                raise ConnectionResetError("the sender is gone")
+            position += count
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._process.join()
+        self._folder.cleanup()
+
+
+def _send_inside_tls(files: TlsConfig, port: int, num_chunks: int, chunk: int) -> None:
+    """Of a process of its own, until the receiver is gone."""
+    with MutualTls(files).wrap(socket.create_connection(("127.0.0.1", port)), is_server=True) as sender:
+        sender.do_handshake()
+        data = np.ones(chunk, np.uint8)
+        while sender.recv(len(_NEXT)):
+            for _ in range(num_chunks):
+                sender.sendall(data.data)
 
 
 def copy_blocks(source: Bytes, target: Bytes, block_bytes: int, is_verified: bool) -> None:
