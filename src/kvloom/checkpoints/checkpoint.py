@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvloom.checkpoints import gguf as gguf_file
 from kvloom.checkpoints import safetensors as folder_file
-from kvloom.checkpoints.embedding.classes import decoder_classes
+from kvloom.checkpoints.embedding.classes import decoder_classes, encoder_classes
 from kvloom.checkpoints.embedding.dense import dense_of_gguf
 from kvloom.checkpoints.embedding.pooling import LAST, Embedding, folder_embedding, gguf_pooling
 from kvloom.checkpoints.families import CLASSIFIER, family_of, has_head
@@ -60,7 +60,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     layout = folder_layout(family, scheme)
     source = folder_file.SafetensorsSource(folder, file_shapes(layout, spec), family.names, scheme)
     bos_id = config.get("bos_token_id")
-    if name.endswith(CLASSIFIER):
+    if name.endswith(CLASSIFIER) and spec.encoder is not None:
+        embedding = encoder_classes(config, source, spec.hidden, family.name)
+    elif name.endswith(CLASSIFIER):
         embedding = decoder_classes(config, source, spec.hidden)
     else:
         embedding = folder_embedding(folder, spec.hidden, _otherwise(spec))

@@ -15,7 +15,7 @@ from kvloom.contract.errors import ModelError
 
 _PREFIX = "model."
 # as sentence-transformers saves a decoder: ""; as models that read pictures too hold theirs: the last two
-_PREFIXES = (_PREFIX, "", "language_model.model.", "model.language_model.")
+_PREFIXES = (_PREFIX, "", "language_model.model.", "model.language_model.", "bert.", "roberta.")  # and of encoders
 TOP_NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm.weight",
@@ -61,15 +61,18 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
-    """The name a Hugging Face checkpoint gives to a canonical tensor; `own`: of a layer's, where they differ."""
-    if name in TOP_NAMES:
-        return TOP_NAMES[name]
+    """The name a Hugging Face checkpoint gives to a canonical tensor.
+
+    `own`: where they differ, by their names in a layer, or "layers" for what stands before its number.
+    """
+    if "." not in name:
+        return own.get(name) or TOP_NAMES[name]
     _, index, part = name.split(".", 2)
     expert = ""
     if part.startswith("experts."):
         _, expert, part = part.split(".")
         part = f"experts.{part}"
-    return f"model.layers.{index}.{(own.get(part) or LAYER_NAMES[part]).format(expert)}"
+    return f"{own.get('layers', 'model.layers')}.{index}.{(own.get(part) or LAYER_NAMES[part]).format(expert)}"
 
 
 class SafetensorsSource:
@@ -92,7 +95,7 @@ class SafetensorsSource:
             file = MappedFile(path)
             for key, entry in _entries(path, file).items():
                 self._tensors[key] = path, file, entry
-        bare = file_name("embed").removeprefix(_PREFIX)
+        bare = file_name("embed", names).removeprefix(_PREFIX)
         self._prefix = next((prefix for prefix in _PREFIXES if prefix + bare in self._tensors), _PREFIX)
         kinds = {key: entry.kind for key, (_, _, entry) in self._tensors.items()}
         for name, shape in self._shapes.items():

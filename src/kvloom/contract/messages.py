@@ -27,6 +27,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     pooling: str = ""  # of Request: an embedding is wanted, no token
     adapter: int = 0  # of LoadAdapter; 0 = the base model
     answer: list[int] = []
+    second: int = 0  # as Request's
 
 
 class Work(msgspec.Struct, array_like=True):

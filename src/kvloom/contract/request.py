@@ -143,6 +143,7 @@ class Request:
     kv_place: KvPlace | None = None  # where another engine has put them; None = nobody has
     sight: Sight | None = None  # the images of the prompt; only for an engine whose RankInfo says that it sees
     is_look: bool = False
+    second: int = 0  # where the second of two texts begins, for models whose token types tell them apart; 0 = one text
 
     @property
     def may_reuse(self) -> bool:

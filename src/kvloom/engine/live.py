@@ -45,7 +45,8 @@ class Live:
         self.is_known = True
         request, seq = self.request, self.seq
         known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
-        return NewSeq(seq.id, known[0], request.params, self.seed, request.pooling, request.adapter, known[1])
+        about = request.pooling, request.adapter
+        return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second)
 
     def count_start(self, counts: Counts, num_cached: int) -> None:
         """It begins, or goes on after a crash; so many of its tokens need not be computed."""

@@ -25,7 +25,7 @@ from kvloom.contract.messages import (
 )
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
-from kvloom.rank.kernels.backend import Backend, Head, Ragged
+from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
 from kvloom.rank.sampler import (
@@ -48,6 +48,7 @@ class _State:
     adapter: int = 0
     blocks: list[int] = field(default_factory=list)
     pooler: Pooler | None = None
+    second: int = 0  # of NewSeq
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class ModelRunner:
             for token_id in new.answer:
                 history.append(token_id)
             pooler = Pooler(new.pooling, len(new.token_ids)) if new.pooling else None
-            self._states[new.id] = _State(history, new.adapter, pooler=pooler)
+            self._states[new.id] = _State(history, new.adapter, pooler=pooler, second=new.second)
         output = StepOutput([], [], 0.0)
         if batch.release:
             release_blocks(self.kv_layers, batch.release)
@@ -270,7 +271,17 @@ class ModelRunner:
         table = np.array(padded, np.int32)
         used = [self._states[work.id].adapter for work in works]
         adapters = used if any(used) else ()
-        return Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
+        ragged = Ragged(np.array(ids, np.int32), np.array(pos, np.int32), np.array(qstart, np.int32), table, adapters)
+        return ragged._replace(types=self._types(works))
+
+    def _types(self, works: Sequence[Work]) -> Ints | None:
+        """Of tokens: 1 in the second of two texts, where a model tells them apart."""
+        encoder = self._backend.whole_spec.encoder
+        if encoder is None or encoder.num_types < 2:
+            return None
+        seconds = (self._states[work.id].second or self.info.max_seq_len for work in works)
+        types = [np.arange(w.start, w.start + w.num_tokens) >= second for w, second in zip(works, seconds, strict=True)]
+        return np.concatenate(types).astype(np.int32)
 
     def _rows(self, works: Sequence[Work]) -> _Rows:
         wanted = _Rows([], [], [], [], [])

@@ -7,54 +7,10 @@
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
+#include "numbers_test.cpp"
 #include "scalar.hpp"
 
 using namespace kvl;
-
-static void test_numbers() {
-    for (int bits = 0; bits < 0x7c00; bits++)  // every finite fp16 survives the way through float
-        near(float_to_fp16(fp16_to_float(uint16_t(bits))), bits, 0, "fp16", bits, 0);
-    for (float x = -30; x < 30; x += 0.37f) {
-        alignas(64) float lane[kLanes];
-        store(lane, exp2(splat(x)));
-        near(lane[3] / std::exp2(double(x)), 1, 1e-6, "exp2", int64_t(x), 0);
-        store(lane, silu(splat(x)));
-        near(lane[5], x / (1 + std::exp(-double(x))), 1e-5, "silu", int64_t(x), 0);
-        store(lane, gelu_tanh(splat(x)));
-        const double u = 0.7978845608 * (double(x) + 0.044715 * std::pow(double(x), 3));
-        near(lane[7], 0.5 * double(x) * (1 + std::tanh(u)), 1e-5, "gelu", int64_t(x), 0);
-        store(lane, clamped_gate(splat(x), splat(x / 2 - 1), 7, 1.702f));
-        near(lane[1], scalar::clamped_gate(x, x / 2 - 1, 7, 1.702f), 1e-4, "clamped gate", int64_t(x), 0);
-    }
-    for (int count = -2; count < kLanes + 2; count++) {
-        alignas(64) float lane[kLanes];
-        store(lane, first_lanes(splat(1), count, 2));
-        for (int i = 0; i < kLanes; i++) near(lane[i], i < count ? 1 : 2, 0, "first_lanes", count, i);
-    }
-}
-
-static void test_norm_and_quantisation(int64_t cols) {
-    const int64_t padded = round_up(cols, kPad);
-    std::vector<float> x = noise(cols), weight = noise(cols), got(static_cast<size_t>(padded)), want(got);
-    x.resize(static_cast<size_t>(padded));
-    weight.resize(static_cast<size_t>(padded));
-    rms_norm(x.data(), weight.data(), padded, cols, 1e-5f, got.data());
-    scalar::rms_norm(x.data(), weight.data(), cols, 1e-5f, want.data());
-    for (int64_t k = 0; k < padded; k++) near(got[size_t(k)], want[size_t(k)], 1e-5, "rms_norm", cols, k);
-    for (int format : {KVL_INT8, KVL_INT4}) {
-        const int group = group_size(format);
-        const size_t run = size_t(run_size(format));
-        std::vector<int8_t> data(static_cast<size_t>(padded));
-        std::vector<float> scale(static_cast<size_t>(padded / group));
-        std::vector<int32_t> sums(size_t(padded) / run);
-        quantize_row(x.data(), padded, group, int(run), data.data(), scale.data(), sums.data());
-        for (int64_t k = 0; k < padded; k++)
-            near(float(data[size_t(k)]) * scale[size_t(k / group)], x[size_t(k)],
-                 1.001 * double(scalar::half_step(x.data(), k, group)), "quantize", group, k);
-        for (size_t g = 0; g < sums.size(); g++)
-            near(sums[g], std::accumulate(&data[g * run], &data[(g + 1) * run], 0), 0, "sum", group, 0);
-    }
-}
 
 // Every number of rows of a micro-kernel over one packed panel.
 static void test_tile(const Linear& linear) {

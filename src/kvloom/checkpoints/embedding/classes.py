@@ -25,6 +25,23 @@ def decoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_st
     return Embedding(LAST, num_states, (score,), labels, activation_of(config, len(labels)))
 
 
+def encoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_states: int, family: str) -> Embedding:
+    """Of ...ForSequenceClassification over an encoder: two layers over the first token's state. Raises ModelError."""
+    labels = labels_of(config)
+    first, last = (
+        ("bert.pooler.dense", "classifier") if family == "bert" else ("classifier.dense", "classifier.out_proj")
+    )
+    layers = (
+        _layer(source, first, (num_states, num_states), "Tanh"),
+        _layer(source, last, (len(labels), num_states), "Identity"),
+    )
+    return Embedding("cls", num_states, layers, labels, activation_of(config, len(labels)))
+
+
+def _layer(source: SafetensorsSource, name: str, shape: tuple[int, int], activation: str) -> Dense:
+    return Dense(source.floats(f"{name}.weight", shape), source.floats(f"{name}.bias", shape[:1]), activation)
+
+
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
     """In their order. Raises ModelError when id2label is not by numbers from 0 on."""
     named = config.get("id2label")

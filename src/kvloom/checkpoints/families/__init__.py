@@ -1,6 +1,7 @@
 """The families of models, by the architecture name that a checkpoint states."""
 
 from kvloom.checkpoints.families.family import Family
+from kvloom.checkpoints.families.known.bert import BERT, ROBERTA
 from kvloom.checkpoints.families.known.gemma import GEMMA2, GEMMA3, GEMMA_EMBEDDING
 from kvloom.checkpoints.families.known.granite import GRANITE
 from kvloom.checkpoints.families.known.llama import LLAMA, SMOLLM3
@@ -44,6 +45,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3Model": QWEN3,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,  # EmbeddingGemma among them
+    "BertModel": BERT,
+    "RobertaModel": ROBERTA,
+    "XLMRobertaModel": ROBERTA,
     "llama": LLAMA,  # general.architecture of GGUF from here on
     "mistral": MISTRAL,
     "qwen2": QWEN2,

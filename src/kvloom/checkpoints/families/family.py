@@ -92,6 +92,7 @@ class Family:
             experts=experts,
             sees_ahead=ahead,
             has_logits=not ahead,
+            encoder=None,
             **self.scales(config),
         )
 

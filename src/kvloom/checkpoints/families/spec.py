@@ -53,6 +53,17 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Encoder:
+    """BERT's shape (Devlin et al. 2019): rows for positions and token types are added to embeddings, which are normed;
+    MLPs have an exact gelu and no gate; every linear has a bias; norms are LayerNorms, none of them behind the last.
+    """
+
+    num_positions: int
+    first_position: int  # row of a sequence's first token
+    num_types: int
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """Shapes and switches of a decoder: x += attn(norm(x)); x += mlp(norm(x)).
 
@@ -60,6 +71,9 @@ class DecoderSpec:
       embed [vocab, hidden]   norm [hidden]   head [vocab, hidden] (absent when tie_embeddings)
       layers.N. attn_norm, q, k, v, o, q_bias, k_bias, v_bias, q_norm, k_norm, attn_post_norm,
                 mlp_norm, gate, up, down, mlp_post_norm, o_bias, sinks
+    of an encoder, without norm, head, gate and the norms before branches:
+      positions [num_positions, hidden]   types [num_types, hidden]   embed_norm, embed_norm_bias [hidden]
+      layers.N. up_bias, down_bias, attn_post_norm_bias, mlp_post_norm_bias
     and in place of gate, up and down of a layer with experts:
       router [experts, hidden]   router_bias   experts.E. gate, up, down, gate_bias, up_bias, down_bias
       shared_gate, shared_up, shared_down, shared_router [1, hidden]
@@ -78,7 +92,7 @@ class DecoderSpec:
     tie_embeddings: bool
     qkv_bias: bool = False  # Qwen2
     qk_norm: Literal["", "head", "row"] = ""  # RMSNorm before RoPE of each head of q and k, or of all heads as one row
-    norms: Literal["pre", "post", "both"] = "pre"  # where a branch is normed: x += post(branch(pre(x)))
+    norms: Literal["pre", "post", "both", "sum"] = "pre"  # x += post(branch(pre(x))); sum: x = post(x + branch(x))
     activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"  # clamped: see glu_limit
     glu_limit: float = 0.0  # l, a: g = min(gate, l); g sigmoid(a g) (clip(up, -l, l) + 1)
     glu_alpha: float = 0.0
@@ -92,6 +106,7 @@ class DecoderSpec:
     has_sinks: bool = False  # each head has a score of its own that takes part in the softmax, and no value
     experts: Experts | None = None  # of the layers that have them
     sees_ahead: bool = False  # tokens see those behind them, too: a sequence is computed in one step
+    encoder: Encoder | None = None
     has_logits: bool = True  # else it makes states and has no head
 
     @property
@@ -117,20 +132,35 @@ class DecoderSpec:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor a checkpoint of this spec must hold, by canonical name."""
-        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden), "norm": (self.hidden,)}
+        shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, self.hidden)} | self._outer_shapes()
         if self.has_logits and not self.tie_embeddings:
             shapes["head"] = (self.vocab_size, self.hidden)
         rest = self._layer_shapes()
         dense = _mlp_shapes(self.hidden, self.intermediate)
+        if self.encoder:
+            del dense["gate"]
+            dense |= {"up_bias": (self.intermediate,), "down_bias": (self.hidden,)}
         sparse = _expert_shapes(self.hidden, self.experts) if self.experts else {}
         for index, layer in enumerate(self.layers):
             own = rest | (sparse if layer.has_experts else dense)
             shapes |= {f"layers.{index}.{name}": shape for name, shape in own.items()}
         return shapes
 
+    def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of small tensors around the layers."""
+        own = self.encoder
+        if own is None:
+            return {"norm": (self.hidden,)}
+        return {
+            "positions": (own.num_positions, self.hidden),
+            "types": (own.num_types, self.hidden),
+            "embed_norm": (self.hidden,),
+            "embed_norm_bias": (self.hidden,),
+        }
+
     def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        before = {"attn_norm": (self.hidden,)} if self.norms != "post" else {}
+        before = {"attn_norm": (self.hidden,)} if self.norms in ("pre", "both") else {}
         layer: dict[str, tuple[int, ...]] = before | {
             "q": (q_size, self.hidden),
             "k": (kv_size, self.hidden),
@@ -141,6 +171,8 @@ class DecoderSpec:
             layer["mlp_norm"] = (self.hidden,)
         if self.norms != "pre":
             layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
+        if self.encoder:
+            layer |= {"attn_post_norm_bias": (self.hidden,), "mlp_post_norm_bias": (self.hidden,)}
         if self.qkv_bias:
             layer |= {"q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,)}
         if self.qk_norm:

@@ -22,7 +22,8 @@ class Ragged(NamedTuple):
 
     ids, pos [T]: token ids and positions; qstart [S+1]: tokens qstart[s] .. qstart[s+1] belong to s, at consecutive
     positions; block_table [S, max_blocks], -1 = unused: position p of s lives in slot p % block_size of block
-    block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all.
+    block_table[s, p // block_size]; adapters [S]: what add_adapter was given, 0 = none; () = none for all. types [T]:
+    of tokens, for a model that has such; None = all 0.
     """
 
     ids: Ints
@@ -30,6 +31,7 @@ class Ragged(NamedTuple):
     qstart: Ints
     block_table: Ints
     adapters: Sequence[int] = ()
+    types: Ints | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class CpuBackend:
 
     def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
         """See kernels/backend.py. What Head holds is overwritten by the next step."""
-        *inputs, adapters = batch
+        *inputs, adapters, types = batch
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
@@ -141,6 +141,7 @@ class CpuBackend:
             len(states),
             head.states.ctypes.data,
             ctypes.addressof(own) if adapters else None,
+            None if types is None else types.ctypes.data,
         )
         if len(batch.ids):
             self._lib.kvl_step(self._model, ctypes.byref(step))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 INT8, INT4, BF16, INT8_32, INT8_MIN, INT5, INT6, IQ4, FP4 = range(9)
 NORM_QUANT, QUANT, LINEAR, ROPE_KV, ATTENTION, ROWS_NORM_QUANT, ADD_NORMED, ROUTE, EXPERTS_UP, EXPERTS_DOWN = range(10)
-STATES = 10
-TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL = range(8)
+STATES, ADD_POSITIONS, LAYER_NORM = range(10, 13)
+TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GELU = range(9)
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
 NORM_HEADS, NORM_ROWS = range(2)
 KV_BF16, KV_INT8 = range(2)
@@ -68,6 +68,7 @@ class Batch(ctypes.Structure):
         ("num_states", _I32),
         ("states", _POINTER),
         ("adapters", _POINTER),
+        ("types", _POINTER),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvloom.checkpoints.families.spec import DecoderSpec, Rope
+from kvloom.checkpoints.families.spec import DecoderSpec, Encoder, Rope
 from kvloom.checkpoints.footprint import STORED, UNQUANTISED_FORM
 from kvloom.checkpoints.quantized.forms import number_bits
 from kvloom.checkpoints.source import WeightSource
@@ -65,15 +65,20 @@ class Packer:
     def declare(self) -> None:
         """Every linear in the order of execution, every small vector, and the program."""
         spec, idle_bytes = self._spec, 0
+        if spec.encoder is not None:
+            self._declare_beginning(spec.encoder)
         for layer in range(spec.num_layers):
             self._declare_attention(layer, f"layers.{layer}.")
-            if spec.layers[layer].has_experts:
+            if spec.encoder is not None:
+                self._declare_ungated(f"layers.{layer}.")
+            elif spec.layers[layer].has_experts:
                 idle_bytes += declare_experts(self._program, spec, f"layers.{layer}.")
             else:
                 self._declare_mlp(f"layers.{layer}.")
         head = self._declare_head() if spec.has_logits else cpu_abi.NONE
         if not spec.has_logits:
-            self._program.emit(cpu_abi.STATES, vector=self._program.vector("norm"))
+            norm = cpu_abi.NONE if spec.encoder is not None else self._program.vector("norm")
+            self._program.emit(cpu_abi.STATES, vector=norm)
         self.streamed_bytes = sum(self._program.measure()) - idle_bytes
         if self._weight_format == STORED and self._weights.form("embed"):
             is_tied = spec.tie_embeddings
@@ -167,17 +172,38 @@ class Packer:
             program.emit(cpu_abi.QUANT, linear=down, epilogue=gate, source=cpu_abi.FROM_GATE_UP)
         self._emit_output(down, at + "mlp_post_norm")
 
+    def _declare_beginning(self, encoder: Encoder) -> None:
+        """What is added to embeddings, and their norm."""
+        tables = {"vector": self._program.vector("positions"), "vector2": self._program.vector("types")}
+        self._program.emit(cpu_abi.ADD_POSITIONS, source=encoder.first_position, **tables)
+        self._emit_layer_norm("embed_norm")
+
+    def _declare_ungated(self, at: str) -> None:
+        spec, program = self._spec, self._program
+        up = program.linear(spec.intermediate, spec.hidden, (at + "up", 0))
+        down = program.linear(spec.hidden, spec.intermediate, (at + "down", 0))
+        self._emit_input(up, "")
+        program.emit(cpu_abi.LINEAR, linear=up, epilogue=cpu_abi.GELU, vector=program.vector(at + "up_bias"))
+        program.emit(cpu_abi.QUANT, linear=down, source=cpu_abi.FROM_MLP)
+        self._emit_output(down, at + "mlp_post_norm", program.vector(at + "down_bias"))
+
+    def _emit_layer_norm(self, name: str) -> None:
+        weight, bias = self._program.vector(name), self._program.vector(name + "_bias")
+        self._program.emit(cpu_abi.LAYER_NORM, vector=weight, vector2=bias)
+
     def _emit_input(self, linear: int, norm: str) -> None:
         """The residual stream as `linear` reads it, normed where the model norms before a branch."""
-        if self._spec.norms == "post":
+        if self._spec.norms in ("post", "sum"):
             self._program.emit(cpu_abi.QUANT, linear=linear, source=cpu_abi.FROM_RESIDUAL)
         else:
             self._program.emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._program.vector(norm))
 
     def _emit_output(self, linear: int, norm: str, bias: int = cpu_abi.NONE) -> None:
         """The last linear of a branch, added to the residual stream, normed first where the model norms behind it."""
-        if self._spec.norms == "pre":
+        if self._spec.norms in ("pre", "sum"):
             self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL, vector=bias)
+            if self._spec.norms == "sum":
+                self._emit_layer_norm(norm)
         else:
             self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.TO_BRANCH, vector=bias)
             self._program.emit(cpu_abi.ADD_NORMED, vector=self._program.vector(norm))

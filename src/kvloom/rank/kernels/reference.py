@@ -119,7 +119,8 @@ class ReferenceBackend:
             if start == end:
                 continue
             self._adapter = self._adapters[adapters[seq]] if adapters and adapters[seq] else {}
-            hidden = self._forward(ids[start:end], pos[start:end], table[seq])
+            types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
+            hidden = self._forward(self._embedded(ids[start:end], pos[start:end], types), pos[start:end], table[seq])
             for index, row in enumerate(wanted):
                 if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
                     own = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
@@ -165,10 +166,17 @@ class ReferenceBackend:
         """See kernels/backend.py."""
         self._adapters.pop(id, None)
 
-    def _forward(self, ids: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
-        """One sequence: ids, pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
+    def _embedded(self, ids: Tensor, pos: Tensor, types: Tensor | None) -> Tensor:
+        """ids, pos, types [T], None = all 0 -> what the first layer reads, [T, hidden]."""
+        x, encoder = self._w["embed"][ids] * self.spec.embed_scale, self.spec.encoder
+        if encoder is None:
+            return x
+        more = self._w["types"][torch.zeros_like(pos) if types is None else types]
+        return self._norm(x + more + self._w["positions"][pos + encoder.first_position], "embed_norm")
+
+    def _forward(self, x: Tensor, pos: Tensor, blocks: Tensor) -> Tensor:
+        """One sequence: x [T, hidden], pos [T], blocks [max_blocks] -> normed hidden states [T, hidden]."""
         spec = self.spec
-        x = self._w["embed"][ids] * spec.embed_scale
         keys = torch.arange(int(pos[-1]) + 1, device=pos.device)
         slots = blocks[keys // self.block_size] * self.block_size + keys % self.block_size
         turns = {rope: self._turns(rope, pos) for rope in spec.ropes}
@@ -180,10 +188,12 @@ class ReferenceBackend:
             x = self._branch(x, f"layers.{layer}.attn", functools.partial(self._attend, layer, context=context))
             mlp = self._experts if spec.layers[layer].has_experts else self._mlp
             x = self._branch(x, f"layers.{layer}.mlp", functools.partial(mlp, f"layers.{layer}."))
-        return self._norm(x, "norm")
+        return x if spec.encoder else self._norm(x, "norm")
 
     def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
         """x [T, hidden] plus what a branch makes of it, normed before, behind or both."""
+        if self.spec.norms == "sum":
+            return self._norm(x + of(x), name + "_post_norm")
         branch = of(x if self.spec.norms == "post" else self._norm(x, name + "_norm"))
         if self.spec.norms != "pre":
             branch = self._norm(branch, name + "_post_norm")
@@ -245,6 +255,8 @@ class ReferenceBackend:
         return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
 
     def _mlp(self, at: str, x: Tensor) -> Tensor:
+        if self.spec.encoder:
+            return self._linear(F.gelu(self._linear(x, at + "up")), at + "down")
         return self._mesh.sum(self._linear(self._gated(at, x), at + "down"))
 
     def _gated(self, at: str, x: Tensor) -> Tensor:
@@ -278,8 +290,11 @@ class ReferenceBackend:
         return self._mesh.sum(out) + added
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dimension, statistics in float32."""
+        """RMSNorm or LayerNorm over the last dimension, statistics in float32."""
         wide = x.float()
+        if self.spec.encoder:
+            weight, bias = self._w[name].float(), self._w[name + "_bias"].float()
+            return F.layer_norm(wide, wide.shape[-1:], weight, bias, self.spec.norm_eps).to(x.dtype)
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
         return (wide * scale).to(x.dtype) * self._w[name]
 

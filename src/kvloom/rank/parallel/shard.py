@@ -35,6 +35,8 @@ def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:
     for name, size in sizes.items():
         if size % world_size:
             raise ModelError(f"worldSize: {world_size} ranks cannot share {size} {name} evenly")
+    if spec.encoder and world_size > 1:
+        raise ModelError(f"worldSize: one rank computes {spec.family}, got {world_size}")
     if spec.qk_norm == "row" and world_size > 1:
         raise ModelError(
             f"worldSize: the norms of {spec.family} span all heads; one rank computes them, got {world_size}"

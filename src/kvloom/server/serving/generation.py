@@ -36,6 +36,7 @@ class Generation:
     gives_kv: bool = False  # these three as engine.request.Request's
     kv_place: KvPlace | None = None
     sight: Sight | None = None
+    seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
 
     @property
     def num_choices(self) -> int:

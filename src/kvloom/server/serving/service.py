@@ -234,7 +234,8 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
     given = generation.params
     if generation.best_of > generation.n and given.logprobs is None:
         given = replace(given, logprobs=0)
-    for prompt in generation.prompts:
+    seconds = generation.seconds or (0,) * len(generation.prompts)
+    for prompt, second in zip(generation.prompts, seconds, strict=True):
         for i in range(generation.best_of):
             params = given
             if params.seed is not None and i:
@@ -242,7 +243,7 @@ def _requests(generation: Generation, serial: int, adapter: int) -> list[Request
             id = f"{generation.id}-{serial}-{len(requests)}"
             salt, pooling = generation.cache_salt, generation.pooling
             who = (salt, generation.tenant, generation.priority)
-            request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter)
+            request = Request(id, prompt, params, *who, pooling=pooling, adapter=adapter, second=second)
             more = (generation.gives_kv, generation.kv_place, generation.sight)
             requests.append(replace(request, gives_kv=more[0], kv_place=more[1], sight=more[2]))
     return requests

@@ -62,9 +62,12 @@ enum {
     KVL_EXPERTS_UP = 8,      /* gate and up of the chosen experts of mixture `layer`, then `epilogue` */
     KVL_EXPERTS_DOWN = 9,    /* what UP left, quantised for `linear`, times the down of each token's experts: their sum, as
                                 the router weighs them, is added to the residual stream; `epilogue`, `source`: as QUANT's */
-    KVL_STATES = 10          /* `states`, normed by `vector`: the end of a model without a head */
+    KVL_STATES = 10,         /* `states`, normed by `vector` (-1: as they are): the end of a model without a head */
+    KVL_ADD_POSITIONS = 11,  /* to each token of the residual stream the row of `vector` [positions][hidden] that is its
+                                position plus `source`, and the row of `vector2` [types][hidden] that is its type */
+    KVL_LAYER_NORM = 12      /* LayerNorm of the residual stream, in place: `vector` the weights, `vector2` the biases */
 };
-/* KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
+/* KVL_GELU: each channel's x Phi(x), into what KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
 enum {
     KVL_TO_QKV = 0,
     KVL_RESIDUAL = 1,
@@ -73,7 +76,8 @@ enum {
     KVL_LOGITS = 4,
     KVL_TO_BRANCH = 5,
     KVL_CLAMPED = 6,
-    KVL_GATED_RESIDUAL = 7
+    KVL_GATED_RESIDUAL = 7,
+    KVL_GELU = 8
 };
 enum { KVL_FROM_ATTENTION = 0, KVL_FROM_MLP = 1, KVL_FROM_GATE_UP = 2, KVL_FROM_RESIDUAL = 3 }; /* of QUANT */
 enum { KVL_NORM_HEADS = 0, KVL_NORM_ROWS = 1 }; /* of ROPE_KV: each head, or all in one */
@@ -99,6 +103,7 @@ typedef struct {
     int32_t num_states;
     float *states;
     const int32_t *adapters; /* [num_seqs] of kvl_adapter_new, -1 = none; null = none at all */
+    const int32_t *types;    /* [num_tokens] of tokens, for KVL_ADD_POSITIONS; null = all 0 */
 } kvl_batch;
 
 const char *kvl_isa(void);

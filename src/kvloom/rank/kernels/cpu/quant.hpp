@@ -27,6 +27,21 @@ inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t
     for (int64_t k = 0; k < count; k += kLanes) store(out + k, mul(mul(load(x + k), factor), load(weight + k)));
 }
 
+// out[k] = (x[k] - mean) / deviation * weight[k] + bias[k]; count is padded (zeros), `real` is what the mean is taken over.
+// x and out may be the same.
+inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t count, int64_t real, float eps, float* out) {
+    F32 total = splat(0), squares = splat(0);
+    for (int64_t k = 0; k < count; k += kLanes) total = add(total, load(x + k));
+    const F32 mean = splat(sum(total) / float(real));
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const F32 value = first_lanes(sub(load(x + k), mean), int(real - k < kLanes ? (real > k ? real - k : 0) : kLanes), 0.0f);
+        squares = fma(value, value, squares);
+    }
+    const F32 factor = splat(1.0f / std::sqrt(sum(squares) / float(real) + eps));
+    for (int64_t k = 0; k < count; k += kLanes)
+        store(out + k, fma(mul(sub(load(x + k), mean), factor), load(weight + k), load(bias + k)));
+}
+
 // One row to int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each `run`.
 inline void quantize_row(const float* x, int64_t count, int group, int run, int8_t* data, float* scale, int32_t* sums) {
     for (int64_t g = 0; g < count / group; g++, x += group, data += group) {

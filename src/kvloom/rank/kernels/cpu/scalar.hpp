@@ -67,6 +67,15 @@ inline void rms_norm(const float* x, const float* weight, int64_t real, float ep
     for (int64_t k = 0; k < real; k++) out[k] = float(double(x[k]) * factor * double(weight[k]));
 }
 
+inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t real, float eps, float* out) {
+    double total = 0, squares = 0;
+    for (int64_t k = 0; k < real; k++) total += double(x[k]);
+    const double mean = total / double(real);
+    for (int64_t k = 0; k < real; k++) squares += (double(x[k]) - mean) * (double(x[k]) - mean);
+    const double factor = 1.0 / std::sqrt(squares / double(real) + double(eps));
+    for (int64_t k = 0; k < real; k++) out[k] = float((double(x[k]) - mean) * factor * double(weight[k]) + double(bias[k]));
+}
+
 // What int8 quantisation may at most change: half a step of the group's scale.
 inline float half_step(const float* x, int64_t k, int group) {
     const float* first = x + k / group * group;

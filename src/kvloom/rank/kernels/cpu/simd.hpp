@@ -47,6 +47,19 @@ inline F32 gelu_tanh(F32 x) {
     return div(x, add(splat(1.0f), exp2(mul(twice_u, splat(-kLog2E)))));
 }
 
+// Gelu by the normal distribution, x Phi(x). Its tail is erfc(|x| / sqrt 2) by Abramowitz and Stegun 7.1.26, 1.5e-7 off
+// at most: max(x, 0) - |x| tail / 2.
+inline F32 gelu_erf(F32 x) {
+    const F32 size = abs(x), t = div(splat(1.0f), fma(size, splat(0.3275911f * 0.70710678f), splat(1.0f)));
+    F32 p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    const F32 tail = mul(mul(p, t), exp2(mul(mul(x, x), splat(-0.5f * kLog2E))));
+    return sub(max(x, splat(0.0f)), mul(mul(size, splat(0.5f)), tail));
+}
+
 // cap * tanh(x / cap), the tanh as 1 - 2 / (1 + e^2y).
 inline F32 softcap(F32 x, float cap) {
     const F32 power = exp2(mul(x, splat(2 * kLog2E / cap)));

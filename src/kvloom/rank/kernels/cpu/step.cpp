@@ -86,6 +86,8 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_ATTENTION: return attend(instruction);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
+        case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
+        case KVL_LAYER_NORM: return norm_layer(instruction, thread);
         case KVL_ROUTE: return route(instruction, thread);
         case KVL_EXPERTS_UP: return multiply_up(instruction, thread);
         case KVL_EXPERTS_DOWN: return multiply_down(instruction, thread);
@@ -104,6 +106,26 @@ void Step::embed_tokens(int thread) {
         }
         for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] *= shape_.embed_scale;
     }
+}
+
+// Positions and types that are rows of tables. Needs no barrier: a thread's tokens are its own until they are normed.
+void Step::add_positions(const kvl_instruction& instruction, int thread) {
+    const int64_t hidden = shape_.hidden;
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        const float* position = vector(instruction.vector) + (batch_.pos[t] + instruction.source) * hidden;
+        const float* type = vector(instruction.vector2) + (batch_.types ? batch_.types[t] : 0) * hidden;
+        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] += position[k] + type[k];
+    }
+}
+
+// In place: every row by the thread that it is dealt to.
+void Step::norm_layer(const kvl_instruction& instruction, int thread) {
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        float* row = scratch_.residual.row(t);
+        layer_norm(row, vector(instruction.vector), vector(instruction.vector2), model_.hidden_stride(), shape_.hidden,
+                   shape_.norm_eps, row);
+    }
+    sync();
 }
 
 // Fills the activations of the next linear. Ends with a barrier unless every thread keeps its own copy.
@@ -162,6 +184,10 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
     float* normed = scratch_.row[size_t(thread)];
     for (int64_t i = deal(batch_.num_states, thread); i < deal(batch_.num_states, thread + 1); i++) {
         const float* x = scratch_.residual.row(batch_.state_rows[i]);
+        if (instruction.vector < 0) {
+            std::copy(x, x + hidden, batch_.states + i * hidden);
+            continue;
+        }
         rms_norm(x, vector(instruction.vector), model_.hidden_stride(), hidden, shape_.norm_eps, normed);
         std::copy(normed, normed + hidden, batch_.states + i * hidden);
     }
@@ -234,6 +260,12 @@ void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row
         store(to, gated(instruction.epilogue, shape_, lo, hi));
         if (panel + 1 == model_.linears[size_t(instruction.linear)].panels)  // a wider MLP may have left something there
             for (int64_t k = channel / 2 + kLanes; k % kPad; k += kLanes) store(to += kLanes, splat(0));
+        return;
+    }
+    if (instruction.epilogue == KVL_GELU) {
+        float* to = scratch_.mlp.row(row) + channel;
+        store(to, gelu_erf(lo));
+        store(to + kLanes, gelu_erf(hi));
         return;
     }
     const bool is_gated = instruction.epilogue == KVL_GATED_RESIDUAL, is_added = is_gated || instruction.epilogue == KVL_RESIDUAL;

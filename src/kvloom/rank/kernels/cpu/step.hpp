@@ -36,6 +36,8 @@ class Step {
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
     void add_normed(const kvl_instruction& instruction, int thread);
+    void add_positions(const kvl_instruction& instruction, int thread);
+    void norm_layer(const kvl_instruction& instruction, int thread);
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread);

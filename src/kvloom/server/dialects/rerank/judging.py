@@ -73,18 +73,25 @@ def _read_together(
         raise BadRequest("model", f"scores by one label; this one has {len(info.labels)}: ask /classify")
     if instruction is not None:
         raise BadRequest("instruction", "is not supported by this model, whose classification head takes none")
-    prompts, left, limit = [], request_limit(service), service.input_limit(NOTHING)
+    prompts, seconds, left, limit = [], [], request_limit(service), service.input_limit(NOTHING)
     for query, document in pairs:
         for text in (query, document):
             check_fits(service, text, order.field, limit)
-        ids, _ = service.tokenizer.encode_pair(query, document)
+        ids, second = service.tokenizer.encode_pair(query, document)
         check_length(service, ids, order.field, limit)
         prompts.append(tuple(ids))
+        seconds.append(second)
         left -= len(ids)
         if left < 0:
             raise BadRequest(order.field, f"has more than {request_limit(service)} tokens in all its prompts")
     generation = Generation(
-        order.id, tuple(prompts), NOTHING, priority=order.priority, tenant=order.tenant, pooling=info.pooling
+        order.id,
+        tuple(prompts),
+        NOTHING,
+        priority=order.priority,
+        tenant=order.tenant,
+        pooling=info.pooling,
+        seconds=tuple(seconds),
     )
     service.check(generation, order.field)
     return generation
