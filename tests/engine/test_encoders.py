@@ -29,7 +29,12 @@ KINDS: dict[str, dict[str, str]] = {
     "w8a8": {"backend": "cpu", "weight_format": "w8a8"},
     "w4a8": {"backend": "cpu", "weight_format": "w4a8"},
 }
-TOLERANCES = {"reference": 2e-5, "bf16": 0.03, "w8a8": 0.06, "w4a8": 0.6}  # of random weights; vectors that have nothing to do with each other are 1.4 apart
+TOLERANCES = {
+    "reference": 2e-5,
+    "bf16": 0.03,
+    "w8a8": 0.06,
+    "w4a8": 0.6,
+}  # of random weights; vectors that have nothing to do with each other are 1.4 apart
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": 200, "pad_token_id": 0},
     "Roberta": {"max_position_embeddings": 202, "pad_token_id": 1, "type_vocab_size": 1},

@@ -81,7 +81,11 @@ def test_the_cards_say_what_it_does(labelling: FakeServer):
     ("path", "body", "message"),
     [
         ("/v1/completions", {"prompt": "a"}, "its checkpoint has no head for text, it labels texts"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "it labels texts"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}]},
+            "messages: the engine of this model",
+        ),
         ("/v1/embeddings", {"input": "a"}, "model: is a classifier and makes no embeddings; ask /classify"),
         ("/rerank", {"query": "a", "documents": ["b"]}, "model: scores by one label; this one has 8: ask /classify"),
         ("/classify", {"input": ""}, "input: must not be empty"),
@@ -96,6 +100,13 @@ def test_what_it_does_not_do_is_a_400_in_one_line(labelling: FakeServer, path: s
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert "\n" not in response.json()["error"]["message"]
+
+
+def test_a_model_that_makes_embeddings_cannot_be_asked_to_judge():
+    with classifier(0, "") as server:
+        response = server.post("/rerank", {"model": MODEL, "query": "a", "documents": ["b"]})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith("model: the engine of this model cannot do it")
 
 
 def test_an_instruction_is_for_models_that_are_asked(judging: FakeServer):

@@ -82,6 +82,8 @@ class PreparedChat:
 
 def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:
     """`params.grammar` is of the answer's text. Raises BadRequest naming the field."""
+    if not request.is_counted:
+        service.check_writes(request.field)
     tools = request.tools if request.choice.mode != "none" else ()
     sources = _sources(service, request)
     card, tokenizer = service.card, service.tokenizer

@@ -89,6 +89,11 @@ class GenerationService:
             if len(prompt) > limit:
                 raise PromptTooLong(field, len(prompt), limit, self.engine.max_seq_len)
 
+    def check_writes(self, field: str) -> None:
+        """Raises BadRequest naming `field` when the model generates nothing: before its chat template is missed."""
+        if why := self.engine.info.lacks.get("generation"):
+            raise BadRequest(field, f"the engine of this model cannot do it: {why}")
+
     def _check_capable(self, generation: Generation) -> None:
         """Raises BadRequest for what the engine cannot do."""
         if lacks := self.engine.info.lacks:

@@ -48,6 +48,7 @@ def judgement(
     check_count(len(pairs), order.field, MAX_PAIRS)
     if service.engine.info.labels:
         return _read_together(service, pairs, order, instruction)
+    service.check_writes("model")
     instruction = INSTRUCTION if instruction is None else instruction
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0, logprob_ids=_yes_and_no(service))
     prompts, left = [], request_limit(service)
