@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -235,6 +236,35 @@ def test_a_block_outside_of_its_segment_is_not_read():
             Channel(there).send(dishonest(segment, offset, length))
             with pytest.raises(IndexError):
                 line.load(wanted, lambda _numbers, _count: mapped, time.monotonic() + 5)
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1, 2, 30, 63])
+def test_two_threads_copy_a_long_load_up_to_the_first_damaged_block(damaged):
+    """Whatever the second thread has summed meanwhile: what lies behind a damaged block stays as it was."""
+    here, there = socket.socketpair()
+    size, num = 16 << 10, 64
+    source = np.random.default_rng(1).integers(0, 256, (num, size), np.uint8)
+    mapped = Mapped((Segment * 1)(Segment(0, address_of(source), source.size)), [source.reshape(-1)], 0)
+    tensor = as_tensor("t", np.zeros((num, 1, 1, size), np.uint8))
+    tensors = native_tensors([tensor], [0]) if tensor is not None else None
+    assert tensors is not None
+    plan = tensors.plan_of(Blocks.of([(((i, 0, 1),),) for i in range(num)]), bytes(32 * num), np.full(num, size))
+    sums = [xxhash.xxh3_128_digest(block.data) for block in source]
+    if damaged is not None:
+        sums[damaged] = bytes(16)
+    offsets = [i * size for i in range(num)]
+    found = m.Found(0, [0] * num, offsets, [size] * num, b"".join(sums), m.Cause.NONE, 0)
+    with here, there:
+        line = native_line(here.fileno())
+        assert line is not None
+        for _ in range(20):
+            tensor.data[:] = 0
+            Channel(there).send(found)
+            done = line.load(WantedLoad(plan, 0, num, False), lambda _numbers, _count: mapped, time.monotonic() + 60)
+            assert (done.num_done, done.is_damaged) == (num if damaged is None else damaged, damaged is not None)
+            copied = tensor.data.reshape(num, size)
+            assert (copied[: done.num_done] == source[: done.num_done]).all()
+            assert not copied[done.num_done :].any()
 
 
 def dishonest(segment: int, offset: int, length: int) -> m.Found:

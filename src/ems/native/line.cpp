@@ -1,7 +1,10 @@
 // The SDK's calls over a link: one function a call, from the names of its blocks to what became of them. They are the
 // same messages as Python's, in the same order; an answer that is not the one expected is handed to Python, which says
 // what it is.
+#include <numeric>
+
 #include "plan.hpp"
+#include "second.hpp"
 #include "stream.hpp"
 
 namespace {
@@ -13,7 +16,6 @@ using ems::kOutside;
 using ems::kUnmapped;
 using ems::Sum;
 
-constexpr int64_t kBytesAtOnce = 8 << 20;  // between two looks at the clock
 constexpr int64_t kGroupBlocks = 64;  // of a message
 constexpr int64_t kAlign = 64;
 constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: what is up to the first, and the second, is a success
@@ -109,6 +111,7 @@ class Loading {
     }
 
   private:
+    static constexpr int64_t kLooks = 1000, kBytesALook = 8;  // about as long as the sum of a block takes
     static constexpr int64_t kReleaseNs = 100'000'000;  // a late load still says that it is over
 
     int ask() {
@@ -155,24 +158,56 @@ class Loading {
         return last_;
     }
 
+    // What is known of a block.
+    enum Mark : uint8_t { kUnknown, kGood, kDamaged, kCopied };
+
     int copy(const std::vector<const uint8_t*>& sources) {
-        int64_t left = 0;
-        for (; load_.num_done < load_.num_found; load_.num_done++) {
-            const int64_t i = load_.num_done;
-            if (left <= 0) {
-                if (ems::now_ns() > line_.deadline_ns) {
-                    return ETIMEDOUT;
-                }
-                left = kBytesAtOnce;
+        std::vector<std::atomic<uint8_t>> marks(sources.size());
+        std::atomic<int64_t> num_good{0};  // of the blocks before the first that is not known to be
+        std::atomic<bool> is_late{false};
+        const int64_t bytes = std::accumulate(line_.lengths.begin(), line_.lengths.end(), int64_t{0});
+        ems::Second::share(load_.num_found, bytes, [&](int64_t i) {
+            is_late = is_late || ems::now_ns() > line_.deadline_ns;
+            if (is_late || !verify(sources, marks, i) || !are_good(sources, marks, num_good, i)) {
+                return false;
             }
-            if (line_.lengths[i] != sizes_[i] ||
-                !ems::scatter(blocks_, i, sources[i], sizes_[i], load_.xxh3, &line_.sums[i])) {
-                load_.corrupt = i;
-                return 0;
+            ems::scatter(blocks_, i, sources[i], sizes_[i], nullptr, nullptr);
+            marks[i] = kCopied;
+            return true;
+        });
+        const auto first = std::find_if(marks.begin(), marks.end(), [](uint8_t mark) { return mark != kCopied; });
+        load_.num_done = first - marks.begin();
+        load_.corrupt = first != marks.end() && *first == kDamaged ? load_.num_done : -1;
+        return is_late ? ETIMEDOUT : 0;
+    }
+
+    bool verify(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks, int64_t i) const {
+        const auto size = static_cast<size_t>(sizes_[i]);
+        const bool is_good =
+            line_.lengths[i] == sizes_[i] && ems::sum_of(*load_.xxh3, sources[i], size) == line_.sums[i];
+        uint8_t unknown = kUnknown;
+        marks[i].compare_exchange_strong(unknown, is_good ? kGood : kDamaged);
+        return is_good;
+    }
+
+    // Whether all blocks before one are: waits for the other thread, which sums one of them, or sums it here when that
+    // takes long. So no block is copied behind one that is damaged.
+    bool are_good(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks,
+                  std::atomic<int64_t>& num_good, int64_t end) const {
+        for (int64_t i = num_good, num_looks = 0; i < end; num_looks++) {
+            const uint8_t mark = marks[i];
+            const bool is_long = num_looks > kLooks + sizes_[i] / kBytesALook;
+            if (mark == kDamaged || (mark == kUnknown && is_long && !verify(sources, marks, i))) {
+                return false;
             }
-            left -= sizes_[i];
+            if (marks[i] != kUnknown) {
+                i++;
+                num_looks = 0;
+            }
         }
-        return 0;
+        for (int64_t before = num_good; before < end && !num_good.compare_exchange_weak(before, end);) {
+        }
+        return true;
     }
 
     int release() {
