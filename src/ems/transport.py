@@ -9,7 +9,6 @@ import logging
 import mmap
 import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -269,12 +268,7 @@ class Link:
 
     def is_usable(self) -> bool:
         """Whether an idle link is still connected and has nothing unexpected to read."""
-        poll = select.poll()
-        try:
-            poll.register(self.channel.sock, select.POLLIN)
-            return not poll.poll(0)
-        except (OSError, ValueError):
-            return False
+        return not self.channel.has_frame()
 
     def close(self) -> None:
         self.channel.close()
