@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.embedding.pooling import gguf_pooling, prompts_of
+from kvloom.checkpoints.embedding.pooling import gguf_pooling
+from kvloom.checkpoints.embedding.prompts import prompts_of
 from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError

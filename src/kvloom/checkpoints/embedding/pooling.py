@@ -78,18 +78,6 @@ def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> str:
     return "+".join(_KEYS.get(mode, mode) for mode in modes) or otherwise
 
 
-def prompts_of(path: Path) -> dict[str, str]:
-    """What sentence-transformers puts before a text, by name ("query", "document"); none in a GGUF file.
-
-    Raises ModelError: no JSON, or prompts that are no texts.
-    """
-    file = path / "config_sentence_transformers.json"
-    prompts = read_object(file).get("prompts") if file.exists() else None
-    if not isinstance(prompts or {}, dict) or not all(isinstance(text, str) for text in (prompts or {}).values()):
-        raise ModelError(f"{file}: prompts must be texts by name")
-    return prompts or {}
-
-
 def gguf_pooling(kind: Any, otherwise: str = LAST) -> str:
     """Of the key <architecture>.pooling_type; None = it is absent."""
     return otherwise if kind in (None, 0) else _GGUF_TYPES.get(kind, f"pooling_type {kind}")

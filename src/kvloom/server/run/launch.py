@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
-from kvloom.checkpoints.embedding.pooling import prompts_of
+from kvloom.checkpoints.embedding.prompts import prompts_of
 from kvloom.checkpoints.files import find_weights
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
