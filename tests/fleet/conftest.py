@@ -115,8 +115,13 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
             assert fleet.process.returncode == 0
 
 
-@pytest.fixture(scope="module")
-def fleet():
+@pytest.fixture(scope="session")
+def ray_serve():
+    """It takes a second to import: only who runs these tests does, not all who collect them."""
     pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'kvloom[ray]'")
+
+
+@pytest.fixture(scope="module")
+def fleet(ray_serve):
     with fleet_run("--fleet", "tests/fleet/fleet.yaml") as running:
         yield running

@@ -7,11 +7,10 @@ import pytest
 from kvloom.fleet.args import parse_args
 from kvloom.fleet.plan import make_plan
 from tests.support.configs import mock_document
+from tests.support.lazily import Lazily
 
-RayServeException = pytest.importorskip("ray.serve.exceptions", reason="Ray is not installed").RayServeException
-app = pytest.importorskip(
-    "kvloom.fleet.app", reason="Ray is not installed: pip install 'kvloom[ray]'", exc_type=ImportError
-)
+pytestmark = pytest.mark.usefixtures("ray_serve")
+app, exceptions = Lazily("kvloom.fleet.app"), Lazily("ray.serve.exceptions")
 
 
 def deployments(**args) -> dict:
@@ -30,7 +29,7 @@ def deployments(**args) -> dict:
     ],
 )
 def test_what_is_wrong_is_the_whole_message_that_serve_shows(given, problem):
-    with pytest.raises(RayServeException) as caught:
+    with pytest.raises(exceptions.RayServeException) as caught:
         app.build(given)
     assert str(caught.value).startswith(problem)
     assert "\n" not in str(caught.value)

@@ -12,9 +12,10 @@ from kvloom.fleet.figures import told
 from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.routing.knowledge import packed
 from kvloom.fleet.wire import Hint, encode
+from tests.support.lazily import Lazily
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'kvloom[ray]'")
-from kvloom.fleet.routing.router import KvRouter
+pytestmark = pytest.mark.usefixtures("ray_serve")
+routing = Lazily("kvloom.fleet.routing.router")
 
 numbers = itertools.count()
 
@@ -29,7 +30,7 @@ def replica(name, layout="", **figures):
 
 def router(*replicas, **settings):
     """As Serve has made one, but for its own state, which is not asked for here."""
-    made = KvRouter.__new__(KvRouter)
+    made = routing.KvRouter.__new__(routing.KvRouter)
     made._deployment_id = SimpleNamespace(name=f"engines-{next(numbers)}")
     made.initialize_state(**settings)
     made._replicas = {}
