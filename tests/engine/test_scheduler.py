@@ -9,7 +9,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Work
 from kvloom.engine.schedule.ahead import may_follow, must_wait
 from kvloom.engine.schedule.blocks import BlockPool, extend_chain
-from kvloom.engine.schedule.commit import apply_step, check, commit_step, release_seq, swap_out
+from kvloom.engine.schedule.commit import apply_step, check, commit_step, is_stale, release_seq, swap_out
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
@@ -38,6 +38,25 @@ def sampling_ids(plan: Plan) -> list[int]:
 
 def counts(plan: Plan) -> dict[int, int]:
     return {step.seq.id: step.num_tokens for step in plan.steps}
+
+
+def test_what_no_step_reads_any_more_is_free_for_others_and_found_while_nobody_takes_it():
+    seq, other = make_seq(0, 20, max_len=40), make_seq(1, 8, first=100)
+    pool, limits = BlockPool(9), Limits(4, 8, BLOCK)
+    free = []
+    for _ in range(8):
+        plan = plan_step([seq], pool, limits)
+        apply_step(plan, pool)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=10)
+        check([seq], pool, BLOCK)
+        free.append(pool.num_free)
+    assert (seq.num_computed, seq.num_dropped) == (25, (25 + 1 - 10) // BLOCK)
+    assert free == [7, 6, 6, 6, 6, 6, 6, 6], "three blocks, however long it grows"
+    assert pool.match(seq.hashes) == seq.block_table[:6]
+    apply_step(plan_step([other], pool, limits), pool)
+    assert pool.match(seq.hashes) == seq.block_table[:6], "empty blocks are handed out before those"
+    release_seq(seq, pool, Status.FINISHED)
+    check([seq, other], pool, BLOCK)
 
 
 def test_nothing_to_do_is_an_empty_plan():
@@ -211,6 +230,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     LIMITS = Limits(max_batch=3, max_tokens=7, block_size=BLOCK, max_draft_tokens=5)
     NUM_BLOCKS = 8
     MAX_LENGTH = NUM_BLOCKS * BLOCK
+    REACH = 0  # of RankInfo
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +268,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts = {step.seq.id: step.draft for step in plan.steps}
         sampled = {id: [*drafts[id][:num_right], token] for id in sampling_ids(plan)[is_late:]}
         lengths = {seq.id: len(seq.token_ids) for seq in self.seqs}
-        commit_step(plan, sampled, self.pool, BLOCK)
+        for step in plan.steps:
+            first = max(0, step.start + 1 - self.REACH) // BLOCK if self.REACH else 0
+            assert is_stale(step) or step.seq.num_dropped <= first, "it reads what it has given back"
+        commit_step(plan, sampled, self.pool, BLOCK, self.REACH)
         for seq in list(self.seqs):
             assert len(seq.token_ids) == lengths[seq.id] + len(sampled.get(seq.id, ()))
             if len(seq.token_ids) >= self.MAX_LENGTH:
@@ -306,4 +329,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         check(self.seqs, self.pool, BLOCK)
 
 
+class WindowedMachine(SchedulerMachine):
+    """The same where each token sees so many, and what has left the window is given back."""
+
+    REACH = 6
+
+
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestWindowedMachine = WindowedMachine.TestCase

@@ -252,7 +252,8 @@ class Engine:
         samples = output.by_sequence()
         steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
-        self._transfers.save(commit_step(plan, taken, self._pool, self._limits.block_size))
+        fresh = commit_step(plan, taken, self._pool, self._limits.block_size, self._executor.info.reach)
+        self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
             self._end_or_draft(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))

@@ -114,7 +114,7 @@ class ClassPlanner:
         held: dict[str, int] = {}
         for seq in self._seqs:
             if seq.block_table:
-                held[seq.salt] = held.get(seq.salt, 0) + len(seq.block_table) * self._block_size
+                held[seq.salt] = held.get(seq.salt, 0) + len(seq.held_blocks) * self._block_size
         return held
 
     def wait_s(self) -> float:

@@ -28,6 +28,7 @@ from kvloom.rank.runner import ModelFacts, ModelRunner
 log = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16  # tokens a KV block on CPU and CUDA
+_KEYS_AT_ONCE = 128  # kChunkKeys of kernels/cpu/layout.hpp
 _INSTALL = "torch, which is not installed; pip install 'kvloom[torch]'"
 
 
@@ -48,8 +49,9 @@ def open_runner(
         if opened is None:
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
         backend, pools, size = opened
+        embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
         facts = ModelFacts(
-            spec.vocab_size, max_seq_len, eos_ids, checkpoint.embedding, _lacks(checkpoint), spec.sees_ahead
+            spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec)
         )
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
         return ModelRunner(backend, facts, pools.num_host_blocks, size, guides)
@@ -62,6 +64,12 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
         why = "its tokens see those behind them"
         return {"generation": f"{why}, it {makes}", "kv_transfer": f"{why}, so no part of a prompt is kept"}
     return {} if spec.has_logits else {"generation": f"its checkpoint has no head for text, it {makes}"}
+
+
+def reach_of(spec: DecoderSpec) -> int:
+    """See RankInfo: the widest window, and what the kernels read with it, since they take keys 128 at a time."""
+    windows = [layer.window or 0 for layer in spec.layers]
+    return max(windows) + _KEYS_AT_ONCE - 1 if all(windows) and not spec.sees_ahead else 0
 
 
 def _tokenizer(model: str) -> Tokenizer:

@@ -72,6 +72,7 @@ class ModelFacts:
     embedding: Embedding
     lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
     sees_ahead: bool = False  # of RankInfo
+    reach: int = 0  # of RankInfo
 
 
 class ModelRunner:
@@ -103,6 +104,7 @@ class ModelRunner:
             labels=list(facts.embedding.labels),
             activation=facts.embedding.activation,
             sees_ahead=facts.sees_ahead,
+            reach=facts.reach,
         )
         self._backend = backend
         self._eos_ids = [id for id in facts.eos_ids if id < facts.vocab_size]

@@ -56,7 +56,9 @@ def forget_swapped(seq: Seq, pool: BlockPool) -> None:
     seq.host_blocks, seq.num_swapped = [], 0
 
 
-def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int) -> list[list[int]]:
+def commit_step(
+    plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int, reach: int = 0
+) -> list[list[int]]:
     """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
 
     All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
@@ -64,6 +66,8 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
     in a step is computed again, and what was planned behind that token is void. Blocks of one that is computed whole
     are not published. Returns the blocks that the pool now
     knows and did not know before, in chain order, a list a sequence; without those of a prompt that is given away.
+
+    `reach`: of RankInfo. What lies behind it is given back: cached, but free for others.
     """
     fresh = []
     for step in plan.steps:
@@ -89,7 +93,17 @@ def commit_step(plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPoo
             num_given = seq.giving.num_blocks if seq.giving else 0
             fresh.append([seq.block_table[i] for i in new if i >= num_given])
         seq.num_published = num_full
+        if reach and seq.giving is None:
+            _drop_passed(seq, pool, block_size, reach)
     return [blocks for blocks in fresh if blocks]
+
+
+def _drop_passed(seq: Seq, pool: BlockPool, block_size: int, reach: int) -> None:
+    """Steps under way begin at num_computed or behind it, and read no earlier than its window."""
+    num_passed = max(0, seq.num_computed + 1 - reach) // block_size
+    if num_passed > seq.num_dropped:
+        pool.release(seq.block_table[seq.num_dropped : num_passed])
+        seq.num_dropped = num_passed
 
 
 def is_stale(step: SeqStep) -> bool:
@@ -101,9 +115,9 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
     """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
     if status is Status.FINISHED:
         forget_swapped(seq, pool)
-    pool.release(seq.block_table)
+    pool.release(seq.held_blocks)
     seq.block_table = []
-    seq.num_computed = seq.num_computing = seq.num_published = 0
+    seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = 0
     seq.status, seq.loading = status, ()
 
 
@@ -114,7 +128,7 @@ def forget_rank(seq: Seq) -> None:
     seq.num_preemptions += seq.status is Status.RUNNING
     seq.status, seq.loading, seq.is_asked = Status.WAITING, (), False
     seq.block_table, seq.host_blocks = [], []
-    seq.num_computed = seq.num_computing = seq.num_published = seq.num_swapped = 0
+    seq.num_computed = seq.num_computing = seq.num_published = seq.num_dropped = seq.num_swapped = 0
 
 
 def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
@@ -128,7 +142,8 @@ def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Se
         assert 0 <= seq.num_computed <= len(seq.token_ids)
         assert len(seq.host_blocks) == num_blocks_of(seq.num_swapped, block_size)
         assert not (seq.host_blocks and seq.block_table), "swapped out and running"
-        for block in seq.block_table:
+        assert 0 <= seq.num_dropped <= seq.num_published
+        for block in seq.held_blocks:
             held[block] = held.get(block, 0) + 1
     pool.host.check([block for seq in seqs for block in seq.host_blocks])
     for block in range(pool.num_blocks):

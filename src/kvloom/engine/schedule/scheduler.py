@@ -119,7 +119,7 @@ def _choose_swapped(preempted: Iterable[Seq], pool: BlockPool, costs: SwapCosts)
     chosen, free = [], pool.host.num_free
     for seq in preempted:
         count = len(seq.block_table)
-        if count <= free and is_swap_cheaper(count, seq.num_computed, costs):
+        if not seq.num_dropped and count <= free and is_swap_cheaper(count, seq.num_computed, costs):
             chosen.append(seq)
             free -= count
     return chosen
@@ -176,7 +176,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
         while count and need > free and end > stop:
             end -= 1
             preempted.append(running[end])
-            free += pool.num_exclusive(running[end].block_table)
+            free += pool.num_exclusive(running[end].held_blocks)
             if end == i:
                 break
         if i < end and count and need <= free:

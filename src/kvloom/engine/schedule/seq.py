@@ -33,6 +33,7 @@ class Seq:
     num_computed: int = 0  # tokens whose keys and values are in block_table
     num_computing: int = 0  # tokens behind those that steps under way compute; block_table has room for them
     block_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0  # blocks at the beginning of block_table that no step reads any more: others may have them
     hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids
     num_published: int = 0  # blocks of block_table that the pool knows by hash
     num_cached: int = 0  # prompt tokens found in the cache at first admission
@@ -48,6 +49,11 @@ class Seq:
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
     repute: Repute = field(default_factory=Repute)
     giving: Giving | None = None  # its prompt's blocks are for another engine
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Those of block_table that are still its own."""
+        return self.block_table[self.num_dropped :] if self.num_dropped else self.block_table
 
     @property
     def num_pending(self) -> int:
