@@ -50,9 +50,7 @@ def open_runner(
             opened = _open_reference(config, checkpoint, max_seq_len, progress, (rank, rendezvous))
         backend, pools, size = opened
         embedding, lacks = checkpoint.embedding, _lacks(checkpoint)
-        facts = ModelFacts(
-            spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec)
-        )
+        facts = ModelFacts(spec.vocab_size, max_seq_len, eos_ids, embedding, lacks, spec.sees_ahead, reach_of(spec))
         guides = Guides(functools.partial(_tokenizer, config.model), spec.vocab_size, must_wait=config.world_size > 1)
         return ModelRunner(backend, facts, pools.num_host_blocks, size, guides)
 

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 from statistics import median
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -98,7 +99,7 @@ class TlsStream:
         self._receiver.sendall(_NEXT)
         view, position = target.data, 0
         while position < len(view):
-            count = self._receiver.read(len(view) - position, view[position:])
+            count = cast(int, self._receiver.read(len(view) - position, view[position:]))
             if not count:
                 raise ConnectionResetError("the sender is gone")
             position += count

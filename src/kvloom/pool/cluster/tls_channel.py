@@ -5,7 +5,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from ems.common.channel import Channel, remaining_s
 from ems.wire.frames import Frame, WireError
@@ -79,7 +79,7 @@ class TlsChannel(Channel):
         while position < size:  # a record, 16 KiB, at a time: a call less for each counts
             remaining_s(deadline_s)
             try:
-                count = read(size - position, view[position:])
+                count = cast(int, read(size - position, view[position:]))
             except ssl.SSLWantReadError:
                 self._wait(self._readable, deadline_s)
                 continue
