@@ -87,11 +87,13 @@ def test_a_checkpoint_without_a_head_makes_embeddings_and_nothing_else(kind, tmp
     tolerance = 2e-4 if runner.info.backend == "reference" else 0.05
     for vector, truth in zip(vectors(engine_of(runner), "last"), wanted(model, "last"), strict=True):
         assert float((torch.tensor(vector) - truth).norm() / truth.norm()) < tolerance
-    with pytest.raises(BadRequest, match="cannot do it: its checkpoint has no head, it makes embeddings") as caught:
+    with pytest.raises(
+        BadRequest, match="cannot do it: its checkpoint has no head for text, it makes embeddings"
+    ) as caught:
         check_capable(runner.info.lacks, NOTHING, {"generation": True})
     assert caught.value.field == "prompt"
     check_capable(runner.info.lacks, NOTHING, {"pooling": "last"})
-    with pytest.raises(BadRequest, match="its checkpoint has no head, it makes embeddings"):
+    with pytest.raises(BadRequest, match="its checkpoint has no head for text, it makes embeddings"):
         engine_of(runner).add(Request("text", PROMPTS[0], SamplingParams(max_tokens=1)))
 
 
