@@ -27,7 +27,7 @@ _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this nod
 _MAX_SNAPSHOT_BYTES = 1 << 30  # copies waiting to be saved; beyond them a save waits for its end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """One save or load whose arguments are checked, on its way to the agent."""
 
@@ -244,7 +244,8 @@ class ContextCaching:
         try:
             return self._try(call)
         finally:
-            self._count_snapshot(-call.source.num_bytes if call.source else 0)
+            if call.source is not None:
+                self._count_snapshot(-call.source.num_bytes)
 
     def _try(self, call: _Call) -> CcResult:
         deadline_s = call.start_s + max(_FLOOR_S, call.option.timeout / 1000)
