@@ -186,8 +186,8 @@ class Load:
 
 def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
     before = fleet.engine_pids()
-    with Load(fleet, 4) as load:
-        serve_run(fleet, tmp_path, replicas=2, mock={"stepMs": 9})
+    with Load(fleet, 2) as load:
+        serve_run(fleet, tmp_path, replicas=2, mock={"stepMs": 30})
         until(lambda: len(fleet.engine_pids()) == 2 and not fleet.engine_pids() & before, START_S)
         done = load.num_done
         until(lambda: load.num_done > done + 4, START_S)
