@@ -185,6 +185,7 @@ static void test_draw() {
     for (int count = 1; count < 140; count++) {
         std::vector<float> logits = noise(count, 3), scratch(size_t(round_up(count, 64)));
         if (count % 3 == 0) logits[size_t(count / 2)] = -std::numeric_limits<float>::infinity();
+        if (count % 5 == 0) logits[0] = -std::numeric_limits<float>::infinity();  // which point 0 is nearest to
         for (float top_p : {1.0f, 0.95f, 0.5f, 0.01f})
             for (float min_p : {0.0f, 0.02f, 0.4f})
                 for (double point : {0.0, 0.31, 0.72, 0.99}) {
