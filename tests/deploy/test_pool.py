@@ -43,7 +43,7 @@ def samples() -> dict[str, set[str]]:
     with running_agent() as agent, session(agent.config.socket, new_kv()) as cc:
         cc.save(slots_of(0), [1], [4])
         cc.load(slots_of(0, 1), [1, 2], [4, 4])
-        agent.node.pool("default").counts["refused_quota"] += 1
+        agent.node.pool("default").counts.add("refused_quota")
         text = render([agent.stats()]).decode()
     families = text_string_to_metric_families(text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}

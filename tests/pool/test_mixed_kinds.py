@@ -123,7 +123,7 @@ def test_nodes_of_both_kinds_push_and_fetch_alike(kinds, token_bytes):
             how = "hashes" if saver is here else "tokens"
             assert saver.save(how) == WHOLE
             until(lambda pool=pool: pool.counts["push_done"] > 0)
-            assert loader.load(how) == WHOLE
+            until(lambda loader=loader, how=how: loader.load(how) == WHOLE)  # when all pushes are done
         for pool in pools:
             until(
                 lambda pool=pool: pool.counts["peer_reads"] and pool.counts["peer_writes"]

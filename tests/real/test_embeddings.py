@@ -19,7 +19,11 @@ KERNEL_LIKENESS = 0.99  # cosine: 8-bit weights
 @pytest.fixture(scope="module")
 def truth(oracle, tokenizer) -> dict[str, list[torch.Tensor]]:
     states = [oracle.states(tokenizer.encode(text)) for text in TEXTS]
-    return {"last": [state[-1] for state in states], "mean": [state.mean(0) for state in states]}
+    return {
+        "last": [state[-1] for state in states],
+        "mean": [state.mean(0) for state in states],
+        "cls": [state[0] for state in states],
+    }
 
 
 @pytest.mark.parametrize("kind", ["reference, auto", "cpu, bf16"])
