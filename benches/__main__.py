@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NEED_OPTIONS = {"fleet", "peers"}
+NEED_OPTIONS = {"fleet", "llama_cpp", "peers"}
 
 
 def main() -> int:

@@ -180,6 +180,22 @@ static void test_extreme_heads() {
     }
 }
 
+// In a step's threads tiny floats are 0, and fp16s are what they are; the caller has its own again afterwards.
+static void test_tiny_numbers() {
+    volatile float tiny = 1e-40f, one = 1;
+    Pool pool(3);
+    std::atomic<int> zeros{0}, wrong{0};
+    pool.run([&](int) {
+        zeros += tiny * one == 0;
+        for (int bits = 0; bits < 0x7c00; bits++) wrong += float_to_fp16(fp16_to_float(uint16_t(bits))) != bits;
+    });
+    near(wrong, 0, 0, "fp16 in a step", 0, 0);
+#if defined(__x86_64__)
+    near(zeros, 3, 0, "tiny floats", 0, 0);
+#endif
+    near(tiny * one > 0, 1, 0, "tiny floats of the caller", 0, 0);
+}
+
 // Logits and scratch of exactly their size, every remainder of a block, each rule alone and together.
 static void test_draw() {
     for (int count = 1; count < 140; count++) {
@@ -349,5 +365,6 @@ static void test_every_kernel() {
     test_groups();
     test_sinks();
     test_draw();
+    test_tiny_numbers();
     test_pool();
 }

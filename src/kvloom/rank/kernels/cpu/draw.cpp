@@ -120,6 +120,7 @@ int32_t pick_likely(const Weights& weights, float top_p, float min_p, double poi
 }  // namespace kvl
 
 int32_t kvl_draw(const float* logits, int64_t count, const kvl_draw_rules* rules, float* scratch) {
+    const kvl::TinyIsZero tiny;  // as for rows that a step's threads draw
     const kvl::Weights weights = kvl::weigh(logits, count, rules->temperature, scratch);
     if (rules->top_p >= 1 && rules->min_p <= 0) return kvl::pick(weights, rules->point);
     return kvl::pick_likely(weights, rules->top_p, rules->min_p, rules->point);

@@ -99,9 +99,10 @@ inline uint16_t float_to_bf16(float value) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Exact for every finite fp16, subnormals included: the exponent is moved by a multiplication.
+// Exact for every finite fp16, subnormals included, also where tiny floats are zero (pool.hpp).
 inline float fp16_to_float(uint16_t value) {
-    const float magnitude = bits_to_float(uint32_t(value & 0x7fff) << 13) * 0x1p112f;
+    const uint32_t rest = value & 0x7fff;
+    const float magnitude = rest < 0x0400 ? float(rest) * 0x1p-24f : bits_to_float((rest << 13) + (112u << 23));
     return value & 0x8000 ? -magnitude : magnitude;
 }
 

@@ -67,7 +67,10 @@ Pool::~Pool() {
 void Pool::run(const std::function<void(int)>& body) {
     body_ = &body;
     region_.advance();
-    body(0);
+    {
+        const TinyIsZero tiny;
+        body(0);
+    }
     barrier();
 }
 
@@ -84,6 +87,7 @@ void Pool::barrier() {
 
 // A thread counts regions itself: the next one cannot begin before it has left the barrier of the last.
 void Pool::work(int thread) {
+    const TinyIsZero tiny;
     for (int seen = 0;; seen++) {
         region_.wait_while(seen);
         if (body_ == nullptr) return;

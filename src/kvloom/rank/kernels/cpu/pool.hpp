@@ -6,7 +6,31 @@
 #include <thread>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace kvl {
+
+// While it lives, numbers that are too small for a float's usual form (below 2^-126) are 0 in this thread, as operands and as
+// results: the processor takes a hundred times as long for them, and no sum notices. Elsewhere it does nothing.
+class TinyIsZero {
+  public:
+#if defined(__x86_64__)
+    TinyIsZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushed); }
+    ~TinyIsZero() { _mm_setcsr(before_); }
+#else
+    TinyIsZero() {}
+#endif
+    TinyIsZero(const TinyIsZero&) = delete;
+    TinyIsZero& operator=(const TinyIsZero&) = delete;
+
+#if defined(__x86_64__)
+  private:
+    static constexpr unsigned kFlushed = 0x8040;  // FTZ and DAZ of MXCSR
+    const unsigned before_;
+#endif
+};
 
 class Pool {
   public:
