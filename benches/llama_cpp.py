@@ -1,9 +1,9 @@
-"""The CPU kernels beside llama.cpp's: the same file, the same two points of decoding and a prompt, turn about.
+"""The CPU kernels beside llama.cpp's: the same file, two points of decoding and a prompt, turn about.
 
-`python -m benches.llama_cpp MODEL.gguf --binaries FOLDER [--rounds 5]`: FOLDER holds `llama-bench` and `llama-batched-bench`
-as llama.cpp's build leaves them (`cmake -B build && cmake --build build --target llama-bench llama-batched-bench`). Both sides
-compute logits and sample nothing, and warm up before each point. One JSON line a point: tokens/s of either side (medians), `ratio` of the medians, the lowest and the
-highest ratio of a round.
+`python -m benches.llama_cpp MODEL.gguf --binaries FOLDER [--rounds 5]`: FOLDER holds `llama-bench` and
+`llama-batched-bench` as llama.cpp's build leaves them. Both sides compute logits and sample nothing, and warm up before
+each point. One JSON line a point: tokens/s of either side (medians), `ratio` of these, `ratios`: the lowest and the
+highest of a round.
 
   decode_1, decode_8   a token a sequence behind 200 cached ones, 1 and 8 sequences
   prompt_512           one prompt of 512 tokens
