@@ -93,3 +93,12 @@ def test_a_server_that_is_not_there_is_one_sentence():
 
 def test_the_first_model_is_the_default(server: FakeServer):
     assert first_model(server.client) == MODEL
+
+
+def test_a_temperature_is_sent_when_there_is_one():
+    def said(temperature: float | None) -> str:
+        with fake_server() as server:
+            return "".join(Chat(server.client, MODEL, temperature).ask("hello"))
+
+    assert said(0) == said(0)
+    assert said(None) != said(None)

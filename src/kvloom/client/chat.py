@@ -17,10 +17,11 @@ class ChatFailed(ServingError):
 
 
 class Chat:
-    """One conversation. `client` has the server's base URL."""
+    """One conversation. `client` has the server's base URL; `temperature`: 0 to 2, None = the server's own."""
 
-    def __init__(self, client: httpx.Client, model: str) -> None:
-        self._client, self._model = client, model
+    def __init__(self, client: httpx.Client, model: str, temperature: float | None = None) -> None:
+        self._client = client
+        self._asked = {"model": model} | ({} if temperature is None else {"temperature": temperature})
         self.messages: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -41,7 +42,7 @@ class Chat:
                 self.messages.pop()
 
     def _stream(self) -> Iterator[str]:
-        body = {"model": self._model, "messages": self.messages, "stream": True}
+        body = {**self._asked, "messages": self.messages, "stream": True}
         try:
             with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:

@@ -15,8 +15,11 @@ def chat(
     url: Annotated[str, typer.Option(help="Base URL of a running server.")] = "http://127.0.0.1:1025",
     api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="How far answers stray; low, so that small models keep to the question.")
+    ] = 0.2,
 ) -> None:
     """Chat in the terminal with a running server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
-        run(Chat(client, model or first_model(client)), console)
+        run(Chat(client, model or first_model(client), temperature), console)

@@ -173,5 +173,5 @@ def first_request(loaded: Loaded) -> tuple[str, str]:
         return "images/generations", '"prompt": "a lighthouse"'
     info = loaded.models[0][1].info
     if "generation" not in info.lacks:
-        return "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}]'
+        return "chat/completions", '"messages": [{"role": "user", "content": "Hello!"}], "temperature": 0'
     return "classify" if info.labels else "embeddings", '"input": "Hello!"'
