@@ -16,8 +16,8 @@ def chat(
     api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="How far answers stray; low, so that small models keep to the question.")
-    ] = 0.2,
+        float, typer.Option(min=0, max=2, help="How far answers stray; not at all by default, which small models need.")
+    ] = 0.0,
 ) -> None:
     """Chat in the terminal with a running server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
