@@ -1,4 +1,5 @@
-// Frames over a connected Unix socket, and a link of requests and their answers. Nothing here throws; what goes wrong is an error number, as errno has it.
+// Frames over a connected Unix socket, and a link of requests and their answers. Nothing here throws; what goes wrong is an
+// error number, as errno has it.
 #pragma once
 
 #include <cerrno>

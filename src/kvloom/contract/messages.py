@@ -162,9 +162,7 @@ class RankInfo(msgspec.Struct, array_like=True):
     kv_model: str = ""  # what the outer KV tier's blocks are named after: weights and shape,
     kv_layout: str = ""  # and how they are computed and arranged; "" without such a tier
     sees: bool = False  # requests may have a Sight
-    reach: int = (
-        0  # tokens that computing one reads, itself included, where every layer has a window; 0 = all before it
-    )
+    reach: int = 0  # tokens that one reads, itself among them, where every layer has a window; 0 = all before it
     image_text: str = ""  # what stands for an image in a text, where the chat template takes no parts; "" = unknown
     labels: list[str] = []  # of a classifier: a pooled vector has a number for each
     activation: str = ""  # pooling.scores makes scores of those

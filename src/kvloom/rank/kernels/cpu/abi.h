@@ -67,7 +67,8 @@ enum {
                                 position plus `source`, and the row of `vector2` [types][hidden] that is its type */
     KVL_LAYER_NORM = 12      /* LayerNorm of the residual stream, in place: `vector` the weights, `vector2` the biases */
 };
-/* KVL_GELU: each channel's x Phi(x), into what KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that KVL_ROUTE gave to the shared expert. */
+/* KVL_GELU: each channel's x Phi(x), into what KVL_FROM_MLP reads. KVL_GATED_RESIDUAL: as RESIDUAL, times the weight that
+   KVL_ROUTE gave to the shared expert. */
 enum {
     KVL_TO_QKV = 0,
     KVL_RESIDUAL = 1,
