@@ -1,10 +1,11 @@
-"""What a start says of memory."""
+"""What a start says of a model."""
 
 import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import RankInfo
-from kvloom.server.run.kvnote import kv_note, weights_note
+from kvloom.contract.request import SamplingAdvice
+from kvloom.server.run.kvnote import advice_note, kv_note, weights_note
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,9 @@ def test_it_tells_how_the_weights_are_kept():
     )
     assert weights_note("m", info) == "m: weights as the file has them (210 in 4 bits, 1 in 8 bits), 105 MB.\n"
     assert weights_note("m", RankInfo(5000, 16, 100, 100, "fake")) == ""
+
+
+def test_it_tells_how_it_is_sampled_where_requests_do_not_say():
+    note = advice_note("m", SamplingAdvice(temperature=0.6, top_k=20))
+    assert note == "m: where a request does not say, temperature 0.6, top_k 20, as its files advise.\n"
+    assert advice_note("m", SamplingAdvice()) == ""

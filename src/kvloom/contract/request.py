@@ -74,6 +74,20 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingAdvice:
+    """How a model's makers want it to be sampled, for requests that do not say; None = they leave it open.
+
+    Ranges as in SamplingParams.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
 def _number(value: float) -> str:
     """For people; a whole number may be too large for a float."""
     return (

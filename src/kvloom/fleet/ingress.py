@@ -73,7 +73,7 @@ class Ingress:
     async def load(self) -> None:
         """Waits until a replica has said what it is like."""
         about = await self._about()
-        card = self._config.models[0]
+        card = await asyncio.to_thread(self._config.models[0].advised)
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
         self._engine = FleetEngine(about, self._fleet.ways, manners_of(self._plan.args))
         self._engine.start(asyncio.get_running_loop())

@@ -153,6 +153,10 @@ _MODEL: dict[str, Key] = {
         str, "whether answers begin with <think>; auto = as the chat template says", choices=("auto", "think", "none"),
         setting="reasoning_parser",
     ),
+    "generationConfig": Key(
+        str, "auto: requests that leave sampling open get what the model's files advise; none: they do not",
+        choices=("auto", "none"), setting="generation_config",
+    ),
     "parseSpecialTokens": Key(
         bool, "special tokens in the text of messages are taken for such", setting="parses_special_text"
     ),

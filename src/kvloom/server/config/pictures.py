@@ -13,6 +13,7 @@ _OF_LANGUAGE = {
     "lora_modules": "loraModules",
     "tool_parser": "toolParser",
     "reasoning_parser": "reasoningParser",
+    "generation_config": "generationConfig",
     "parses_special_text": "parseSpecialTokens",
     "weight_format": "weightFormat",
     "kv_dtype": "kvCacheDtype",

@@ -357,6 +357,7 @@ _CARD_FIELDS: Sequence[str] = (
     "time_limit_s",
     "tool_parser",
     "reasoning_parser",
+    "generation_config",
     "parses_special_text",
 )
 _ENGINE_FIELDS: Sequence[str] = (

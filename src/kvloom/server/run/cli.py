@@ -32,9 +32,7 @@ def serve(
     device: Annotated[str | None, typer.Option(help="cpu, cuda or npu.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16; with vllm what that takes.")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(help="vLLM: devices that share each layer.")] = None,
-    pipeline_parallel_size: Annotated[
-        int | None, typer.Option(help="vLLM: groups of devices, some layers each.")
-    ] = None,
+    pipeline_parallel_size: Annotated[int | None, typer.Option(help="vLLM: stages of some layers each.")] = None,
     distributed_executor_backend: Annotated[
         str | None, typer.Option(help="vLLM: mp, ray, uni: starts workers.")
     ] = None,
@@ -54,6 +52,9 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="Hashes of API keys, one a line (kvloom api-key).")] = None,
     parse_special_tokens: Annotated[
         bool | None, typer.Option(help="Take special tokens in the text of messages for such.")
+    ] = None,
+    generation_config: Annotated[
+        str | None, typer.Option(help="auto: sample as the model's files advise where requests do not say; or none.")
     ] = None,
     lora_modules: Annotated[list[str] | None, typer.Option(help="LoRA adapter, NAME=FOLDER; may be repeated.")] = None,
     lora_root: Annotated[Path | None, typer.Option(help="Adapters below it may be loaded at run time.")] = None,
@@ -89,6 +90,7 @@ _SERVER = {
 }
 _MODEL = {
     **{name: name for name in ("model", "device", "dtype", "weight_format", "weight_cache", "kv_dtype", *SETTINGS)},
+    "generation_config": "generation_config",
     "served_model_name": "name",
     "speculate": "num_speculative_tokens",
     "parse_special_tokens": "parses_special_text",

@@ -26,7 +26,7 @@ from kvloom.server.keeping.store import ResponseStore
 from kvloom.server.observe.tracers import open_tracer
 from kvloom.server.observe.tracing import CallerMiddleware, Tracer
 from kvloom.server.run.guards import guard, policy_of
-from kvloom.server.run.kvnote import kv_note, weights_note
+from kvloom.server.run.kvnote import advice_note, kv_note, weights_note
 from kvloom.server.run.loading import Loaded, Opening
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import KeyRing
@@ -101,7 +101,8 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
         asyncio.get_running_loop().call_later(_SPARE_S, parsing.start)
         health.is_loading = False
         notes = [
-            weights_note(service.name, service.engine.info)
+            advice_note(service.name, service.card.advice)
+            + weights_note(service.name, service.engine.info)
             + kv_note(service.name, service.engine.info, service.card.engine)
             for service in models
         ]

@@ -92,7 +92,7 @@ class Loading:
         if wanted is not None and wanted > engine.max_seq_len:
             longest = engine.max_seq_len
             log.warning("maxSeqLen: %d is lowered to %d, the longest context of %s", wanted, longest, card.name)
-        return card, engine, load()
+        return card.advised(), engine, load()
 
 
 @contextlib.contextmanager

@@ -1,10 +1,13 @@
 """ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvloom.checkpoints.advice import sampling_advice
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.errors import BadRequest
+from kvloom.contract.request import SamplingAdvice
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +28,13 @@ class ModelCard:
     parses_special_text: bool = False  # special tokens that stand in a message are taken for such
     prompts: Mapping[str, str] = field(default_factory=dict)  # what is put before a text to embed, by name
     lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start
+    generation_config: str = "auto"  # whether the advice on sampling in the model's files is taken; or "none"
+    advice: SamplingAdvice = field(default_factory=SamplingAdvice)
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in ("auto", "none"):
+            raise BadRequest("generationConfig", f"must be auto or none, got {self.generation_config!r}")
+
+    def advised(self) -> "ModelCard":
+        """With the advice that the model's files give, which are read."""
+        return replace(self, advice=sampling_advice(self.engine.model)) if self.generation_config == "auto" else self

@@ -4,6 +4,7 @@ import msgspec
 
 from kvloom.contract.errors import ServingError
 from kvloom.contract.request import SamplingParams
+from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.anthropic.bodies import CountBody, MessagesBody
 from kvloom.server.dialects.anthropic.shapes import MessageWriter
 from kvloom.server.dialects.ids import new_id
@@ -37,7 +38,7 @@ class Messages:
         """Raises BadRequest, NotFound."""
         body = decode_body(_decoder, request.body)
         service = self._models.choose(body.model)
-        chat = body.prepared(service, body.params())
+        chat = body.prepared(service, advised(body.params(), body, service))
         id = f"msg_{new_id()}"
         generation = Generation(
             id, (chat.prompt_ids,), chat.params, priority=body.priority or 0, tenant=request.tenant, sight=chat.sight

@@ -19,6 +19,7 @@ from kvloom.server.chat.content import Content, content_of
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.output import ChatOutput
 from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare, with_beginning
+from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.constraints import Constraints
 from kvloom.server.dialects.ollama.options import Options
 from kvloom.server.dialects.openai.tools import CallFunction, ToolBody, read_tools
@@ -85,7 +86,8 @@ class AskingBody(Constraints, kw_only=True):
         """Raises BadRequest naming the field."""
         options = self.options or Options()
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return options.sampling(service.engine.max_seq_len, logprobs, self.answer_grammar())
+        params = options.sampling(service.engine.max_seq_len, logprobs, self.answer_grammar())
+        return advised(params, options, service, repetition_penalty="repeat_penalty")
 
     def template_values(self) -> dict[str, Any]:
         """How much to think, as templates know it."""

@@ -7,6 +7,7 @@ import msgspec
 from kvloom.contract.errors import ServingError
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import prepare
+from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.openai.bodies import ChatBody, CompletionBody
 from kvloom.server.dialects.openai.model_cards import models_reply
@@ -48,7 +49,8 @@ class OpenAI:
         """POST /v1/chat/completions. Raises BadRequest, NotFound."""
         body = decode_body(_chat_decoder, request.body)
         service = self._models.choose(body.model)
-        chat = prepare(service, body.chat(), body.params(self._models.options.default_max_tokens))
+        params = advised(body.params(self._models.options.default_max_tokens), body, service)
+        chat = prepare(service, body.chat(), params)
         generation = _generation("chatcmpl", (chat.prompt_ids,), chat.params, body, request)
         generation = replace(_with_transfer(generation, body, service), sight=chat.sight)
         service.check(generation, "messages")
@@ -61,7 +63,7 @@ class OpenAI:
         """POST /v1/completions. Raises BadRequest, NotFound."""
         body = decode_body(_completion_decoder, request.body)
         service = self._models.choose(body.model)
-        params = body.params()
+        params = advised(body.params(), body, service)
         items, limit = body.texts_or_ids(), service.input_limit(params)
         check_count(len(items) * (body.best_of or body.n or 1), "prompt")
         prompts = encode_prompts(service, items, "prompt", limit, body.add_special_tokens is not False)

@@ -8,6 +8,7 @@ import msgspec
 from kvloom.contract.errors import BadRequest, ServingError
 from kvloom.server.chat.fit import prepare_fitting
 from kvloom.server.chat.request import prepare
+from kvloom.server.dialects.advised import advised
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.responses.bodies import ResponsesBody
 from kvloom.server.dialects.responses.items import HOW, NotKept, kept_items, list_reply, page_of, read_item
@@ -73,7 +74,8 @@ class Responses:
         past = [read_item(item) for item in request.more or ()]
         service = self._models.choose(body.model)
         body.check()
-        params = body.params(self._models.options.default_max_tokens)
+        params = advised(body.params(self._models.options.default_max_tokens), body, service)
+        body.temperature, body.top_p = params.temperature, params.top_p  # which the response tells
         if body.truncation == "auto":
             chat = prepare_fitting(service, body.chat(past), params, service.engine.max_seq_len)
         else:

@@ -1,0 +1,70 @@
+"""What a model's makers say of sampling: generation_config.json of a folder, general.sampling.* of a GGUF file.
+
+vLLM takes the first for the defaults of its requests, llama.cpp the second.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvloom.checkpoints.files import find_weights, read_object
+from kvloom.checkpoints.metadata import read_header
+from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.contract.request import SamplingAdvice, SamplingParams
+
+_ANY = SamplingParams()
+log = logging.getLogger(__name__)
+
+FOLDER_FILE = "generation_config.json"
+_GGUF_KEYS = {  # SamplingAdvice's names -> llama.cpp's
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+def sampling_advice(model: str) -> SamplingAdvice:
+    """Of a Hugging Face folder or a GGUF file; of anything else, and of files that say nothing, no advice.
+
+    Values that no request could have are left out, and the log says so.
+    """
+    try:
+        path = find_weights(Path(model))
+        if path.is_file():
+            metadata = read_header(path, has_texts=False).metadata
+            stated = {name: metadata.get(key) for name, key in _GGUF_KEYS.items()}
+        elif (path / FOLDER_FILE).is_file():
+            path = path / FOLDER_FILE
+            stated = read_object(path)
+        else:
+            return SamplingAdvice()
+    except ModelError as problem:
+        log.warning("%s", problem)
+        return SamplingAdvice()
+    return SamplingAdvice(**_usable(stated, path))
+
+
+def _usable(stated: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The values of SamplingAdvice that can be had."""
+    found: dict[str, Any] = {}
+    for name in _GGUF_KEYS:
+        value = stated.get(name)
+        if name == "top_k" and value == -1:
+            value = 0  # off, as transformers has it
+        if value is None:
+            continue
+        if isinstance(value, float):
+            value = float(f"{value:.7g}")  # GGUF's are of 32 bits
+        try:
+            if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+                raise BadRequest(name, "must be a number")
+            replace(_ANY, **{name: value})
+        except BadRequest as problem:
+            log.warning("%s: its advice on sampling is left out: %s, got %r", path, problem, value)
+            continue
+        found[name] = value
+    return found

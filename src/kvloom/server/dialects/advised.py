@@ -1,0 +1,26 @@
+"""What a request leaves open of sampling, as the model's makers want it."""
+
+from dataclasses import fields, replace
+
+import msgspec
+
+from kvloom.contract.request import SamplingAdvice, SamplingParams
+from kvloom.server.serving.service import GenerationService
+
+_NAMES = tuple(field.name for field in fields(SamplingAdvice))
+
+
+def advised(
+    params: SamplingParams, body: msgspec.Struct, service: GenerationService, **other_names: str
+) -> SamplingParams:
+    """`params` with the advice for the model in place of what `body` does not say.
+
+    `other_names`: what SamplingAdvice's fields are called in `body`, where that differs.
+    """
+    taken = {
+        name: value
+        for name in _NAMES
+        if (value := getattr(service.card.advice, name)) is not None
+        and getattr(body, other_names.get(name, name), None) is None
+    }
+    return replace(params, **taken) if taken else params
