@@ -153,6 +153,19 @@ def test_closing_the_engine_ends_running_requests_and_the_process():
     with_engine(body)
 
 
+def test_closing_over_a_rank_that_hangs_is_no_crash_of_it(caplog):
+    async def body(engine: EngineThread) -> None:
+        task = asyncio.create_task(collect(engine, endless("a")))
+        await until(lambda: engine.stats().num_running == 1)
+        os.kill(rank_pid(engine), signal.SIGSTOP)
+        await asyncio.to_thread(engine.close, 0.2)
+        with pytest.raises(Unavailable, match="the server is stopping"):
+            await task
+
+    with_engine(body)
+    assert caplog.text == ""
+
+
 def test_a_model_that_cannot_be_loaded_is_a_model_error():
     with pytest.raises(ModelError, match="nowhere"):
         open_engine(EngineConfig(model="/nowhere/model.gguf", backend="reference"), ByteTokenizer)

@@ -103,7 +103,7 @@ def test_verbose_tells_steps_and_cache_hits(tmp_path):
 def test_a_rank_that_ends_is_told_in_the_log_and_its_successor_serves(tmp_path):
     with serving([*DAEMON, "--config", str(install(tmp_path))]) as daemon:
         generated(daemon, tmp_path)
-        os.kill(daemon.rank_pid(), signal.SIGTERM)
+        os.kill(daemon.rank_pid(), signal.SIGKILL)
         until(lambda: "the model is ready again" in written(tmp_path))
         until(lambda: httpx.get(daemon.url + "/health").status_code == 200)
 

@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
+import psutil
 import pytest
 
 from kvloom.contract.config import EngineConfig
@@ -106,16 +109,35 @@ def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
         assert server.process.wait(timeout=10) == 0
 
 
-def test_a_second_signal_ends_it_at_once_and_without_a_traceback():
-    with serve(*MOCK) as server:
-        body = {**BODY, "max_tokens": 2500, "stream": True}
-        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
-            next(response.iter_lines())
-            server.process.send_signal(signal.SIGTERM)
-            until(lambda: httpx.get(server.url + "/health").status_code == 503)
-            server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(timeout=WAIT_S) == 0
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_second_signal_ends_what_runs_which_is_told_and_without_a_traceback(stream):
+    with serve(*MOCK) as server, ThreadPoolExecutor(1) as pool:
+        body = {**BODY, "max_tokens": 2000, "n": 128, "stream": stream}
+        answer = pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=60)
+        until(lambda: re.search(r"\nnum_requests_running\S* [1-9]", httpx.get(server.url + "/metrics").text))
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: httpx.get(server.url + "/health").status_code == 503)
+        server.process.send_signal(signal.SIGTERM)
+        assert "the server is stopping" in answer.result().text
+        assert server.process.wait(timeout=WAIT_S) == 0
     assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_a_service_manager_that_signals_every_process_loses_no_answer():
+    with serve(*MOCK, "--grace", "20") as server:
+        body = {**BODY, "max_tokens": 1500, "stream": True}
+        with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(server.rank_pid(), signal.SIGSTOP)
+            children = psutil.Process(server.process.pid).children(recursive=True)
+            for number in (server.process.pid, *(child.pid for child in children)):
+                os.kill(number, signal.SIGTERM)
+            os.kill(server.rank_pid(), signal.SIGCONT)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert server.process.wait(timeout=WAIT_S) == 0
+    assert not [line for line in server.lines if "killed" in line]
 
 
 def test_a_killed_model_process_is_a_pause_of_its_requests_and_the_server_stays():

@@ -280,6 +280,8 @@ class Driver:
 
     def _interrupt(self, error: Exception) -> None:
         """A step went wrong. When only the rank died requests wait for the next; else the engine knows nothing more."""
+        if self.is_closing and isinstance(error, RankDied):
+            return
         why = str(error)
         try:
             if not isinstance(error, RankDied):

@@ -61,6 +61,9 @@ class EngineThread:
         self._driver.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+            if self._thread.is_alive():  # a rank hangs in its step
+                self._executor.kill()
+                self._thread.join(timeout_s)
         self._executor.close()
 
     def stats(self) -> Stats:

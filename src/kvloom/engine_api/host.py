@@ -4,7 +4,6 @@ import contextlib
 import functools
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -12,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 
 from kvloom.contract.errors import BadRequest
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.engine_api.codes import Code, Operation, Status
 from kvloom.engine_api.engine import InferenceEngine
 from kvloom.engine_api.requests import InferenceResponse
@@ -155,7 +155,7 @@ def _take_over(fd: int) -> socket.socket:
 
 
 def main(fd: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the app
+    leave_signals_to_the_parent()
     logging.basicConfig(level=logging.WARNING, format="kvloom engine: %(levelname)s %(message)s")
     host = Host(_take_over(fd))
     try:

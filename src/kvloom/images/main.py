@@ -4,7 +4,6 @@
 """
 
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -13,6 +12,7 @@ from collections import deque
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.images.messages import Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
 from kvloom.images.pipeline import Cancelled, Pipeline, open_pipeline
 
@@ -103,7 +103,7 @@ def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) ->
 
 def main() -> None:
     ranklog.begin(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    leave_signals_to_the_parent()
     os.nice(_NICENESS)
     try:
         serve(socket.socket(fileno=int(sys.argv[1])))

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import importlib
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -36,6 +35,7 @@ from kvloom.contract.messages import (
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.rankargs import parse
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.rank.machine import trim_heap
 from kvloom.rank.pages import PagesAhead
 from kvloom.rank.tier.tier import KvRunner, with_tier
@@ -133,7 +133,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     ranklog.begin(given.level)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then closes the socket
+    leave_signals_to_the_parent()
     gc.disable()  # a fifth of the time that imports take
     _opener("fake" if given.is_mock else "")  # imports while the server reads the tokenizer
     try:

@@ -5,13 +5,13 @@ Nobody knows what is in them. Here it costs neither the daemon's time nor its me
 
 import os
 import resource
-import signal
 import socket
 import sys
 from contextlib import suppress
 
 import msgspec
 
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles, open_files
 from kvloom.gewu.prober.capabilities import only_those_of
@@ -61,7 +61,7 @@ def _judge(files: ModelFiles, backend: str) -> Answer:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which then closes the socket
+    leave_signals_to_the_parent()
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     sock = socket.socket(fileno=int(sys.argv[1]))
     with suppress(BrokenPipeError, ConnectionResetError):

@@ -5,7 +5,6 @@ One thread: it reads orders between two steps and sends what each step brought.
 
 import importlib
 import os
-import signal
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import InProcessExecutor
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.gewu.protocol.messages import (
     Abort,
@@ -206,7 +206,7 @@ def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the daemon, which then closes the socket
+    leave_signals_to_the_parent()
     sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number that is free: select has a limit
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         channel = Channel(sock, Open)

@@ -1,6 +1,7 @@
 """DrainingServer: a server that answers while it loads, and stops without losing a request."""
 
 import asyncio
+import math
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +20,7 @@ class DrainingServer(uvicorn.Server):
     """`load` is awaited while the sockets are served already; it returns what to print then. When it fails all ends.
 
     On the first signal new requests are refused and running ones finish; then, or after `grace_s`, it stops.
-    A second signal stops at once.
+    A second signal ends what still runs, which clients are told; a third waits for nothing.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._health, self._engines = health, engines
         self._grace_s, self._load = grace_s, load
+        self._grace_ends_s = math.inf  # by time.monotonic
         self._loading: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -57,13 +59,15 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn on SIGTERM and SIGINT. Its own method would end the process by the signal, not with 0."""
-        if self._health.is_draining:
-            self.should_exit = self.force_exit = True
-        else:
+        if not self._health.is_draining:
             self._begin(self._grace_s)
+        elif time.monotonic() < self._grace_ends_s:
+            self._grace_ends_s = time.monotonic()
+        else:
+            self.should_exit = self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """After a second signal, too, the app is told of the end: one that is cut off instead logs a traceback."""
+        """After a third signal, too, the app is told of the end: one that is cut off instead logs a traceback."""
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -71,22 +75,24 @@ class DrainingServer(uvicorn.Server):
     async def stop(self, grace_s: float) -> None:
         """Begin to stop; returns when what ran has ended. The server exits soon after."""
         self._begin(grace_s)
-        await self._wait_idle(grace_s + _FAREWELL_S)
+        await self._wait_idle(_FAREWELL_S)
 
     def _begin(self, grace_s: float) -> None:
         self._health.is_draining = True
+        self._grace_ends_s = time.monotonic() + grace_s
         if self._loading is not None:
             self._loading.cancel()
-        self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle(grace_s))
+        self._drain = asyncio.get_running_loop().create_task(self._stop_when_idle())
 
-    async def _stop_when_idle(self, grace_s: float) -> None:
-        await self._wait_idle(grace_s)
+    async def _stop_when_idle(self) -> None:
+        await self._wait_idle()
         for engine in self._engines:  # what still runs ends with an error, which clients are told
             await asyncio.to_thread(engine.close)
+        self._grace_ends_s = time.monotonic()  # the last events have as long from now on
         await self._wait_idle(_FAREWELL_S)
         self.should_exit = True
 
-    async def _wait_idle(self, limit_s: float) -> None:
-        deadline = time.monotonic() + limit_s
-        while self._health.models.num_active and time.monotonic() < deadline:
+    async def _wait_idle(self, more_s: float = 0.0) -> None:
+        """Until nothing runs, or `more_s` after the grace."""
+        while self._health.models.num_active and time.monotonic() < self._grace_ends_s + more_s:
             await asyncio.sleep(_POLL_S)

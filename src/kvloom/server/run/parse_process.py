@@ -20,6 +20,7 @@ from typing import cast
 from kvloom.contract.errors import ServingError
 from kvloom.contract.images import Sight
 from kvloom.contract.messages import RankInfo
+from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.operators.status import Control
 from kvloom.server.errors import BUG_TEXT, TooLarge
@@ -50,6 +51,7 @@ class _Engine:
 
 def main() -> None:
     """Fork and kill workers as the server says, until it is gone."""
+    leave_signals_to_the_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:], setup = pickle.load(sys.stdin.buffer)
     models, endpoints = _served(pickle.loads(setup))
