@@ -5,7 +5,6 @@ vLLM takes the first for the defaults of its requests, llama.cpp the second.
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.request import SamplingAdvice, SamplingParams
 
-_ANY = SamplingParams()
 log = logging.getLogger(__name__)
 
 FOLDER_FILE = "generation_config.json"
@@ -59,12 +57,13 @@ def _usable(stated: Mapping[str, Any], path: Path) -> dict[str, Any]:
             continue
         if isinstance(value, float):
             value = float(f"{value:.7g}")  # GGUF's are of 32 bits
+        given: dict[str, Any] = {name: value}
         try:
             if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
                 raise BadRequest(name, "must be a number")
-            replace(_ANY, **{name: value})
+            SamplingParams(**given)
         except BadRequest as problem:
             log.warning("%s: its advice on sampling is left out: %s, got %r", path, problem, value)
             continue
-        found[name] = value
+        found |= given
     return found
