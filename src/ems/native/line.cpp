@@ -195,12 +195,14 @@ class Loading {
     bool are_good(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks,
                   std::atomic<int64_t>& num_good, int64_t end) const {
         for (int64_t i = num_good, num_looks = 0; i < end; num_looks++) {
-            const uint8_t mark = marks[i];
-            const bool is_long = num_looks > kLooks + sizes_[i] / kBytesALook;
-            if (mark == kDamaged || (mark == kUnknown && is_long && !verify(sources, marks, i))) {
+            if (marks[i] == kUnknown && num_looks > kLooks + sizes_[i] / kBytesALook) {
+                verify(sources, marks, i);
+            }
+            const uint8_t mark = marks[i];  // once for both questions: the other thread may find it damaged between them
+            if (mark == kDamaged) {
                 return false;
             }
-            if (marks[i] != kUnknown) {
+            if (mark != kUnknown) {
                 i++;
                 num_looks = 0;
             }
