@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvloom.net.guard import joined
-from kvloom.net.sites import Policy, Refusal, checked_hosts, checked_origins, refusal
+from kvloom.net.sites import Policy, Refusal, checked_hosts, checked_origins, joined, refusal
 
 NAMED = Policy(
     checked_hosts(["chat.example", "*.pool.example"]), checked_origins(["https://a.example"]), frozenset("/")

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from ems import CcKvOption, EmsErrorCode, EmsException
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState, Heartbeat, Orders
-from kvloom.pool.metrics import NodeStats
+from kvloom.pool.node import NodeStats
 from tests.support.asgi import PromptServer, in_thread
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until

@@ -13,7 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kvloom.net.devcerts import issue, issue_node, make_authority, make_files
-from kvloom.net.tls import MutualTls, TlsError
+from kvloom.net.tls import MutualTls
+from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.cli import app
 from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.config import Address, AgentConfig

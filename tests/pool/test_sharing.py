@@ -10,7 +10,8 @@ import torch
 from ems.context_caching import ContextCaching
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import TenantLimits
-from kvloom.pool.metrics import collect, render
+from kvloom.pool.metrics import render
+from kvloom.pool.node import collect
 from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
 from tests.support.waiting import until
 

@@ -12,8 +12,7 @@ import pytest
 
 from kvloom.net.devcerts import issue, make_authority, make_crl, make_files
 from kvloom.net.keystore import KeyStore, write_private
-from kvloom.net.tls import TlsError
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.server.secure.tls import reload_on_sighup, tls_context
 from mindieclient.python.httpclient import MindIEClientException, MindIEHTTPClient
 from tests.support.triton import FakeTriton, serving

@@ -2,7 +2,7 @@
 
 import ipaddress
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvloom.net.keystore import KeyStore, write_private
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tlsconfig import TlsConfig, default_paths, node_paths
 
 VALID_DAYS = 365
 TLS_DOMAIN = 1
@@ -131,26 +131,6 @@ def _valid(start_days: int, num_days: int = VALID_DAYS) -> tuple[datetime, datet
     """Begins an hour early, for clocks that differ."""
     start = datetime.now(UTC).replace(microsecond=0) + timedelta(days=start_days, hours=-1)
     return start, start + timedelta(days=num_days)
-
-
-def default_paths(folder: Path) -> TlsConfig:
-    """The files of the default config.json below an install folder."""
-    security = folder / "security"
-    return TlsConfig(
-        ca_files=(security / "ca/ca.pem",),
-        cert=security / "certs/server.pem",
-        key=security / "keys/server.key.pem",
-        key_password=security / "pass/mindie_server_key_pwd.txt",
-        keystore_master=folder / "tools/pmt/master/ksfa",
-        keystore_standby=folder / "tools/pmt/standby/ksfb",
-        crls=(security / "certs/server_crl.pem",),
-    )
-
-
-def node_paths(folder: Path) -> TlsConfig:
-    """The files of a pool's node below an install folder; all but its certificate and key are the server's too."""
-    security = folder / "security"
-    return replace(default_paths(folder), cert=security / "certs/node.pem", key=security / "keys/node.key.pem")
 
 
 def make_files(folder: Path, hosts: tuple[str, ...] = LOCAL_HOSTS) -> TlsConfig:

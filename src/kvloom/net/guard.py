@@ -1,12 +1,11 @@
 """SiteMiddleware: sites.py before an ASGI app."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvloom.net.sites import Policy, Refusal, refusal
+from kvloom.net.sites import Policy, Refusal, joined, refusal
 
 
 class SiteMiddleware:
@@ -23,11 +22,3 @@ class SiteMiddleware:
                 await self._reply(scope["path"], refused)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def joined(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-    """Headers by lower-case name, as HTTP reads those that come several times."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for name, value in pairs:
-        found[name.lower()].append(value)
-    return {name: ", ".join(values) for name, values in found.items()}

@@ -23,8 +23,6 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvloom.contract.errors import UserError
 
-DEFAULT_MASTER = Path("tools/pmt/master/ksfa")
-DEFAULT_STANDBY = Path("tools/pmt/standby/ksfb")
 FORMAT = 1
 PREFIX = "kvk1"
 NONCE_BYTES = 12

@@ -7,6 +7,7 @@ it asks for (one of its own that resolves to this address: DNS rebinding), what 
 
 import ipaddress
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -116,3 +117,11 @@ def _is_link(policy: Policy, method: str, path: str, headers: Mapping[str, str])
     """Whether a person follows a link to a page; the other site sees nothing of it."""
     goes = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     return goes and method == "GET" and path in policy.pages
+
+
+def joined(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
+    """Headers by lower-case name, as HTTP reads those that come several times."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, value in pairs:
+        found[name.lower()].append(value)
+    return {name: ", ".join(values) for name, values in found.items()}

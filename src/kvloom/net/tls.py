@@ -11,9 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from kvloom.contract.errors import UserError
 from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tlsconfig import TlsConfig, TlsError
 
 MIN_RSA_BITS = 2048
 MIN_EC_BITS = 256
@@ -23,10 +22,6 @@ READABLE_BY_GROUP = 0o037  # bits that a secret may not have: 0640 at most
 WRITABLE_BY_OWNER = 0o022  # bits that a public file may not have
 
 PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
-
-
-class TlsError(UserError):
-    """One sentence that names the file and what to do. Never holds a secret."""
 
 
 def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:

@@ -20,7 +20,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from kvloom.net.listening import UnixListener, listen, own_names
 from kvloom.net.sites import Policy
-from kvloom.net.tls import MutualTls, TlsError
+from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.pool.auth import read_credentials
 from kvloom.pool.cluster.native.library import prepare as prepare_stream
 from kvloom.pool.cluster.peer_session import PeerSession
@@ -28,9 +28,7 @@ from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
 from kvloom.pool.config import AgentConfig
 from kvloom.pool.door import BACKLOG, Door
-from kvloom.pool.metrics import NodeStats, collect
-from kvloom.pool.node import Node
-from kvloom.pool.node_http import NodeHttp
+from kvloom.pool.node import Node, NodeStats, collect
 from kvloom.pool.session import ClientSession
 from kvloom.pool.snapshot import Snapshots
 from kvloom.pool.storage.opening import prepare
@@ -39,7 +37,9 @@ from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
 
 if TYPE_CHECKING:
+    from kvloom.net.tls import MutualTls
     from kvloom.pool.control.link import ControlLink
+    from kvloom.pool.node_http import NodeHttp
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,12 @@ _STOP, _RELOAD = b"x", b"r"  # what signals write to the pipe that `serve` waits
 _HELLO_S = 5.0
 _GC_THRESHOLDS = (100_000, 10, 10)  # the index makes no garbage cycles; frequent walks over a million blocks cost time
 _SWITCH_S = 0.0005  # how long a session may hold up the others' short answers
+
+
+def _open_tls(config: TlsConfig) -> "MutualTls":
+    """Raises TlsError. Cryptography is loaded for who encrypts."""
+    opened: MutualTls = import_module("kvloom.net.tls").MutualTls(config)
+    return opened
 
 
 class Agent:
@@ -58,7 +64,7 @@ class Agent:
         self.node = Node(config)
         if config.credentials is not None:
             self.node.replace_credentials(read_credentials(config.credentials))
-        self.tls = MutualTls(config.tls) if config.tls is not None else None
+        self.tls = _open_tls(config.tls) if config.tls is not None else None
         self.peer_port = 0
         self.peers: Peers | None = None
         self.engine: EngineTier | None = None
@@ -142,7 +148,8 @@ class Agent:
             self._door.add(listener)
         if self.config.http is not None:
             hosts = self.config.allowed_hosts | own_names([self.config.http[0]])
-            self._http = NodeHttp(listen(*self.config.http, BACKLOG), self.stats, Policy(hosts))
+            http = import_module("kvloom.pool.node_http")  # and Prometheus, for whom it is served
+            self._http = http.NodeHttp(listen(*self.config.http, BACKLOG), self.stats, Policy(hosts))
 
     def _begin(self, sock: socket.socket, address: Any) -> None:
         """address: as `accept` returns it. Raises OSError when the caller is gone, RuntimeError without a thread."""

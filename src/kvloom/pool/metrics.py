@@ -1,14 +1,12 @@
-"""Numbers of a node, for the control plane and for Prometheus; misses by cause."""
+"""Numbers of nodes as Prometheus reads them; misses by cause."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvloom.pool.node import Node
+from kvloom.pool.node import NodeStats, PoolStats
 
 _USAGE = {
     "blocks": "Blocks in the pool",
@@ -46,35 +44,6 @@ _NODE_COUNTS = {
     "limits_refused": "Limits of tenants that could not be kept, at each heartbeat",
     "state_failures": "Times that what the control plane said could not be written to its file",
 }
-
-
-class PoolStats(msgspec.Struct):
-    """One tenant on one node."""
-
-    tenant: str
-    usage: dict[str, int]
-    counts: dict[str, int]
-
-
-class NodeStats(msgspec.Struct):
-    """One node."""
-
-    node_id: str
-    pools: list[PoolStats]
-    counts: dict[str, int]
-    peers: dict[str, bool] = {}
-    gauges: dict[str, int] = {}
-
-
-def collect(
-    node: Node,
-    peers: dict[str, bool],
-    gauges: Mapping[str, int] = MappingProxyType({}),
-    more: Mapping[str, int] = MappingProxyType({}),
-) -> NodeStats:
-    """The node's numbers now. gauges: as in `_GAUGES`; more: counts beside the node's own."""
-    pools = [PoolStats(pool.tenant, pool.usage(), dict(pool.counts)) for pool in node.pools()]
-    return NodeStats(node.config.node_id, pools, {**node.counts, **more}, peers, dict(gauges))
 
 
 class _Collector:

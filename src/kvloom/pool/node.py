@@ -2,10 +2,13 @@
 
 import secrets
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from ems.keys import DEFAULT_TENANT, derive
 from ems.wire.messages import Cause
@@ -168,3 +171,32 @@ class Node:
     def close(self) -> None:
         for pool in self.pools():
             pool.close()
+
+
+class PoolStats(msgspec.Struct):
+    """One tenant on one node."""
+
+    tenant: str
+    usage: dict[str, int]
+    counts: dict[str, int]
+
+
+class NodeStats(msgspec.Struct):
+    """One node."""
+
+    node_id: str
+    pools: list[PoolStats]
+    counts: dict[str, int]
+    peers: dict[str, bool] = {}
+    gauges: dict[str, int] = {}
+
+
+def collect(
+    node: Node,
+    peers: dict[str, bool],
+    gauges: Mapping[str, int] = MappingProxyType({}),
+    more: Mapping[str, int] = MappingProxyType({}),
+) -> NodeStats:
+    """The node's numbers now. gauges: as `metrics` names them; more: counts beside the node's own."""
+    pools = [PoolStats(pool.tenant, pool.usage(), dict(pool.counts)) for pool in node.pools()]
+    return NodeStats(node.config.node_id, pools, {**node.counts, **more}, peers, dict(gauges))

@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
-from kvloom.net.guard import joined
-from kvloom.net.sites import Policy, refusal
-from kvloom.pool.metrics import NodeStats, render
+from kvloom.net.sites import Policy, joined, refusal
+from kvloom.pool.metrics import render
+from kvloom.pool.node import NodeStats
 
 
 class NodeHttp:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvloom.net.devcerts import make_files, node_paths
+from kvloom.net.devcerts import make_files
 from kvloom.net.tls import MutualTls
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tlsconfig import TlsConfig, node_paths
 
 Bytes = npt.NDArray[np.uint8]
 _PING_BYTES = 64

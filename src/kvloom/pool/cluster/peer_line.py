@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ems.common.breaker import Breaker
 from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms, remaining_s
@@ -15,9 +16,11 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause
 from kvloom.net.listening import bracketed
-from kvloom.net.tls import MutualTls
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
 from kvloom.pool.config import Address
+
+if TYPE_CHECKING:
+    from kvloom.net.tls import MutualTls
 
 _CONNECT_S = 1.0
 _PATIENCE_S = 0.5  # a call that waited this long for others, while none of them was answered, is a failure of the peer
@@ -44,7 +47,7 @@ class Own:
 
     node_id: str
     secret: bytes
-    tls: MutualTls | None = None
+    tls: "MutualTls | None" = None
     num_lines: int = 1
 
 

@@ -4,9 +4,9 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from ems.wire.messages import Cause
-from kvloom.net.tls import MutualTls
 from kvloom.pool.cluster.fetching import Fetch, Wanted
 from kvloom.pool.cluster.peer_line import Own
 from kvloom.pool.cluster.peer_link import PeerLink
@@ -16,6 +16,9 @@ from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
 
+if TYPE_CHECKING:
+    from kvloom.net.tls import MutualTls
+
 _FETCH_THREADS = 8
 TLS_LINES = 2  # one processor decrypts less than a network brings
 
@@ -23,7 +26,7 @@ TLS_LINES = 2  # one processor decrypts less than a network brings
 class Peers:
     """Implements `kvloom.pool.node.Others`. Any thread may call."""
 
-    def __init__(self, own_id: str, secret: bytes, tls: MutualTls | None = None, num_lines: int = 0) -> None:
+    def __init__(self, own_id: str, secret: bytes, tls: "MutualTls | None" = None, num_lines: int = 0) -> None:
         """tls: how links are encrypted; None = not. num_lines: connections for loads from a node, 0 = by `tls`."""
         self._own_id = own_id
         self._own = Own(own_id, secret, tls, num_lines or (TLS_LINES if tls is not None else 1))

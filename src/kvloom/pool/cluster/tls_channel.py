@@ -5,11 +5,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ems.common.channel import Channel, remaining_s
 from ems.wire.frames import Frame, WireError
-from kvloom.net.tls import MutualTls
+
+if TYPE_CHECKING:
+    from kvloom.net.tls import MutualTls
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -25,7 +27,7 @@ class TlsChannel(Channel):
     """As Channel, without descriptors. What TLS has decrypted already is no longer in the socket, and either direction
     may have to wait for the other one: so each call is tried first, and waits for what TLS says it lacks."""
 
-    def __init__(self, files: MutualTls, sock: socket.socket, is_server: bool) -> None:
+    def __init__(self, files: "MutualTls", sock: socket.socket, is_server: bool) -> None:
         """Takes over a connected socket. Raises OSError when it is connected no more."""
         self._files = files
         self._tls = files.wrap(sock, is_server)

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvloom.net.devcerts import node_paths
-from kvloom.net.keystore import DEFAULT_MASTER, DEFAULT_STANDBY
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tlsconfig import DEFAULT_MASTER, DEFAULT_STANDBY, TlsConfig, node_paths
 
 
 def tls_from(given: Mapping[str, Any]) -> TlsConfig | None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from kvloom.net.tls import TlsError
+from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.agent import serve
 from kvloom.pool.options import parse
 from kvloom.pool.stores.engine import EngineError

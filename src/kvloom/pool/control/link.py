@@ -17,8 +17,7 @@ from kvloom.pool.auth import Credential, node_token, write_private
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address, TenantLimits, parse_address
 from kvloom.pool.control.state import Heartbeat, Orders
-from kvloom.pool.metrics import collect
-from kvloom.pool.node import Node
+from kvloom.pool.node import Node, collect
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ems.keys import verifier
-from kvloom.pool.metrics import NodeStats
+from kvloom.pool.node import NodeStats
 
 ACCESS_ID = re.compile(r"[0-9a-z._-]{1,512}")
 _ALIVE_S = 10.0  # a node that has not been heard of for longer is not offered to others

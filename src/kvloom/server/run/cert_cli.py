@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from kvloom.net.devcerts import LOCAL_HOSTS, default_paths, make_files
+from kvloom.net.devcerts import LOCAL_HOSTS, make_files
+from kvloom.net.tlsconfig import default_paths
 
 app = typer.Typer(help="Certificates for trying TLS out.", no_args_is_help=True, add_completion=False)
 

@@ -6,8 +6,8 @@ import signal
 import ssl
 from collections.abc import Callable
 
-from kvloom.net.tls import TlsError, load_context
-from kvloom.net.tlsconfig import TlsConfig
+from kvloom.net.tls import load_context
+from kvloom.net.tlsconfig import TlsConfig, TlsError
 
 logger = logging.getLogger(__name__)
 
