@@ -109,6 +109,11 @@ def test_what_makes_scores_of_its_numbers(config: dict[str, Any], count: int, ac
     assert activation_of(config, count) == activation
 
 
+def test_labels_are_in_the_order_of_their_numbers():
+    named = {str(index): f"label {index}" for index in reversed(range(12))}
+    assert labels_of({"id2label": named}) == tuple(f"label {index}" for index in range(12))
+
+
 def test_labels_without_names_are_numbered():
     assert labels_of({}) == ("LABEL_0", "LABEL_1")
 

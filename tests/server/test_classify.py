@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import NewSeq
 from kvloom.contract.pooling import scores
 from kvloom.rank.fake import FakeRunner, fake_embedding
 from tests.support.servers import MODEL, FakeServer, fake_server
@@ -71,6 +72,19 @@ def test_a_head_of_one_label_scores_pairs(judging: FakeServer):
     reranked = {"model": MODEL, "query": "a query", "documents": ["another", "a document"]}
     results = judging.post("/rerank", reranked).json()["results"]
     assert {result["index"]: result["relevance_score"] for result in results}[1] == pytest.approx(wanted)
+
+
+def test_the_model_is_told_where_the_second_text_begins(judging: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    learn, told = FakeRunner._learn, []
+
+    def listen(self: FakeRunner, new: NewSeq) -> None:
+        told.append(new.second)
+        learn(self, new)
+
+    monkeypatch.setattr(FakeRunner, "_learn", listen)
+    judging.post("/score", {"model": MODEL, "text_1": ["a query", "another"], "text_2": ["a document", "b"]})
+    judging.post("/rerank", {"model": MODEL, "query": "query", "documents": ["a document"]})
+    assert told == [len("a query"), len("another"), len("query")]
 
 
 def test_the_cards_say_what_it_does(labelling: FakeServer):

@@ -3,6 +3,8 @@
 import asyncio
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,7 +14,10 @@ from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.chat.content import content_of, joined, sources_of, text_of, with_parts, with_texts
 from kvloom.server.chat.style import takes_parts
 from kvloom.server.chat.tool_prompt import with_tools_in_text
+from kvloom.server.serving.service import GenerationService
+from kvloom.server.serving.vision import looking
 from kvloom.server.serving.vision.looking import MAX_HELD_BYTES, Looking
+from kvloom.server.serving.vision.seen import Look
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, source_of_base64, source_of_url
 from tests.support.byte_folder import TEMPLATE, make_byte_folder
 from tests.support.seeing_folder import TEMPLATE as PARTS_TEMPLATE
@@ -121,18 +126,49 @@ def test_prompts_are_alike_up_to_the_first_image_where_images_differ():
     assert told[0][:1] == told[1][:1] == [1]
     assert not set(told[0][1:]) & set(told[1][1:])
     assert max(max(ids) for ids in told) < 2**63
+    orders = [Sight(plain, tuple(map(Image, datas))) for datas in ((b"a", b"b"), (b"a", b"c"), (b"b", b"a"))]
+    assert len({tuple(sight.told_apart(seen)) for sight in orders}) == 3, "every image counts, and where it stands"
 
 
 def test_images_of_all_requests_are_bounded_until_they_are_forgotten():
     async def main() -> None:
-        looking = Looking()
+        own = Looking()
         whole = ImageSource("i", b"\0" * MAX_IMAGE_BYTES)
-        found = [await looking._fetched([whole]) for _ in range(MAX_HELD_BYTES // MAX_IMAGE_BYTES)]
+        found = [await own._fetched([whole]) for _ in range(MAX_HELD_BYTES // MAX_IMAGE_BYTES)]
         with pytest.raises(Overloaded):
-            await looking._fetched([whole])
-        looking._room.give_back(found[0][1])
-        await looking._fetched([whole])
+            await own._fetched([whole])
+        own._room.give_back(found[0][1])
+        await own._fetched([whole])
         with pytest.raises(BadRequest, match="i: and the other images are larger than"):
-            await looking._fetched([whole] * 3)
+            await own._fetched([whole] * 3)
 
+    asyncio.run(main())
+
+
+def test_of_a_request_that_is_refused_no_image_is_held():
+    async def main() -> None:
+        own = Looking()
+        sources = [ImageSource("i", b"\0" * MAX_IMAGE_BYTES), ImageSource("j", url="http://a.example/")]
+        for _ in range(MAX_HELD_BYTES // MAX_IMAGE_BYTES + 1):
+            with pytest.raises(BadRequest, match="j: is not fetched"):
+                await own._fetched(sources)
+
+    asyncio.run(main())
+
+
+def test_an_image_is_held_for_as_long_as_somebody_knows_it(monkeypatch):
+    async def looked(*_: object) -> tuple[int, ...]:
+        return (1,)
+
+    async def main() -> None:
+        look = Look(awake, (1,), (ImageSource("i", b"\0" * MAX_IMAGE_BYTES),))
+        own = Looking()
+        known = [await own.see(look, "") for _ in range(MAX_HELD_BYTES // MAX_IMAGE_BYTES)]
+        with pytest.raises(Overloaded):
+            await own.see(look, "")
+        known.pop()
+        known.append(await own.see(look, ""))
+
+    awake = cast("GenerationService", SimpleNamespace(sleeper=SimpleNamespace(check_awake=lambda: None)))
+    monkeypatch.setattr(looking, "_looked", looked)
     asyncio.run(main())

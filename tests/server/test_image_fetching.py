@@ -1,14 +1,17 @@
 """Images from other servers: which hosts and addresses, and what comes of what they answer (docs/security.md)."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.contract.errors import BadRequest
 from kvloom.server.config.settings import Settings
+from kvloom.server.serving.vision import fetching
 from kvloom.server.serving.vision.fetching import MAX_REDIRECTS, Fetcher
 from kvloom.server.serving.vision.hosts import image_hosts
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource
@@ -180,6 +183,67 @@ def test_a_name_that_leads_to_this_machine_is_refused_before_anything_is_sent(ho
 def test_a_listed_name_and_network_together_reach_it():
     found = fetched(answering(PNG, b"\r\n", RED), "http://localhost:{port}/a", hosts=["localhost", "127.0.0.1", "::1"])
     assert found.data == RED
+
+
+@pytest.fixture
+def leads_to(monkeypatch):
+    """Sets the addresses that names lead to: of the first time that one is asked for, and of the times after that."""
+
+    def lead(*times: list[str]) -> None:
+        left = list(times)
+
+        def resolved(host: str, port: int, *_: object, **__: object) -> list[tuple[object, ...]]:
+            found = left.pop(0) if len(left) > 1 else left[0]
+            return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (each, port)) for each in found]
+
+        monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+    return lead
+
+
+@pytest.mark.parametrize("addresses", [["127.0.0.1", "127.0.0.2"], ["127.0.0.2", "127.0.0.1"]])
+def test_each_address_of_a_name_must_be_allowed(leads_to, addresses):
+    leads_to(addresses)
+    with pytest.raises(BadRequest, match="leads to an address that is not allowed"):
+        fetched(answering(PNG, b"\r\n", RED), "http://a.example:{port}/a", hosts=["a.example", "127.0.0.1"])
+
+
+def test_what_a_name_leads_to_a_moment_later_does_not_count(leads_to):
+    leads_to(["127.0.0.1"], ["127.0.0.2"])
+    found = fetched(answering(PNG, b"\r\n", RED), "http://a.example:{port}/a", hosts=["a.example", "127.0.0.1"])
+    assert found.data == RED
+
+
+@pytest.mark.parametrize(("start", "goes"), [(MAX_REDIRECTS, True), (MAX_REDIRECTS + 1, False)])
+def test_so_many_redirects_are_followed_and_no_more(start, goes):
+    async def count_down(path: str, writer: asyncio.StreamWriter) -> None:
+        left = int(path[1:])
+        await (redirecting(f"/{left - 1}") if left else answering(PNG, b"\r\n", RED))(path, writer)
+
+    if goes:
+        assert fetched(count_down, f"http://127.0.0.1:{{port}}/{start}").data == RED
+    else:
+        with pytest.raises(BadRequest, match=f"is redirected more than {MAX_REDIRECTS} times"):
+            fetched(count_down, f"http://127.0.0.1:{{port}}/{start}")
+
+
+def test_nobody_is_led_from_https_to_http():
+    fetcher, before = Fetcher(image_hosts(["*"])), httpx.URL("https://a.example/x")
+    assert fetcher._checked("/y", before) == "https://a.example/y"
+    with pytest.raises(fetching._Refused, match="is redirected from https to http"):
+        fetcher._checked("http://a.example/y", before)
+
+
+def test_who_has_his_image_or_none_leaves_his_place_to_the_next(monkeypatch):
+    monkeypatch.setattr(fetching, "_MAX_WAITING", 1)
+
+    async def main() -> None:
+        fetcher = Fetcher(image_hosts(["127.0.0.1"]))
+        for _ in range(3):
+            with pytest.raises(BadRequest, match="none that this server fetches images from"):
+                await fetcher.fetch(ImageSource("i", url="http://a.example/"), lambda num_bytes: None)
+
+    asyncio.run(main())
 
 
 def test_proxies_of_the_environment_are_not_asked(monkeypatch):

@@ -19,7 +19,8 @@ class ByteTokenizer:
         return list(text.encode("utf-8", errors="replace"))
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        return self.encode(first) + self.encode(second), 0
+        ids = self.encode(first)
+        return ids + self.encode(second), len(ids)
 
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
