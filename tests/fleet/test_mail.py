@@ -15,7 +15,7 @@ from kvloom.fleet.engine import FleetEngine, Way, Ways
 from kvloom.fleet.journey import Journey
 from kvloom.fleet.lost import ReplicaLost
 from kvloom.fleet.mail import outbox
-from kvloom.fleet.mail.mailroom import Visit
+from kvloom.fleet.mail.mailroom import Mailroom, Visit
 from kvloom.fleet.plan import make_plan
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import Board, View
@@ -119,6 +119,44 @@ def test_letters_that_overtake_each_other_are_told_in_order(order, lengths):
     told = [delta for _, delta in feed.take() or ()]
     assert tokens(told) == list(range(sum(lengths)))
     assert visit.is_over
+
+
+def test_a_letter_brings_what_is_new_and_says_how_much_came_before():
+    request = Request("r", (1,), PARAMS)
+
+    async def send() -> tuple[list[tuple[int, int, list[int]]], int]:
+        box, feed = outbox.Outbox(), Feed([request], lambda feed: None)
+        carried = asyncio.ensure_future(box.carry(7, feed, 3))
+        letters = []
+        async with aclosing(box.items()) as items:
+            for ids in ((1,), (2, 3)):
+                await asyncio.sleep(0)
+                for id in ids:
+                    end = FinishReason.LENGTH if id == 3 else None
+                    feed.put("r", Delta("r", token_ids=(id,), finish_reason=end))
+                letters += decode_letters(await anext(items))
+        return [(letter.key, letter.at, tokens(letter.deltas)) for letter in letters], await carried
+
+    assert asyncio.run(send()) == ([(7, 3, [1]), (7, 4, [2, 3])], 6)
+
+
+def test_with_a_mailbox_those_at_its_replica_are_lost_and_no_others():
+    request = Request("r", (1,), PARAMS)
+
+    async def killed(*_: bytes) -> AsyncGenerator[bytes]:
+        raise ReplicaLost("killed")
+        yield b""
+
+    async def lose() -> list[bool]:
+        room, visits = Mailroom(killed), []
+        for replica in ("r1", "r2", "r1"):
+            visits.append(Visit(Journey(request, replica=replica), Feed([request], lambda feed: None)))
+            room.enter(visits[-1])
+        room.open("r1")
+        await room._boxes["r1"]
+        return [visit._is_lost for visit in visits]
+
+    assert asyncio.run(lose()) == [True, False, True]
 
 
 def test_an_answer_waits_for_letters_that_are_still_on_their_way():
