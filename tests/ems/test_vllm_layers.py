@@ -1,6 +1,7 @@
 """EMSConnector layer by layer: over a stub of vLLM and an agent, with copies held back, and with a fake of CUDA."""
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -89,7 +90,16 @@ def test_a_damaged_block_has_failed_before_its_request_runs(agent, first):
         assert second.workers[0].get_kv_connector_stats().data["failed_blocks"] == 2
 
 
-def test_ranks_agree_on_what_is_staged(agent):
+def test_ranks_agree_on_what_is_staged(agent, monkeypatch):
+    """By the one that has least, which tells it last here."""
+    told = defaultdict[int, list[int]](list)
+
+    def tell_least_last(reports):
+        for number, counts in reports.items():
+            told[number] += counts
+            if len(told[number]) == 2:
+                tell({number: sorted(told[number], reverse=True)})
+
     with (
         engine(agent.config.socket, world_size=2, **LAYERWISE) as two,
         engine(agent.config.socket, seed=7, world_size=2, **LAYERWISE) as other,
@@ -99,6 +109,8 @@ def test_ranks_agree_on_what_is_staged(agent):
         truth = two.bytes_of(3, rank=1).numpy().tobytes()
         (entry,) = [each for each in blocks_of(pool) if bytes(pool.view(each.offset, each.length)) == truth]
         pool.view(entry.offset, entry.length)[5] ^= 1
+        tell = other.scheduler._scheduling.staged
+        monkeypatch.setattr(other.scheduler._scheduling, "staged", tell_least_last)
         request = FakeRequest("b", list(PROMPT))
         assert other.matched(request) == (3 * BLOCK_SIZE, False)
         run(other, request, 3 * BLOCK_SIZE)
