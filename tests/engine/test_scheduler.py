@@ -59,6 +59,23 @@ def test_what_no_step_reads_any_more_is_free_for_others_and_found_while_nobody_t
     check([seq, other], pool, BLOCK)
 
 
+def test_who_is_preempted_makes_room_by_what_is_still_its_own():
+    """What it gave back behind its window is others' by now."""
+    long, others = make_seq(3, 15, first=100), [make_seq(i, 4, first=20 * i) for i in range(3)]
+    seqs, pool, limits = [*others, long], BlockPool(5), Limits(4, 100, BLOCK)
+    for present in ([long], seqs):
+        plan = plan_step(present, pool, limits)
+        apply_step(plan, pool)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=6)
+        check(seqs, pool, BLOCK)
+    assert (long.num_dropped, pool.num_free) == (2, 0)
+    plan = plan_step(seqs, pool, limits)
+    assert (counts(plan), [seq.id for seq in plan.preempted]) == ({0: 1, 1: 1}, [3, 2])
+    apply_step(plan, pool)
+    check(seqs, pool, BLOCK)
+    assert (long.num_dropped, pool.num_free) == (0, 1)
+
+
 def test_nothing_to_do_is_an_empty_plan():
     assert plan_step([], BlockPool(1), Limits(1, 1, BLOCK)) == Plan()
 

@@ -129,6 +129,21 @@ def test_nobody_is_swapped_where_computing_again_is_cheaper_or_the_host_is_full(
     assert plan_step(seqs, pool, limits).swapped == ()
 
 
+def test_who_has_given_blocks_behind_its_window_to_others_is_computed_again():
+    """What lies there now is not its own, and would come back under its name."""
+    pool, limits = BlockPool(6, num_host_blocks=6), Limits(4, 100, BLOCK)
+    seqs = [make_seq(0, 7), make_seq(1, 15, first=20)]
+    plan = plan_step(seqs, pool, limits)
+    apply_step(plan, pool)
+    commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK, reach=6)
+    assert [seq.num_dropped for seq in seqs] == [0, 2]
+    pool.allocate(pool.num_free)
+    while not (plan := plan_step(seqs, pool, limits)).preempted:
+        apply_step(plan, pool)
+        commit_step(plan, {id: [7] for id in sampling_ids(plan)}, pool, BLOCK)
+    assert (plan.preempted, plan.swapped) == ((seqs[1],), ())
+
+
 @settings(max_examples=60)
 @given(
     num_blocks=st.integers(9, 20),
