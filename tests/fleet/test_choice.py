@@ -12,8 +12,8 @@ candidates = st.lists(
         Candidate,
         id=st.uuids().map(str),
         load=st.integers(0, 10_000),
-        num_known=st.integers(0, 500),
-        num_loadable=st.integers(0, 500),
+        num_known=st.integers(0, 5_000),
+        num_loadable=st.integers(0, 5_000),
     ),
     min_size=1,
     max_size=6,
@@ -24,7 +24,7 @@ rules = st.builds(
     guard=st.builds(Guard, factor=st.floats(1, 4), slack_tokens=st.integers(0, 4096)),
     load_cost=st.floats(0, 1),
 )
-num_tokens = st.integers(500, 4000)
+num_tokens = st.integers(5_000, 40_000)
 
 
 @given(candidates, num_tokens, rules, st.integers(0, 100))
@@ -48,7 +48,7 @@ def test_within_the_guard_the_first_token_comes_soonest(found, tokens, how):
     assert costs[first] == min(costs.values())
 
 
-@given(candidates, num_tokens, rules, st.integers(1, 500))
+@given(candidates, num_tokens, rules, st.integers(1, 5_000))
 def test_to_know_more_of_a_prompt_never_loses_it(found, tokens, how, more):
     first = choose(found, tokens, how)[0]
     better = [
