@@ -91,6 +91,15 @@ def test_a_session_that_does_not_want_the_rest_keeps_nothing(pair, reader, is_cl
     assert pair.there.counts["peer_reads"] < NUM_KEYS
 
 
+def test_who_asks_for_other_blocks_behind_one_of_the_rest_is_brought_those(pair, reader):
+    keys = kept(pair)
+    pair.proxy.limit(20 * SIZE, is_cut=False)
+    done, _ = take(pair, reader, keys[:100])
+    pair.proxy.go_on()
+    assert take(pair, reader, [keys[done], *keys[100:110]]) == (11, Cause.NONE)
+    until(lambda: is_let_go(pair))
+
+
 def test_a_hole_ends_it(pair, reader):
     keys = keys_of("b")
     for key in keys[:70] + keys[71:]:
