@@ -10,6 +10,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import NewSeq
 from kvloom.contract.pooling import scores
 from kvloom.rank.fake import FakeRunner, fake_embedding
+from kvloom.server.serving import prompts
 from tests.support.servers import MODEL, FakeServer, fake_server
 
 TEXTS = ["hello", "a longer text, of several blocks", "hello"]
@@ -72,6 +73,15 @@ def test_a_head_of_one_label_scores_pairs(judging: FakeServer):
     reranked = {"model": MODEL, "query": "a query", "documents": ["another", "a document"]}
     results = judging.post("/rerank", reranked).json()["results"]
     assert {result["index"]: result["relevance_score"] for result in results}[1] == pytest.approx(wanted)
+
+
+def test_the_tokens_of_all_pairs_are_bounded_together(judging: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "MAX_REQUEST_TOKENS", 0)  # as many as fit into the context
+    asked = {"model": MODEL, "query": "x" * 500}
+    assert judging.post("/rerank", {**asked, "documents": ["y" * 500] * 2}).is_success
+    response = judging.post("/rerank", {**asked, "documents": ["y" * 500] * 3})
+    assert response.status_code == 400
+    assert "has more than 2048 tokens in all its prompts" in response.text
 
 
 def test_the_model_is_told_where_the_second_text_begins(judging: FakeServer, monkeypatch: pytest.MonkeyPatch):

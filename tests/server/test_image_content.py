@@ -19,7 +19,9 @@ from kvloom.server.serving.vision import looking
 from kvloom.server.serving.vision.looking import MAX_HELD_BYTES, Looking
 from kvloom.server.serving.vision.seen import Look
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, source_of_base64, source_of_url
+from kvloom.vllm.images import MAX_ALL_PIXELS, check_image, read_images
 from tests.support.byte_folder import TEMPLATE, make_byte_folder
+from tests.support.images import huge_png
 from tests.support.seeing_folder import TEMPLATE as PARTS_TEMPLATE
 from tests.support.seeing_folder import make_seeing_folder
 
@@ -143,6 +145,16 @@ def test_images_of_all_requests_are_bounded_until_they_are_forgotten():
             await own._fetched([whole] * 3)
 
     asyncio.run(main())
+
+
+def test_the_pixels_of_all_images_are_bounded_before_any_is_decoded():
+    images = [Image(huge_png(7000), name=f"images[{i}]") for i in range(3)]
+    assert sum(map(check_image, images[:2])) <= MAX_ALL_PIXELS < sum(map(check_image, images))
+    with pytest.raises(
+        BadRequest, match=f"and those after it have more than {MAX_ALL_PIXELS} pixels together"
+    ) as error:
+        read_images(images)
+    assert error.value.field == "images[0]"
 
 
 def test_of_a_request_that_is_refused_no_image_is_held():

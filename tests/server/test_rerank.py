@@ -11,6 +11,7 @@ from kvloom.contract.request import Request, SamplingParams, TokenLogprob, check
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.sampler import describe, log_softmax
 from kvloom.server.dialects.rerank.judging import score
+from kvloom.server.serving import prompts
 from kvloom.server.serving.generation import Answer
 from tests.support.servers import MODEL, FakeServer, fake_server
 
@@ -106,6 +107,14 @@ def test_what_cannot_be_judged_is_refused_by_name(server: FakeServer, path: str,
     response = server.post(path, {"model": MODEL, **given, **fields})
     assert response.status_code == 400
     assert problem in response.json()["error"]["message"]
+
+
+def test_the_tokens_of_all_judgements_are_bounded_together(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompts, "MAX_REQUEST_TOKENS", 0)  # as many as fit into the context
+    assert len(rerank(server, documents=["a" * 400] * 2)["results"]) == 2
+    response = server.post("/rerank", {"model": MODEL, "query": "what is a cat?", "documents": ["a" * 400] * 4})
+    assert response.status_code == 400
+    assert "documents: has more than 2048 tokens in all its prompts" in response.text
 
 
 def test_a_model_without_a_chat_template_is_refused():
