@@ -206,11 +206,11 @@ def test_an_input_that_is_too_long_loses_its_oldest_items_when_it_may(server: Fa
 
 
 def test_a_call_goes_with_its_result_or_not_at_all(server: FakeServer):
-    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
-    result = {"type": "function_call_output", "call_id": "c", "output": "r" * 1900}
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": json.dumps({"at": "a" * 500})}
+    result = {"type": "function_call_output", "call_id": "c", "output": "r" * 1500}
     items = [{"role": "user", "content": "hi"}, call, result, {"role": "user", "content": "hello" * 50}]
     answer = respond(server, items, truncation="auto")
-    assert answer["usage"]["input_tokens"] == len(prompt_of(("user", "hello" * 50)))
+    assert answer["usage"]["input_tokens"] == len(prompt_of(("user", "hello" * 50))), "there is room for the result"
 
 
 @pytest.mark.parametrize(
