@@ -30,6 +30,8 @@ TABLES = ROOT / "tools" / "bugs"
 PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
 TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
 SHOWN = 3000  # characters of what pytest said
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+KEPT = ("kvloom-tests", *(f"kvloom/{name}" for name in ("ems", "engine_api", "gewu", "kernels", "models")))
 COMPILER = '#!/bin/sh\nexec g++ "$@" -O0\n'  # an optimiser takes longer than all that the tests then save
 PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
@@ -90,6 +92,15 @@ class Workshop:
         shutil.copy(ROOT / "pyproject.toml", folder)
         (folder / "compiler").write_text(COMPILER)
         (folder / "compiler").chmod(0o755)
+        self._lend_cache()
+
+    def _lend_cache(self) -> None:
+        """What is compiled of unchanged sources is mostly there already, named by them; what a bug makes stays here."""
+        for kept in KEPT:
+            own = self._folder / "cache" / kept
+            own.mkdir(parents=True)
+            for path in (CACHE / kept).glob("*"):
+                (own / path.name).symlink_to(path)
 
     def try_out(self, bug: Bug) -> Outcome:
         with self._planted(bug):
