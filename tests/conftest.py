@@ -74,7 +74,19 @@ def together(nodeid: str) -> str:
     return "tests/real" if file.startswith("tests/real/") else file
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several processes each begins at other files: what one has made of them (pytest compiles them anew, with every
+    `assert` in them), the others find made."""
+    if (worker := getattr(config, "workerinput", None)) is not None and config.args == ["tests"]:
+        files = sorted(str(path) for path in (config.rootpath / "tests").rglob("test_*.py"))
+        begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+        config.args = files[begin:] + files[:begin]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+    items.sort(key=lambda item: item.path)  # before they are shuffled: in every process the same
+    yield
     rank = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(together(item.nodeid), len(rank)))
     for item in items if OVER_VLLM else ():
