@@ -93,7 +93,7 @@ inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
 
 // Sums of the batch's bytes: of those copied to memory of their own, and of those whose key is there already.
 inline std::vector<Sum> fill(const Xxh3& xxh3, const Save& save, const Batch& batch) {
-    const SummedCopy copy(xxh3);
+    SummedCopy copy(xxh3);
     std::vector<Sum> sums(batch.begun.size());
     for (size_t i = 0; i < batch.begun.size(); i++) {
         const size_t length = static_cast<size_t>(save.lengths[i]);
