@@ -166,6 +166,29 @@ def test_what_cannot_go_home_in_time_is_reported(engines, monkeypatch):
     until(lambda: engines[1].cc.exists(hashes[: result.success], LONG) == result.success)
 
 
+def test_what_its_home_has_lost_is_sent_again_when_it_is_saved_again(engines):
+    hashes = list(range(200))
+    assert engines[0].save(hashes).local == 0
+    until(lambda: engines[1].cc.exists(hashes, LONG) == 200)
+    for engine in engines[1:]:
+        engine.pool.evict(1 << 30)
+    assert engines[1].cc.exists(hashes, LONG) < 200
+    result = engines[0].save(hashes)
+    assert (result.success, result.local) == (200, 0)
+    until(lambda: engines[1].cc.exists(hashes, LONG) == 200)
+
+
+def test_what_its_home_has_is_not_sent_again(engines):
+    hashes = list(range(200))
+    engines[0].save(hashes)
+    until(lambda: is_quiet(engines) and engines[1].cc.exists(hashes, LONG) == 200)
+    sent = engines[0].pool.counts["push_done"]
+    assert sent > 0
+    assert engines[0].save([*hashes, 1000, 1001, 1002, 1003, 1004, 1005]).local == 0
+    until(lambda: engines[1].cc.exists([1000, 1001, 1002, 1003, 1004, 1005], LONG) == 6)
+    assert engines[0].pool.counts["push_done"] <= sent + 6
+
+
 def test_blocks_whose_home_is_cut_off_are_local(engines):
     for agent in (engines[1].agent, engines[2].agent):
         agent.close()

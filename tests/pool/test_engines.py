@@ -39,7 +39,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.is_failing = False
-        self.num_calls = 0
+        self.num_calls = self.num_stored = 0
 
     def _enter(self) -> None:
         self.num_calls += 1
@@ -49,6 +49,7 @@ class FakeEngine:
 
     def put(self, names, values) -> None:
         self._enter()
+        self.num_stored += len(names)
         self.values |= dict(zip(names, values, strict=True))
 
     def get(self, names):
@@ -125,6 +126,20 @@ def test_a_batch_larger_than_the_nodes_pool_goes_to_the_store_whole():
         assert cc.save(slots_of(*range(400)), list(range(400)), [4] * 400, option).success == 400
         until(lambda: len(engine.values) == 400)
         agent.node.pool("default").check()
+
+
+def test_what_the_store_has_lost_is_stored_again_when_it_is_saved_again():
+    engine = FakeEngine()
+    with agent_with(engine) as agent, session(agent.config.socket, new_kv()) as cc:
+        cc.save(SLOTS, HASHES, OFFSETS)
+        until(lambda: len(engine.values) == len(HASHES))
+        until(lambda: agent.node.pool("default").counts["push_done"] == len(HASHES))
+        lost = list(engine.values)[::2]
+        for name in lost:
+            del engine.values[name]
+        assert cc.save(SLOTS, HASHES, OFFSETS).local == 0
+        until(lambda: len(engine.values) == len(HASHES))
+        assert engine.num_stored == len(HASHES) + len(lost), "what it had was not stored again"
 
 
 def test_without_write_rcache_blocks_go_to_the_store_only():

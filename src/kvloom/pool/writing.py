@@ -95,7 +95,7 @@ class Writer:
         statuses, entries = saved.statuses, saved.held.blocks()
         self._batch += entries
         for i, entry in enumerate(entries):
-            if routes[i] is Route.HERE or entry.is_home:
+            if routes[i] is Route.HERE:
                 continue
             is_sent = False
             if routes[i] is Route.AWAY:

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from itertools import compress
 
 from ems.common.breaker import Breaker
 from ems.common.channel import Channel, remaining_ms
@@ -69,6 +70,10 @@ class PeerLink:
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """For each key whether the peer has it; all False when it does not answer."""
+        return self._has(self._loads[0], tenant, keys, deadline_s)
+
+    @staticmethod
+    def _has(line: PeerLine, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         found: list[bool] = [False] * len(keys)
 
         def ask_for(channel: Channel) -> Cause:
@@ -78,7 +83,7 @@ class PeerLink:
             found[:] = [length > 0 for length in answer.lengths]
             return Cause.NONE
 
-        self._loads[0].call(deadline_s, ask_for)
+        line.call(deadline_s, ask_for)
         return found
 
     def put(self, tenant: str, blocks: list[Outgoing], deadline_s: float) -> list[bool]:
@@ -151,10 +156,14 @@ class PeerLink:
                     _give_up(push)
 
     def _push(self, batch: list[_Push]) -> None:
-        """Sends blocks of one tenant home, and ends their pins."""
-        pool = batch[0].pool
-        blocks = [each.outgoing() for each in batch]
-        for each, is_done in zip(batch, self.put(pool.tenant, blocks, time.monotonic() + _PUSH_S), strict=True):
+        """Sends blocks of one tenant home, and ends their pins. The home may have lost what it had: it is asked."""
+        pool, deadline_s = batch[0].pool, time.monotonic() + _PUSH_S
+        known = [each.entry.key for each in batch if each.entry.is_home]
+        has = self._has(self._saves, pool.tenant, known, deadline_s) if known else []
+        there = set(compress(known, has))
+        missing = [each for each in batch if each.entry.key not in there]
+        sent = self.put(pool.tenant, [each.outgoing() for each in missing], deadline_s) if missing else []
+        for each, is_done in zip(missing, sent, strict=True):
             each.entry.is_home = is_done
             pool.counts.add("push_done" if is_done else "push_failed")
         pool.unpin([each.entry for each in batch])

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import xxhash
@@ -192,14 +193,13 @@ class EngineTier:
             self._push(batch)
 
     def _push(self, batch: list[_Push]) -> None:
-        """Stores a batch; its pins end when the call returns, however late."""
-        names = [name for push in batch for name in _names(push.pool.tenant, [push.entry.key])]
+        """Stores a batch; its pins end when the call returns, however late. Of what it had the store is asked first."""
 
         def put() -> None:
             try:
-                blocks = [push.pool.view(push.entry.offset, push.entry.length).data for push in batch]
-                sums = [push.entry.checksum for push in batch]
-                self._engine.put(names, [b"".join(value) for value in zip(sums, blocks, strict=True)])
+                missing = self._missing(batch)
+                if missing:
+                    self._engine.put(list(map(_name, missing)), [_value(push) for push in missing])
             finally:
                 for push in batch:
                     push.pool.unpin([push.entry])
@@ -211,6 +211,23 @@ class EngineTier:
             push.pool.counts.add("push_done" if is_done else "push_failed")
             if future is None:
                 push.pool.unpin([push.entry])
+
+    def _missing(self, batch: list[_Push]) -> list[_Push]:
+        """What the store has to be given: all that is new to it, and what it has lost since it had it."""
+        known = [push for push in batch if push.entry.is_home]
+        has = self._engine.has(list(map(_name, known))) if known else []
+        there = {push.entry.key for push in compress(known, has)}
+        return [push for push in batch if push.entry.key not in there]
+
+
+def _name(push: _Push) -> str:
+    return _names(push.pool.tenant, [push.entry.key])[0]
+
+
+def _value(push: _Push) -> bytes:
+    """As the store keeps a block: its checksum, then its bytes."""
+    entry = push.entry
+    return b"".join((entry.checksum, push.pool.view(entry.offset, entry.length).data))
 
 
 def _names(tenant: str, keys: list[bytes]) -> list[str]:
