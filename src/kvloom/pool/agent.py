@@ -244,6 +244,7 @@ def serve(config: AgentConfig) -> None:
     """Serves until SIGTERM, SIGINT or, if asked for, the end of standard input; the kernel closes that of a client's
     agent when the client dies. Raises OSError, ValueError, EngineError or TlsError when it cannot start."""
     logging.basicConfig(level=logging.INFO, format="kvloom pool agent: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each heartbeat
     gc.set_threshold(*_GC_THRESHOLDS)
     allow_descriptors()
     sys.setswitchinterval(_SWITCH_S)
