@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,6 +120,7 @@ def _by_chunks(cache: Cache, hashes: object, chunk_descs: object) -> Request:
         if not isinstance(of_group, Sequence) or len(of_group) != len(values):
             raise invalid_argument(name, f"must have one (start_slot, length) for each of {len(values)} hashes")
         runs.append([_runs(name, chunk, size, num_slots) for chunk in of_group])
+        _check_apart(name, runs[-1], size)
     tokens = [[sum(count for _block, _start, count in chunk) for chunk in of_group] for of_group in runs]
     lengths = np.array(tokens, np.int64).T
 
@@ -143,6 +144,14 @@ def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Ru
         runs.append((start // block_size, start % block_size, count))
         start, length = start + count, length - count
     return tuple(runs)
+
+
+def _check_apart(name: str, chunks: list[tuple[Run, ...]], block_size: int) -> None:
+    """Refuses chunks that share a slot: a load would leave there what the last of them has."""
+    spans = sorted((runs[0][0] * block_size + runs[0][1], sum(count for *_where, count in runs)) for runs in chunks)
+    for (start, length), (after, _length) in pairwise(spans):
+        if after < start + length:
+            raise invalid_argument(name, f"slot {after} is named more than once")
 
 
 def plan_counts(hashes: list[int], offsets: object) -> list[int]:

@@ -108,6 +108,16 @@ def test_wrong_chunks_are_named(cc, arguments, name):
     assert caught.value.message().startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize("chunks", [[(0, 4), (0, 4)], [(2, 4), (0, 3)], [(0, 16), (15, 1)]])
+def test_a_slot_is_named_once_in_each_group(cc, kv, chunks):
+    before = copy_of(kv)
+    for call in (cc.save, cc.load):
+        with pytest.raises(EmsException, match=r"chunk_descs\[1\]: slot \d+ is named more than once"):
+            call(hashes=[1, 2], chunk_descs=[[(0, 4), (4, 4)], chunks])
+    assert all(torch.equal(a, b) for x, y in zip(kv, before, strict=True) for a, b in zip(x, y, strict=True))
+    assert cc.save(hashes=[1, 2], chunk_descs=[[(4, 4), (0, 4)], [(4, 4), (0, 4)]]).success == 2
+
+
 @pytest.mark.parametrize("groups", [[], "01", [[0, 1]], [[0, 1], [1, 2]], [[0, 1, 2], []], [[0, 1, 2, 3]], [[True]]])
 def test_wrong_groups_are_named(cc, kv, groups):
     with pytest.raises(EmsException, match="store_layer_group_desc: "):
