@@ -8,6 +8,7 @@ import typer
 
 from kvloom.commands import group_of
 from kvloom.contract.errors import UserError
+from kvloom.streams import open_standard_streams
 
 _PLACES = {
     "serve": "kvloom.server.run.cli:serve",
@@ -49,6 +50,7 @@ def options(
 
 def main() -> None:
     """Entry point: mistakes of a user are one line and exit code 1."""
+    open_standard_streams()
     try:
         app()
     except UserError as error:

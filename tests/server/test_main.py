@@ -1,5 +1,6 @@
 """`kvloom serve` as a process: starting, stopping, mistakes, and a model process that is killed."""
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from kvloom.server.run import loading
 from kvloom.server.run.compose import first_request
 from kvloom.server.serving.card import ModelCard
 from tests.support.commands import run_cli
+from tests.support.ports import free_port
 from tests.support.processes import CLI, serve
 from tests.support.waiting import WAIT_S, until
 
@@ -121,6 +123,26 @@ def test_a_second_signal_ends_what_runs_which_is_told_and_without_a_traceback(st
         assert "the server is stopping" in answer.result().text
         assert server.process.wait(timeout=WAIT_S) == 0
     assert not [line for line in server.lines if "Traceback" in line]
+
+
+def test_a_server_without_standard_streams_serves():
+    """The next descriptors would have their numbers: a socket that is number 2 gets what a library has to say."""
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            return httpx.post(url, json={**BODY, "max_tokens": 2}, timeout=WAIT_S).status_code == 200
+        return False
+
+    port = free_port()
+    command = f"exec {' '.join(CLI)} serve {' '.join(MOCK)} --port {port} <&- >&- 2>&-"
+    with subprocess.Popen(["bash", "-c", command]) as process:
+        try:
+            until(answers)
+            assert os.readlink(f"/proc/{process.pid}/fd/2") == "/dev/null"
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 def test_a_service_manager_that_signals_every_process_loses_no_answer():

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from kvloom.contract.errors import UserError
 from kvloom.server.run.launch import launch, read_settings
+from kvloom.streams import open_standard_streams
 
 
 def main() -> None:
     """Serves until a signal; a mistake is one line and exit code 1. Logs go to the file, not to the terminal."""
+    open_standard_streams()
     parser = argparse.ArgumentParser(prog="mindieservice_daemon", description="Serve the models of a config.json.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="default: conf/config.json in the install folder")
     parser.add_argument("--pid-file", type=Path, metavar="FILE", help="write the process number here while serving")
