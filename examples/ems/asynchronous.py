@@ -1,6 +1,6 @@
 """Save and load in the background under token semantics; a full prefix first, then only what a mask leaves."""
 
-import torch
+import numpy as np
 
 import ems
 from ems import CcConfig, Ems, EmsConfig, EmsException
@@ -9,7 +9,8 @@ TOKENS = [101, 102, 103, 104, 105, 106]
 
 
 def main() -> None:
-    kvcache = [[torch.randn(8, 4, 2, 8) for _ in range(2)] for _ in range(2)]
+    draw = np.random.default_rng()
+    kvcache = [[draw.random((8, 4, 2, 8), np.float32) for _ in range(2)] for _ in range(2)]  # in host memory; no torch
     with ems.embedded(pool="64M"):
         Ems.init(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id="llama2-13b")))
         cc = Ems.get_cc()

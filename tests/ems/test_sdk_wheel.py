@@ -15,6 +15,7 @@ import xxhash
 from tests.support.pool import running_agent
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_CACHE_HOME") if name in os.environ}
 BUILD = "import setuptools.build_meta as backend; backend.build_wheel('../out')"
 USES = """
 import sys
@@ -25,6 +26,7 @@ import numpy as np
 import ems
 from ems import CcConfig, CcKvOption, CcResult, Ems, EmsConfig
 import ems.integration.moving
+from ems.native import library
 
 assert Path(ems.__file__).is_relative_to(sys.prefix), ems.__file__
 for name in ("kvloom", "torch", "msgspec"):
@@ -65,6 +67,7 @@ with ems.open_pool(EmsConfig(cc_config=CcConfig(rank_id=0, device_id=0, model_id
     assert pool.get([b"b", "c"], [target, bytearray(1)]) == [True, False]
     assert (target == np.arange(4.0)).all()
 assert "torch" not in sys.modules
+assert any(library._loaded.values()) == (sys.argv[1] == "native")
 Ems.shutdown()
 try:
     with ems.embedded():
@@ -100,8 +103,9 @@ def test_it_carries_the_same_code_for_every_platform_from_python_3_10(wheel):
     assert own["requires-python"] == ">=3.10"
 
 
-@pytest.mark.parametrize("compiler", [{"PATH": "/nowhere"}, {}], ids=["without a compiler", "with one"])
-def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path, compiler):
+@pytest.mark.parametrize("has_compiler", [False, True], ids=["without a compiler", "with one"])
+def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path, has_compiler):
+    """With one it finds what was compiled of these sources before, by whichever program, or compiles it."""
     environment = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
@@ -125,10 +129,10 @@ def test_it_saves_and_loads_with_numpy_and_xxhash_alone(wheel, tmp_path, compile
             if found.exists():
                 (site / found.name).symlink_to(found)
     with running_agent() as agent:
-        variables = {"EMS_SOCKET": str(agent.config.socket), "PATH": os.environ["PATH"]}
-        variables |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), **compiler}
+        variables = {"EMS_SOCKET": str(agent.config.socket)}
+        variables |= CACHE if has_compiler else {"PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")}
         done = subprocess.run(
-            [str(python), "-W", "error", "-c", USES],
+            [str(python), "-W", "error", "-c", USES, "native" if has_compiler else "python"],
             env=variables,
             cwd=tmp_path,
             capture_output=True,
