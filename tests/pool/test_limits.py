@@ -154,6 +154,14 @@ def test_a_hundred_sessions_find_staging_memory_beside_each_other():
     assert sum(sizes) == staging.used_bytes <= 64 << 20
 
 
+def test_a_session_with_large_blocks_has_staging_memory_for_four_while_much_is_left():
+    staging = Staging(64 << 20)
+    assert staging.take(16 << 20, 1 << 20, 0.0) == 4 << 20
+    assert 3 << 20 < staging.take(16 << 20, 1 << 20, 0.0) < 4 << 20
+    assert staging.take(32 << 20, 32 << 20, 0.0) == 32 << 20
+    assert 1 << 20 < staging.take(16 << 20, 1 << 20, 0.0) < 2 << 20
+
+
 def test_staging_is_handed_on_when_it_is_given_back():
     staging = Staging(100)
     assert staging.take(1000, 25, 0.0) == 25

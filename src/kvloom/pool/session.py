@@ -25,6 +25,7 @@ from kvloom.pool.writing import Writer
 _UCRED = struct.Struct("3i")  # process, user, group of the other end
 _HANDSHAKE_S = 5.0
 _STAGING_SHARE = 0.5  # of a call's time, to wait for staging memory
+_HELD_SHARE = 4  # of the staging area: who may wait for so much of it is told
 _SEND_S = 10.0  # a client that takes its answers no faster is gone
 
 
@@ -44,6 +45,7 @@ class ClientSession:
         self._node = node
         self._new_nonce = new_nonce
         self._arena: SharedMemory | None = None
+        self._held_bytes = 0  # of the staging area, whose blocks are saved: the client does not know yet
         self._access_id = ""
         self._verifier = b""
         self._serving: Serving | None = None  # of what is answered without Python
@@ -154,10 +156,18 @@ class ClientSession:
         except Refused as refusal:
             self._fail(frame, refusal.code, str(refusal))
             return
-        if isinstance(message, m.Save) and not message.is_last and answer is not None and self._frames.has_frame():
-            self._channel.hold(answer, frame.request_id)  # its client sends the rest of the batch and waits for the end
+        if isinstance(message, m.Save) and answer is not None and self._may_wait(message):
+            self._channel.hold(answer, frame.request_id)
         elif answer is not None:
+            self._held_bytes = 0
             self._channel.send(answer, time.monotonic() + _SEND_S, request_id=frame.request_id, fd=fd)
+
+    def _may_wait(self, message: m.Save) -> bool:
+        """Whether the answer can go with the next one: its client sends the rest of the batch and waits for the end, or
+        for a part of the staging area."""
+        self._held_bytes += sum(message.lengths)
+        is_small = self._arena is not None and self._held_bytes < self._arena.size // _HELD_SHARE
+        return is_small and not message.is_last and self._frames.has_frame()
 
     def _fail(self, frame: Frame, code: EmsErrorCode, text: str) -> None:
         self._channel.send(m.Failure(int(code), text), time.monotonic() + _SEND_S, request_id=frame.request_id)

@@ -3,7 +3,8 @@
 import threading
 import time
 
-_SHARE = 32  # a session gets at most this part of what is left, so that a hundred others find some too
+_SHARE = 32  # a session gets at most this part of what is left, so that a hundred others find some too;
+_BLOCKS, _SHARE_OF_BLOCKS = 4, 16  # or so many blocks, if they are this part: fewer wait for each other
 
 
 class Staging:
@@ -22,7 +23,8 @@ class Staging:
             left_s = max(0.0, deadline_s - time.monotonic())
             if not self._changed.wait_for(lambda: self.total_bytes - self.used_bytes >= least, left_s):
                 return 0
-            taken = max(least, min(size, (self.total_bytes - self.used_bytes) // _SHARE))
+            left = self.total_bytes - self.used_bytes
+            taken = max(least, min(size, max(left // _SHARE, min(_BLOCKS * least, left // _SHARE_OF_BLOCKS))))
             self.used_bytes += taken
             return taken
 

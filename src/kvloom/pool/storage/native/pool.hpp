@@ -133,6 +133,14 @@ struct Counts {
     std::atomic<uint64_t> load_hits{0};
     std::atomic<uint64_t> corrupt{0};
 
+    // What became of the blocks of a save.
+    void add_saved(const uint8_t* statuses, size_t count) {
+        for (size_t i = 0; i < count; i++) {
+            saved[statuses[i] % kNumStatuses]++;
+        }
+        num_calls++;
+    }
+
     // A load of so many keys, and why the first of those that were not found was not.
     void add(uint64_t num_keys, uint64_t num_found, uint8_t cause) {
         load_keys += num_keys;

@@ -1,6 +1,8 @@
 // What a session is asked, read of its frames. What is not good is Python's to look at.
 #pragma once
 
+#include <numeric>
+
 #include "stream.hpp"
 #include "entries.hpp"
 
@@ -48,6 +50,8 @@ struct ToSave {
         is_good = body.is_good(4) && num_keys % sizeof(Key) == 0 && num <= ems::kMaxKeys && offsets.size() == num &&
                   lengths.size() == num && (num_parent == 0 || num_parent == sizeof(Key));
     }
+
+    int64_t bytes() const { return std::accumulate(lengths.begin(), lengths.end(), int64_t{0}); }
 
     bool is_within(int64_t arena_bytes) const {
         for (size_t i = 0; i < lengths.size(); i++) {

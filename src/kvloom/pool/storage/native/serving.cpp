@@ -12,6 +12,7 @@ using ems::Frame;
 constexpr size_t kMaxLeases = 1024;
 constexpr int64_t kKeysAtOnce = 64;               // of a message, between two turns of other sessions at the index
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // a client that takes its answers no faster is gone
+constexpr int64_t kHeldShare = 4;                 // of the staging area: who may wait for so much of it is told
 constexpr int64_t kAheadShare = 16;               // of a quota, what is kept free for the next batch at most
 }  // namespace
 
@@ -52,6 +53,7 @@ int Serving::flush() {
     const int problem = ems::send_all(fd_, out_.data.data(), out_.data.size(), ems::now_ns() + kSendNs);
     out_.data.clear();
     is_held_ = false;
+    held_bytes_ = 0;
     return problem;
 }
 
@@ -115,19 +117,16 @@ bool Serving::save(const Frame& frame) {
         store(part);
         done += static_cast<size_t>(part.num_done);
     }
-    Counts& counts = handle_->glance.counts;
-    for (size_t i = 0; i < done; i++) {
-        counts.saved[statuses[i] % kNumStatuses]++;
-    }
-    counts.num_calls++;
+    handle_->glance.counts.add_saved(statuses.data(), done);
     if (done > 0) {
         std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), statuses[done - 1]);
     }
     has_ended_ = wanted.is_last;
+    held_bytes_ += wanted.bytes();
+    is_held_ = !wanted.is_last && held_bytes_ < arena_bytes_ / kHeldShare;
     out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
     out_.bytes(statuses.data(), statuses.size());
     out_.end();
-    is_held_ = !wanted.is_last;  // its client sends the rest of the batch and waits for the end
     return true;
 }
 

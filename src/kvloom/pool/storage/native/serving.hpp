@@ -71,7 +71,8 @@ class Serving {
     Terms terms_;
     ems::FrameStream stream_;
     ems::FrameWriter out_;  // answers that were not sent yet
-    bool is_held_ = false;  // the last answer waits for the next
+    bool is_held_ = false;    // the last answer waits for the next
+    int64_t held_bytes_ = 0;  // of the staging area, whose blocks are saved: its client does not know yet
     const uint8_t* arena_ = nullptr;
     int64_t arena_bytes_ = 0;
     std::vector<Id> batch_;  // pinned until `rest`: a batch makes room neither for itself nor for the next
