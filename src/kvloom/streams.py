@@ -5,7 +5,7 @@ import sys
 
 
 def open_standard_streams() -> None:
-    """Those that are closed lead to /dev/null: else the next socket takes their number, and gets what is written there."""
+    """Those that are closed lead to /dev/null: else the next socket takes their number, and what is written to it."""
     for number in range(3):
         try:
             os.fstat(number)
