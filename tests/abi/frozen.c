@@ -1,7 +1,8 @@
 /*
  * A service that is stopped and goes on: frozen MODEL. Prints "freeze", "thaw" and "look", and waits for a line after
- * each. Compiled with a short GEWU_PATIENCE_MS: after "thaw" the service may be slow, so calls are repeated.
+ * each. While it is stopped, calls wait 0.4 s instead of a minute, see patience.h; those that come back late are repeated.
  */
+#include <stdlib.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -63,7 +64,9 @@ int main(int argc, char **argv)
     submit(other, put_reply, &of_other);
     wait_replies(&box, 1);
     say("freeze");
+    CHECK_EQUAL(setenv("TEST_PATIENCE_MS", "400", 1), 0);
     call_the_stopped(session, request, other);
+    CHECK_EQUAL(unsetenv("TEST_PATIENCE_MS"), 0);
     say("thaw");
     do {
         again = create(model);

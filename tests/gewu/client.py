@@ -6,6 +6,7 @@ $QOS_LIBRARY is the libqos.so to load instead of this package's.
 import ctypes
 import json
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -16,6 +17,8 @@ from kvloom.gewu.session import _OnResponse, load_library
 if "QOS_LIBRARY" in os.environ:
     session.library = lambda: Path(os.environ["QOS_LIBRARY"])
 library = load_library()
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whatever a call is at, the app ends with its test
+LONG_S = 120  # for an answer, on a machine as busy as may be
 replies: dict[int, list[dict]] = {}
 arrived = threading.Condition()
 
@@ -40,13 +43,13 @@ def submit(handle: int, request: str, context: int) -> list[int]:
 def wait(context: int) -> list[dict]:
     """All replies up to the final one."""
     with arrived:
-        arrived.wait_for(lambda: replies.get(context, [{}])[-1].get("finish_reason"), 20)
+        arrived.wait_for(lambda: replies.get(context, [{}])[-1].get("finish_reason"), LONG_S)
         return replies.get(context, [])
 
 
 def started(context: int) -> bool:
     with arrived:
-        return arrived.wait_for(lambda: bool(replies.get(context)), 20)
+        return arrived.wait_for(lambda: bool(replies.get(context)), LONG_S)
 
 
 def num_replies(context: int) -> int:
@@ -59,6 +62,11 @@ def level(value: int) -> int:
     return library.OH_QoS_SetThreadQoS(ctypes.c_int(value))
 
 
+def patience(limit_ms: int) -> None:
+    """How long calls wait from now on; of a library that was built with tests/abi/patience.h."""
+    os.environ["TEST_PATIENCE_MS"] = str(limit_ms)
+
+
 def abort(handle: int, request: int) -> int:
     return library.OH_QoS_GewuAbortRequest(handle, request)
 
@@ -67,7 +75,7 @@ def destroy(handle: int) -> int:
     return library.OH_QoS_GewuDestroySession(handle)
 
 
-CALLS = {f.__name__: f for f in (create, submit, wait, started, num_replies, level, abort, destroy)}
+CALLS = {f.__name__: f for f in (create, submit, wait, started, num_replies, level, patience, abort, destroy)}
 
 for line in sys.stdin:
     name, *arguments = json.loads(line)

@@ -15,6 +15,12 @@ from tests.support.waiting import until
 MIB = 1 << 20
 
 
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """While this file is there, no answer of the fake engine ends that was told of it."""
+    return tmp_path / "hold"
+
+
 def test_sessions_and_paths_share_one_load(start_daemon, start_client, model, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(model)
@@ -65,8 +71,9 @@ def test_low_classes_load_at_the_first_request(start_daemon, start_client, model
     assert daemon.model()["loads"] == 1
 
 
-def test_a_request_takes_the_level_of_its_thread(start_daemon, start_client, model):
-    daemon = start_daemon({"rate": 5})
+def test_a_request_takes_the_level_of_its_thread(start_daemon, start_client, model, hold):
+    hold.touch()
+    daemon = start_daemon({"hold": str(hold)})
     client = start_client(daemon)
     of_thread, explicit = client.create(model), client.create(model, qos="utility")
     client.call("level", 5)
@@ -98,27 +105,31 @@ def test_a_request_whose_kv_cache_finds_no_room_is_refused_at_once(start_daemon,
     assert client.wait(first)[-1]["finish_reason"] == client.wait(second)[-1]["finish_reason"] == "stop"
 
 
-def test_a_request_that_would_load_what_no_longer_fits_is_refused_at_once(start_daemon, start_client, tmp_path):
-    daemon = start_daemon({"rate": 5}, GEWU_MEM_BUDGET="500M", GEWU_IDLE_UNLOAD_S="0.2")
+def test_a_request_that_would_load_what_no_longer_fits_is_refused_at_once(start_daemon, start_client, tmp_path, hold):
+    daemon = start_daemon({"hold": str(hold)}, GEWU_MEM_BUDGET="500M", GEWU_IDLE_UNLOAD_S="0.2")
     client = start_client(daemon)
     one, two = (make_model(tmp_path / name, 300 * MIB) for name in ("one", "two"))
     first = client.create(one)
     until(lambda: daemon.model()["loads"] and daemon.model()["state"] == "absent")
+    hold.touch()
     context = client.submit(client.create(two))
     chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     assert client.call("submit", first, chat, 1)[0] == Code.NOMEM
+    hold.unlink()
     client.wait(context)
     assert client.ask(first)[-1]["finish_reason"] == "stop"
 
 
-def test_an_idle_model_makes_room(start_daemon, start_client, tmp_path):
-    daemon = start_daemon({"rate": 10}, GEWU_MEM_BUDGET="500M")
+def test_an_idle_model_makes_room(start_daemon, start_client, tmp_path, hold):
+    daemon = start_daemon({"hold": str(hold)}, GEWU_MEM_BUDGET="500M")
     client = start_client(daemon)
     one, two = (make_model(tmp_path / name, 300 * MIB) for name in ("one", "two"))
     first = client.create(one)
     until(lambda: daemon.model()["state"] == "ready")
+    hold.touch()
     context = client.submit(first)
     assert client.call("create", json.dumps({"model": str(two)}))[0] == Code.NOMEM  # busy, of the same class
+    hold.unlink()
     client.wait(context)
     second = client.create(two)
     client.ask(second)
@@ -128,8 +139,9 @@ def test_an_idle_model_makes_room(start_daemon, start_client, tmp_path):
     client.ask(first)
 
 
-def test_a_higher_class_takes_the_place_of_a_lower_one(start_daemon, start_client, tmp_path):
-    daemon = start_daemon({"rate": 5}, GEWU_MEM_BUDGET="500M")
+def test_a_higher_class_takes_the_place_of_a_lower_one(start_daemon, start_client, tmp_path, hold):
+    hold.touch()
+    daemon = start_daemon({"hold": str(hold)}, GEWU_MEM_BUDGET="500M")
     client = start_client(daemon)
     one, two = (make_model(tmp_path / name, 300 * MIB) for name in ("one", "two"))
     context = client.submit(client.create(one, qos="background"))
@@ -139,8 +151,11 @@ def test_a_higher_class_takes_the_place_of_a_lower_one(start_daemon, start_clien
     assert (last["finish_reason"], last["error"]["code"]) == ("abort", Code.NOMEM)
 
 
-def test_pressure_unloads_what_is_idle_and_at_last_gives_background_up(start_daemon, start_client, model, tmp_path):
-    daemon = start_daemon({"rate": 1}, GEWU_IDLE_UNLOAD_S="60")
+def test_pressure_unloads_what_is_idle_and_at_last_gives_background_up(
+    start_daemon, start_client, model, tmp_path, hold
+):
+    hold.touch()
+    daemon = start_daemon({"hold": str(hold)}, GEWU_IDLE_UNLOAD_S="60")
     daemon.psi_file.write_text("some avg10=0 total=0\nfull avg10=0 total=0\n")
     client = start_client(daemon)
     client.create(make_model(tmp_path / "idle"))

@@ -13,21 +13,22 @@ import pytest
 from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, encode
 from tests.support.gewu import Client
-from tests.support.gewu_service import Peer, Service, impatient_library
+from tests.support.gewu_service import Peer, Service, library_of_any_patience
 from tests.support.waiting import WAIT_S, until
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})
 INVALID = 2**32 - 1
+SHORT_MS, LONG_MS = 200, 60_000
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return impatient_library(tmp_path_factory.mktemp("impatient"))
+    return library_of_any_patience(tmp_path_factory.mktemp("patience"))
 
 
 @pytest.fixture
 def start(tmp_path: Path, library: Path) -> Iterator[Callable[[Callable[[Peer], None]], tuple[Service, Client]]]:
-    """Starts a service of the test's own, and an app of little patience that finds it."""
+    """Starts a service of the test's own, and an app that finds it, of long patience until a test says otherwise."""
     services: list[Service] = []
     clients: list[Client] = []
 
@@ -71,6 +72,7 @@ def half_answer(peer: Peer) -> None:
 @pytest.mark.parametrize("script", [silent, half_hello, no_answer, half_answer])
 def test_create_ends_with_nosys(start, model, script):
     service, client = start(script)
+    client.call("patience", SHORT_MS)
     for _ in range(2):
         assert create(client, model) == [Code.NOSYS, INVALID]
     client.close()
@@ -85,6 +87,7 @@ def test_create_ends_while_nobody_accepts(tmp_path, library, model):
         first.connect(str(path))  # which is all that the queue holds
         app = SimpleNamespace(environ={**os.environ, "GEWU_SOCKET": str(path), "QOS_LIBRARY": str(library)})
         client = Client(app)
+        client.call("patience", SHORT_MS)
         assert create(client, model) == [Code.NOSYS, INVALID]
         client.close()
 
@@ -112,6 +115,7 @@ def test_submit_ends_with_nosys_and_destroy_and_abort_as_ever(start, model, scri
     _, client = start(script)
     error, session = create(client, model)
     assert error == Code.OK
+    client.call("patience", SHORT_MS)
     long = json.dumps({"messages": [{"role": "user", "content": "a" * num_bytes}]})
     for context in (1, 2):
         assert client.call("submit", session, long, context) == [Code.NOSYS, INVALID]
@@ -123,7 +127,7 @@ def test_submit_ends_with_nosys_and_destroy_and_abort_as_ever(start, model, scri
 
 
 def test_a_thousand_sessions_of_a_stopped_service_end_at_once(start, model):
-    """Each waiting its turn would take five minutes."""
+    """Each waiting its turn would take three minutes."""
 
     def script(peer: Peer) -> None:
         peer.greet()
@@ -134,6 +138,7 @@ def test_a_thousand_sessions_of_a_stopped_service_end_at_once(start, model):
 
     _, client = start(script)
     sessions = [create(client, model)[1] for _ in range(1000)]
+    client.call("patience", SHORT_MS)
     assert [client.call("destroy", session) for session in sessions] == [Code.OK] * 1000
 
 
@@ -160,10 +165,12 @@ def test_what_comes_too_late_is_undone(start, model):
 
     service, client = start(script)
     _, session = create(client, model)
+    client.call("patience", SHORT_MS)
     assert client.call("submit", session, CHAT, 1)[0] == Code.NOSYS
     assert create(client, model)[0] == Code.NOSYS
     late.set()
     until(lambda: len(undone) == 2)
+    client.call("patience", LONG_MS)
     assert client.call("submit", session, CHAT, 2)[0] == Code.OK
     assert [reply["message"]["content"] for reply in client.wait(2)] == ["yes"]
     assert client.call("num_replies", 1) == 0
@@ -183,6 +190,7 @@ def test_what_was_never_sent_is_taken_back(start, model):
 
     service, client = start(script)
     _, session = create(client, model)
+    client.call("patience", SHORT_MS)
     long = json.dumps({"messages": [{"role": "user", "content": "a" * (8 << 20)}]})
     assert client.call("submit", session, long, 1)[0] == Code.NOSYS
     assert client.call("submit", session, CHAT, 2)[0] == Code.NOSYS

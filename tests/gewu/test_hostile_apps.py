@@ -48,7 +48,7 @@ def test_no_signal_when_the_service_goes_away_under_a_large_request(model, tmp_p
 @pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address", "thread"])
 def test_a_service_that_is_stopped_and_goes_on_is_clean_under_sanitizers(start_daemon, model, tmp_path, flags):
     daemon = start_daemon({"rate": 20})
-    program = compile_with_library(ABI / "frozen.c", *flags, "-DGEWU_PATIENCE_MS=400")
+    program = compile_with_library(ABI / "frozen.c", *flags)
 
     def settled() -> bool:
         sessions = daemon.status()["sessions"]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.service.psi import Watcher, open_triggers
+from tests.support.waiting import WAIT_S
 
 PRESSURE = Path("/proc/pressure/memory")
 
@@ -28,7 +29,7 @@ def test_a_trigger_that_fires_names_its_level(pair):
     watcher = Watcher({os.dup(theirs.fileno()): 2}, fired.put)
     assert fired.empty()
     ours.send(b"!", socket.MSG_OOB)
-    assert fired.get(timeout=10) == 2
+    assert fired.get(timeout=WAIT_S) == 2
     watcher.close()
 
 

@@ -16,6 +16,7 @@ from tests.support.compiling import compiled, objects
 from tests.support.waiting import WAIT_S, until
 
 ABI = Path(__file__).parent.parent / "abi"
+PATIENCE = ("-include", str(ABI / "patience.h"), "-DGEWU_PATIENCE_MS=test_patience()")
 DEMO_MODEL = "/data/storage/el2/base/files/qwen2-awq"  # fixed in the specification's demo
 
 
@@ -102,7 +103,19 @@ def compile_demo(*flags: str) -> Path:
 
 def compile_with_library(source: Path, *flags: str) -> Path:
     """A program with the library's own files compiled in, so that a sanitizer sees them."""
-    command = ["cc", "-g", "-O1", "-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags]
+    command = [
+        "cc",
+        "-g",
+        "-O1",
+        "-std=c11",
+        "-D_GNU_SOURCE",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        f"-I{INCLUDE}",
+        *PATIENCE,
+        *flags,
+    ]
     files = objects(command, sorted((PACKAGE / "c").glob("*.c")))
     return compiled([*command, source, *files, "-pthread", "-ldl"], source.stem)
 

@@ -1,4 +1,4 @@
-"""A Gewu service of a test's own, that answers as its script says, and a build of libqos.so with little patience."""
+"""A Gewu service of a test's own, that answers as its script says, and a build of libqos.so of any patience."""
 
 import functools
 import os
@@ -10,9 +10,8 @@ from pathlib import Path
 from kvloom.gewu.build import compile_library
 from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
+from tests.support.gewu import PATIENCE
 from tests.support.waiting import WAIT_S
-
-PATIENCE_MS = 300
 
 
 class Peer:
@@ -117,8 +116,8 @@ class Service:
 
 
 @functools.cache
-def impatient_library(folder: Path) -> Path:
-    """libqos.so whose calls give up after PATIENCE_MS."""
+def library_of_any_patience(folder: Path) -> Path:
+    """libqos.so whose calls wait as long as its app says, see `patience` of tests/gewu/client.py."""
     path = folder / "libqos.so.1"
-    compile_library(path, (f"-DGEWU_PATIENCE_MS={PATIENCE_MS}",))
+    compile_library(path, PATIENCE)
     return path

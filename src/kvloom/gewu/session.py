@@ -5,6 +5,7 @@ import functools
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import Any, cast
 
@@ -12,7 +13,6 @@ import msgspec
 
 from kvloom.gewu.build import library
 from kvloom.gewu.codes import Code, Refused
-from kvloom.gewu.reason import why_refused
 
 Messages = Sequence[Mapping[str, str]]
 OnReply = Callable[[dict[str, Any]], None]
@@ -82,7 +82,8 @@ class Session:
         result = load_library().OH_QoS_GewuCreateSession(text)
         if result.error:
             code = Code(result.error)
-            raise Refused(code, why_refused(code, model))
+            reason = import_module("kvloom.gewu.reason")  # which knows much of the service
+            raise Refused(code, reason.why_refused(code, model))
         self.handle: int = result.handle
 
     def __enter__(self) -> "Session":

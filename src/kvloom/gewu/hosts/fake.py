@@ -1,6 +1,7 @@
 """A host without a model, for tests (GEWU_FAKE_ENGINE): answers with given tokens at a given rate, in the daemon."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 
@@ -9,6 +10,7 @@ from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.protocol.messages import Abort, Event, Host, Job, Listeners, Open, Order, Ready
 
 _MAX_SEQ_LEN = 4096
+_HOLD_S = 0.01  # between two looks
 _TOKENS = ("LLM ", "is ", "a ", "model.", "\n", "It ", "predicts ", "tokens", ".")
 
 
@@ -19,6 +21,7 @@ class FakeSettings(msgspec.Struct, forbid_unknown_fields=True):
     rate: float = 0.0  # tokens a second; 0 = as fast as the loop turns
     load_s: float = 0.0
     error: str = ""  # loading fails with this
+    hold: str = ""  # a path: while a file is there, answers do not end
 
 
 class FakeHost:
@@ -54,6 +57,8 @@ class FakeHost:
         for count, token in enumerate(tokens, 1):
             await asyncio.sleep(delay_s)
             self._on.events([Event(job.key, token, None, num_prompt, 0, count)])
+        while self._settings.hold and Path(self._settings.hold).exists():
+            await asyncio.sleep(_HOLD_S)
         finish = "stop" if len(tokens) == len(self._settings.tokens) else "length"
         self._on.events([Event(job.key, "", finish, num_prompt, 0, len(tokens))])
 
