@@ -17,7 +17,7 @@ from kvloom.server.chat.tool_prompt import with_tools_in_text
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision import looking
 from kvloom.server.serving.vision.looking import MAX_HELD_BYTES, Looking
-from kvloom.server.serving.vision.seen import Look
+from kvloom.server.serving.vision.seen import Look, NotSeen, Seen, seeing, seen_of
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, source_of_base64, source_of_url
 from kvloom.vllm.images import MAX_ALL_PIXELS, check_image, read_images
 from tests.support.byte_folder import TEMPLATE, make_byte_folder
@@ -145,6 +145,17 @@ def test_images_of_all_requests_are_bounded_until_they_are_forgotten():
             await own._fetched([whole] * 3)
 
     asyncio.run(main())
+
+
+def test_what_was_seen_is_for_one_body():
+    look = Look(cast("GenerationService", None), (1,), ())
+    seen = Seen((1, 2), Sight((1,), ()))
+    with seeing(seen):
+        assert seen_of(look) is seen
+        with seeing(None), pytest.raises(NotSeen):
+            seen_of(look)
+    with pytest.raises(NotSeen):
+        seen_of(look)
 
 
 def test_the_pixels_of_all_images_are_bounded_before_any_is_decoded():

@@ -102,7 +102,7 @@ def fetched(handler: Handler, url: str = "http://127.0.0.1:{port}/a", **more: ob
         try:
             fetcher = Fetcher(image_hosts(more.get("hosts", ["127.0.0.1"])), float(more.get("limit_s", 30)))
             source = ImageSource("images[0]", url=url.format(port=port))
-            return await fetcher.fetch(source, lambda num_bytes: None)
+            return await fetcher.fetch(source, more.get("check_total", lambda num_bytes: None))
         finally:
             server.close()
 
@@ -121,6 +121,18 @@ def answering(*pieces: bytes) -> Handler:
 def test_an_image_is_fetched_and_keeps_its_type():
     found = fetched(answering(PNG, b"Content-Length: %d\r\n\r\n" % len(RED), RED))
     assert (found.data, found.media_type, found.url) == (RED, "image/png", "")
+
+
+def test_every_byte_is_told_while_it_comes_and_who_is_told_may_end_it():
+    told: list[int] = []
+    fetched(answering(PNG, b"\r\n", RED), check_total=told.append)
+    assert sum(told) == len(RED)
+
+    def refuse(num_bytes: int) -> None:
+        raise BadRequest("images", "are too large")
+
+    with pytest.raises(BadRequest, match="images: are too large"):
+        fetched(_endless, check_total=refuse)
 
 
 def test_files_that_a_server_does_not_declare_are_taken_as_they_are():
