@@ -1,6 +1,7 @@
 """Where the kernels' library comes from: a wheel, the user's cache, the compiler; and what happens without any."""
 
 import logging
+import threading
 
 import pytest
 
@@ -9,6 +10,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
 from kvloom.rank.loading import open_runner
 from tests.support.checkpoints import save, tiny_model
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -40,17 +42,27 @@ def test_a_prebuilt_library_of_other_sources_is_not(cache, tmp_path, monkeypatch
         build.library("portable")
 
 
-def test_the_compiler_runs_once(tmp_path, monkeypatch):
+def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs = []
+    runs, looked, found = [], [], build.found
+    other = threading.Thread(target=lambda: build.library("portable"))
+
+    def look(isa):
+        looked.append(isa)
+        return found(isa)
 
     def compile_library(isa, path):
         runs.append(isa)
-        path.parent.mkdir(parents=True)
+        if runs == ["portable"]:
+            other.start()
+            until(lambda: len(looked) == 2)
         path.touch()
 
+    monkeypatch.setattr(build, "found", look)
     monkeypatch.setattr(build, "compile_library", compile_library)
-    assert build.library("portable") == build.library("portable")
+    path = build.library("portable")
+    other.join()
+    assert build.library("portable") == path
     assert runs == ["portable"]
 
 

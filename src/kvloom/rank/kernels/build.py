@@ -1,5 +1,6 @@
 """The CPU kernels' library: the one that a wheel carries, else compiled once into the user's cache."""
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -55,7 +56,13 @@ def library(isa: str | None = None) -> Path:
     path = found(isa)
     if path is None:
         path = _cache_root() / file_name(isa)
-        compile_library(isa, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / f"{isa}.lock").open(
+            "w"
+        ) as lock:  # who comes meanwhile waits: it takes a minute, and every core
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                compile_library(isa, path)
     return path
 
 
