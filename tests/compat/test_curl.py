@@ -133,7 +133,7 @@ def server(folder: Path) -> Iterator[FakeServer]:
 def curl(server: FakeServer, folder: Path, rest: str) -> str:
     port = server.url.rsplit(":", 1)[1]
     line = " ".join(HEAD.split("\n")) + " -sS " + rest.replace("127.0.0.1:1025", f"127.0.0.1:{port}")
-    done = subprocess.run(["bash", "-c", line], cwd=folder / "client", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], cwd=folder / "client", capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -189,7 +189,7 @@ def test_without_a_client_certificate_curl_is_refused(
     server: FakeServer, folder: Path, caplog: pytest.LogCaptureFixture
 ):
     line = f"curl -sS --cacert ca.pem {server.url}/v1/models"
-    done = subprocess.run(["bash", "-c", line], cwd=folder / "client", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", line], cwd=folder / "client", capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert done.stdout == ""
     assert "TLS handshake refused: PEER_DID_NOT_RETURN_A_CERTIFICATE" in caplog.text

@@ -56,7 +56,7 @@ def run(name: str, *arguments: str, before: str = "pass") -> str:
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         env=environment,
         check=False,
     )

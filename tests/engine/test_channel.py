@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloom.engine.link.channel import Channel
+from tests.support.waiting import WAIT_S
 
 
 def _wire(messages: list[list[int]]) -> bytes:
@@ -31,7 +32,7 @@ def test_any_cut_of_the_stream_gives_the_same_messages(messages: list[list[int]]
             except TimeoutError:
                 break
         theirs.sendall(wire[at:])
-        got += [channel.receive(timeout_s=1.0) for _ in messages[len(got) :]]
+        got += [channel.receive(timeout_s=WAIT_S) for _ in messages[len(got) :]]
     assert got == messages
 
 
@@ -53,7 +54,7 @@ def test_an_end_within_a_message_is_an_end() -> None:
         theirs.sendall(_wire([[1, 2, 3]])[:-1])
         theirs.close()
         with pytest.raises(EOFError):
-            channel.receive(timeout_s=1.0)
+            channel.receive(timeout_s=WAIT_S)
 
 
 MUCH = list(range(400_000))  # more than a socket holds
@@ -73,7 +74,7 @@ def test_two_ends_that_send_much_at_once_do_not_wait_for_each_other_to_read() ->
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(120)
         assert got == [True, True]
 
 

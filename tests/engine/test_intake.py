@@ -94,7 +94,7 @@ def with_engine(body: Callable[[EngineThread, Recorder], Awaitable[None]], **fie
         engine = EngineThread(Engine(config, executor, ByteTokenizer()), executor)
         engine.start(asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(body(engine, executor), 30)
+            await asyncio.wait_for(body(engine, executor), 120)
         finally:
             executor.gate.set()
             await asyncio.to_thread(engine.close)

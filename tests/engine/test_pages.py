@@ -1,7 +1,7 @@
 """Blocks' memory goes back to the system, and only theirs; it is there before it is needed."""
 
+import ctypes
 import mmap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +13,18 @@ NUM_BLOCKS, BLOCK_BYTES = 64, mmap.PAGESIZE * 3 // 2
 BLOCKS = [*range(8, 32), 40, *range(50, NUM_BLOCKS)]
 
 
-def resident_bytes() -> int:
-    (line,) = [x for x in Path("/proc/self/smaps_rollup").read_text().splitlines() if x.startswith("Rss:")]
-    return int(line.split()[1]) * 1024
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+
+
+def resident_bytes(layers: list[list[np.ndarray]]) -> int:
+    """Of these tensors, each of whole pages: what else the process has comes and goes."""
+    total = 0
+    for side in (side for layer in layers for side in layer):
+        pages = np.zeros(side.nbytes // mmap.PAGESIZE, np.uint8)
+        assert LIBC.mincore(side.ctypes.data, side.nbytes, pages.ctypes.data) == 0
+        total += int((pages & 1).sum()) * mmap.PAGESIZE
+    return total
 
 
 @pytest.mark.parametrize("flags", [mmap.MAP_SHARED, mmap.MAP_PRIVATE], ids=["shared", "private"])
@@ -37,9 +46,9 @@ def test_the_system_has_the_memory_back():
     pages = mmap.mmap(-1, num_bytes)
     side = np.frombuffer(pages, dtype=np.uint8).reshape(64, -1)
     side[:] = 1
-    before = resident_bytes()
+    assert resident_bytes([[side]]) == num_bytes
     release_blocks([[side]], range(64))
-    assert before - resident_bytes() > num_bytes * 9 // 10
+    assert resident_bytes([[side]]) == 0
 
 
 def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
@@ -49,38 +58,37 @@ def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
 
 def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further():
     num_bytes = 16 << 20  # a tensor: 256 KiB a block, 1 MiB with all four
-    layers, before = new_layers(num_bytes), resident_bytes()
+    layers = new_layers(num_bytes)
     pages = PagesAhead(layers, 64, (8 << 20, 32 << 20))
-    until(lambda: resident_bytes() - before > 7 << 20)
+    until(lambda: resident_bytes(layers) == 8 << 20)
     pages.use(9)
-    until(lambda: resident_bytes() - before > 19 << 20)
+    until(lambda: resident_bytes(layers) == 20 << 20)
     pages.use(3)
     assert pages.num_wanted == 10 + 10, "nothing for a block that lies before"
     pages.use(19)
     assert pages.num_wanted == 20 + 20, "as much as is in use"
     pages.use(50)
     assert pages.num_wanted == 64
-    until(lambda: resident_bytes() - before > 62 << 20)
+    until(lambda: resident_bytes(layers) == 64 << 20)
     assert all((side == 0).all() for layer in layers for side in layer)
 
 
 def test_what_is_in_a_block_stays_when_its_memory_is_provided():
     layers = new_layers(1 << 20)
     layers[0][1][40] = 7
-    before = resident_bytes()
     PagesAhead(layers, 32, (1 << 30, 1 << 30))  # a cache whose blocks are two of the tensors'
-    until(lambda: resident_bytes() - before > 3 << 20)
+    until(lambda: resident_bytes(layers) == 4 << 20)
     assert (layers[0][1][40] == 7).all()
 
 
 def test_what_was_given_back_is_provided_again_from_the_first_block_on():
-    layers, before = new_layers(16 << 20), resident_bytes()
+    layers = new_layers(16 << 20)
     pages = PagesAhead(layers, 64, (8 << 20, 8 << 20))
     pages.use(30)
-    until(lambda: resident_bytes() - before > 38 << 20)
+    until(lambda: resident_bytes(layers) == 39 << 20)
     release_blocks(layers, range(64))
     pages.forget()
     assert pages.num_wanted == 8
-    until(lambda: 7 << 20 < resident_bytes() - before < 10 << 20)
+    until(lambda: resident_bytes(layers) == 8 << 20)
     pages.use(0)
     assert pages.num_wanted == 1 + 8

@@ -111,10 +111,10 @@ def test_a_grammar_whose_client_is_gone_before_its_turn_is_never_read():
 
     def busy() -> None:
         started.set()
-        hold.wait(30)
+        hold.wait(120)
 
     guides._pool.submit(busy)
-    started.wait(30)
+    started.wait(120)
     gone, stays = (guides.guide(SamplingParams(grammar=DIGITS)) for _ in range(2))
     assert gone is not None
     assert stays is not None

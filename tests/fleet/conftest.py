@@ -32,7 +32,7 @@ class LocalFleet:
     process: subprocess.Popen
 
     def feed(self) -> dict:
-        return httpx.get(f"{self.url}/console/feed", timeout=10).json()["models"][0]
+        return httpx.get(f"{self.url}/console/feed", timeout=120).json()["models"][0]
 
     def replicas(self) -> list[dict]:
         """Those that are ready."""
@@ -47,13 +47,13 @@ class LocalFleet:
 
     def complete(self, prompt: str, **more) -> dict:
         body = {"model": "mock", "prompt": prompt, "max_tokens": 60, "temperature": 1, "ignore_eos": True, **more}
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
 
     def stream(self, prompt: str, on_token=lambda number: None, **more) -> str:
         """The text of a streamed answer; `on_token` is called with the number of each event."""
         body = {"model": "mock", "prompt": prompt, "max_tokens": 60, "temperature": 1, "ignore_eos": True, **more}
         text, number = "", 0
-        with httpx.stream("POST", f"{self.url}/v1/completions", json={**body, "stream": True}, timeout=60) as answer:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json={**body, "stream": True}, timeout=120) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
                 if not line.startswith("data: {"):
@@ -105,9 +105,9 @@ def fleet_run(*options: str, backend: str = "fake") -> Iterator[LocalFleet]:
                 started += psutil.Process(fleet.process.pid).children(recursive=True)
             fleet.process.send_signal(signal.SIGINT)
             try:
-                fleet.process.communicate(timeout=60)
+                fleet.process.communicate(timeout=120)
             finally:
-                left = psutil.wait_procs(set(started), timeout=20)[1]
+                left = psutil.wait_procs(set(started), timeout=120)[1]
                 for each in left:
                     with contextlib.suppress(psutil.Error):
                         os.kill(each.pid, signal.SIGKILL)

@@ -19,6 +19,6 @@ print(pid)
 
 
 def test_a_grandchild_that_lost_its_parent_is_ended():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert not psutil.pid_exists(int(done.stdout))

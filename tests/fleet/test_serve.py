@@ -43,7 +43,7 @@ def test_it_answers_as_one_server_does_whole_and_streamed(fleet):
     ],
 )
 def test_bad_requests_are_refused_as_by_one_server(fleet, path, body, status):
-    assert httpx.post(fleet.url + path, json=body, timeout=10).status_code == status
+    assert httpx.post(fleet.url + path, json=body, timeout=120).status_code == status
 
 
 def test_everything_listens_on_loopback(fleet):
@@ -99,7 +99,7 @@ def test_metrics_sum_and_name_the_replicas(fleet):
     fleet.complete("count me", seed=1, max_tokens=8)
 
     def families() -> dict:
-        text = httpx.get(f"{fleet.url}/metrics", timeout=10).text
+        text = httpx.get(f"{fleet.url}/metrics", timeout=120).text
         return {family.name: family.samples for family in text_string_to_metric_families(text)}
 
     def is_told() -> bool:

@@ -30,7 +30,7 @@ from kvloom.server.serving.pictures.service import MAX_WAITING, PictureService
 
 pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install 'kvloom[images]'")
 INFO = PipelineInfo("StableDiffusionPipeline", 64, 64, 8, 4, 77)
-LIMIT_S = 20.0
+LIMIT_S = 120.0
 
 
 @dataclass

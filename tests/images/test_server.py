@@ -28,7 +28,7 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.skipif(find_spec("diffusers") is None, reason="needs diffusers: pip install 'kvloom[images]'")
 pictures = pytest.importorskip("PIL.Image")
 openai = lazily("openai")
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 LONG = {"prompt": "a cat", "num_inference_steps": 200, "n": 10}
 
 

@@ -36,7 +36,7 @@ def test_parameters_go_into_the_input_where_every_server_reads_them(client, fake
 
 def test_async_infer_runs_more_requests_than_it_has_connections(client):
     pending = [client.async_infer(MODEL, [tokens(n, n + 1)]) for n in range(20)]
-    answers = [request.get_result(timeout=30).retrieve_output_index_to_numpy(0).tolist() for request in pending]
+    answers = [request.get_result(timeout=120).retrieve_output_index_to_numpy(0).tolist() for request in pending]
     assert answers == [[[n + 1, n]] for n in range(20)]
 
 
@@ -187,12 +187,12 @@ def test_a_verbose_client_shows_its_requests_where_nothing_is_set_up(url):
         f"with MindIEHTTPClient({url!r}, verbose=True) as client:\n"
         f"    client.is_server_live()\n    client.generate({MODEL!r}, 'the secret')\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert f"GET {url}/v2/health/live -> 200" in done.stderr
     assert f"POST {url}/v2/models/{MODEL}/generate -> 200" in done.stderr
     assert "secret" not in done.stderr
     quiet = program.replace(", verbose=True", "")
-    assert not subprocess.run([sys.executable, "-c", quiet], capture_output=True, text=True, timeout=60).stderr
+    assert not subprocess.run([sys.executable, "-c", quiet], capture_output=True, text=True, timeout=120).stderr
 
 
 def test_a_verbose_client_leaves_a_programs_logging_alone(url, caplog):

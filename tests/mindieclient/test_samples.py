@@ -25,7 +25,7 @@ LAST_LINES = {
 def run(name: str, *arguments: str) -> str:
     done = subprocess.run(
         [sys.executable, SAMPLES / f"{name}.py", *arguments],
-        capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True, text=True, timeout=120, env={"PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stderr

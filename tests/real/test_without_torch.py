@@ -74,7 +74,7 @@ def server(
 
 
 def post(server: ServeProcess, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    reply = httpx.post(server.url + path, json={"model": "real", **body}, timeout=60)
+    reply = httpx.post(server.url + path, json={"model": "real", **body}, timeout=120)
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
     return answer
@@ -122,7 +122,7 @@ def test_it_answers_with_an_adapter(server: ServeProcess):
 def test_what_the_pool_kept_is_not_computed_again(server: ServeProcess):
     first = chat(server, messages=LONG)
     until(lambda: counted(server, "saved") > 0)
-    httpx.post(server.url + "/reset_prefix_cache", timeout=60).raise_for_status()
+    httpx.post(server.url + "/reset_prefix_cache", timeout=120).raise_for_status()
     answer = post(server, "/v1/chat/completions", {"messages": LONG, "max_tokens": 40, "temperature": 0})
     assert answer["choices"][0]["message"]["content"] == first
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0

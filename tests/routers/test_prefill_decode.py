@@ -60,7 +60,7 @@ def parted(tmp_path_factory) -> Iterator[Parted]:
 
 
 def ask(server: ServeProcess, path: str, body: Json, **fields: Any) -> httpx.Response:
-    return httpx.post(server.url + path, json={**body, **fields}, timeout=30)
+    return httpx.post(server.url + path, json={**body, **fields}, timeout=120)
 
 
 def computed(server: ServeProcess, body: Json) -> Json:

@@ -76,8 +76,7 @@ def test_a_client_that_goes_away_frees_its_blocks(slow: FakeServer, stream: bool
     if stream:
         ask()
     else:
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(slow.url + "/v1/completions", json={"model": MODEL, "prompt": "hi", **LONG}, timeout=0.2)
+        slow.leave("/v1/completions", {"model": MODEL, "prompt": "hi", **LONG})
     until(lambda: slow.engine.stats().num_running == 0 and slow.engine.stats().num_free_blocks == total)
     until(lambda: slow.admission.num_active == 0)
 
@@ -87,7 +86,7 @@ def test_more_requests_than_run_and_wait_are_refused_and_the_others_all_answered
     refused = threading.Event()
 
     def ask(i: int) -> httpx.Response:
-        return httpx.post(slow.url + "/v1/completions", json=body, timeout=30)
+        return httpx.post(slow.url + "/v1/completions", json=body, timeout=120)
 
     with ThreadPoolExecutor(8) as pool:
         running = [pool.submit(ask, i) for i in range(6)]

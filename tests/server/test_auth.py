@@ -100,7 +100,7 @@ class Impatient(GuardedProtocol):
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX-A: 1"])
 def test_a_head_that_is_slow_ends_its_connection(sent, caplog):
     with serving(app(), http=Impatient) as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
             sock.sendall(sent)
             with contextlib.suppress(ConnectionError):
                 assert sock.recv(1) == b""
@@ -129,7 +129,7 @@ def answer_of(sock: socket.socket) -> tuple[int, bytes]:
 @pytest.mark.parametrize("num_before", [0, 1, 2], ids=["second", "third", "fourth"])
 def test_a_head_of_64_kib_is_answered_and_a_longer_one_is_not_waited_for(num_before, caplog):
     """A connection's heads are counted one by one; the longer one is ended at its 65,537th byte, not at its end."""
-    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         for _ in range(num_before + 1):
             sock.sendall(head_of(64 * 1024))
             assert answer_of(sock) == (200, b"0")
@@ -152,7 +152,7 @@ class Heard(GuardedProtocol):
 
 def test_heads_that_come_in_pieces_are_counted_one_by_one(caplog, monkeypatch):
     monkeypatch.setattr(Heard, "num_bytes", 0)
-    with serving(app(), http=Heard) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with serving(app(), http=Heard) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         for number in range(3):
             head = head_of(40 * 1024)
             sock.sendall(head[:-1])
@@ -163,7 +163,7 @@ def test_heads_that_come_in_pieces_are_counted_one_by_one(caplog, monkeypatch):
 
 
 def test_the_first_head_of_a_connection_is_not_waited_for_either(caplog):
-    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         sock.sendall(head_of(128 * 1024)[: 64 * 1024 + 1])
         with contextlib.suppress(ConnectionError):
             assert sock.recv(1) == b""
@@ -173,7 +173,7 @@ def test_the_first_head_of_a_connection_is_not_waited_for_either(caplog):
 def test_a_head_that_follows_a_long_body_at_once_is_not_taken_for_long(caplog):
     body = b"x" * 100_000
     first = b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n" + body
-    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+    with serving(app()) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
         for end in (1, 30, 199):
             sock.sendall(first + head_of(200)[:end])
             assert answer_of(sock) == (200, b"100000")
@@ -184,7 +184,7 @@ def test_a_head_that_follows_a_long_body_at_once_is_not_taken_for_long(caplog):
 
 def test_a_slow_body_ends_its_request():
     with serving(BodyTimeoutMiddleware(app(), limit_s=0.2), log_level="critical") as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+        with socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
             sock.sendall(b"POST /infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc")
             assert b" 200 " not in sock.recv(1000)
         assert httpx.post(f"http://127.0.0.1:{port}/infer", content=b"abc").text == "3"

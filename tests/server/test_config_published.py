@@ -360,7 +360,7 @@ def test_check_finds_memory_that_is_not_there_and_heads_that_ranks_cannot_share(
 
 
 def run(folder: Path, *arguments: str) -> str:
-    done = subprocess.run([*CLI, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([*CLI, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -381,8 +381,8 @@ def test_certificates_a_file_and_the_daemon_serve_mutual_tls_at_the_first_try(tm
         client = tmp_path / "client"
         base = ["curl", "-s", "--cacert", f"{client}/ca.pem"]
         mine = ["--cert", f"{client}/client.pem", "--key", f"{client}/client.key.pem"]
-        good = subprocess.run([*base, *mine, f"{daemon.url}/v1/models"], capture_output=True, check=False, timeout=30)
-        bad = subprocess.run([*base, f"{daemon.url}/v1/models"], capture_output=True, check=False, timeout=30)
+        good = subprocess.run([*base, *mine, f"{daemon.url}/v1/models"], capture_output=True, check=False, timeout=120)
+        bad = subprocess.run([*base, f"{daemon.url}/v1/models"], capture_output=True, check=False, timeout=120)
     assert json.loads(good.stdout)["data"][0]["id"] == "smollm2"
     assert bad.returncode != 0
 

@@ -59,7 +59,7 @@ def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path)
         )
         assert log.stat().st_mode & 0o777 == 0o640
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(timeout=10) == 0
+        assert daemon.process.wait(timeout=120) == 0
     assert not pid_file.exists()
     assert not any("COMPLETED" in line for line in daemon.lines)
 
@@ -115,13 +115,13 @@ def test_stop_service_answers_when_running_requests_have_ended_and_the_daemon_ex
             lines = response.iter_lines()
             next(lines)
             stopped: list[httpx.Response] = []
-            stop = threading.Thread(target=lambda: stopped.append(httpx.post(daemon.url + "/stopService", timeout=30)))
+            stop = threading.Thread(target=lambda: stopped.append(httpx.post(daemon.url + "/stopService", timeout=120)))
             stop.start()
             last = [line for line in lines if line][-1]
         assert "error" not in json.loads(last.removeprefix("data:"))
         stop.join()
         assert stopped[0].status_code == 200
-        assert daemon.process.wait(timeout=10) == 0
+        assert daemon.process.wait(timeout=120) == 0
 
 
 def test_prompts_and_keys_are_in_no_log_line(tmp_path):

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from kvloom.contract.config import EngineConfig
@@ -133,16 +132,7 @@ def test_texts_of_a_request_share_steps(gate: Gate):
 
 def test_a_client_that_leaves_takes_its_request_along(gate: Gate):
     with fake_server() as server:
-        with httpx.Client(base_url=server.url) as leaving:
-
-            def ask() -> None:
-                with pytest.raises(httpx.ReadTimeout):
-                    leaving.post("/v1/embeddings", json={"input": ["x" * 900] * 8}, timeout=0.3)
-
-            asking = threading.Thread(target=ask)
-            asking.start()
-            until(lambda: gate.is_waited_at)
-            asking.join()
+        server.leave("/v1/embeddings", {"input": ["x" * 900] * 8}, lambda: gate.is_waited_at)
         gate.open()
         until(lambda: server.engine.stats().num_running + server.engine.stats().num_waiting == 0)
         until(lambda: server.admission.num_active == 0)

@@ -33,23 +33,26 @@ from tests.support.pool import SECRET, running_agent
 from tests.support.pool_faults import AgentProcess
 from tests.support.waiting import until
 
-TIMEOUT_S = 0.4
+PATIENCE_S = 30.0  # far more than a pool takes that lives
+TIMEOUT_S = 0.4  # of one that is stopped, or not there yet
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
 NUMBERS = count()  # of requests whose names nobody chose
 NUM_BLOCKS = 64  # of the prompts below: a prompt takes 13
 
 
-def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, **fields: object) -> None:
+def run(
+    body: Callable[[EngineThread], Awaitable[None]], socket: Path, timeout_s: float = PATIENCE_S, **fields: object
+) -> None:
     """`body` against an engine with the fake model in a rank process of its own, EMS on `socket` as its tier."""
 
     async def main() -> None:
-        tier = TierConfig(FACTORY, TIMEOUT_S, {"socket": str(socket)})
+        tier = TierConfig(FACTORY, timeout_s, {"socket": str(socket)})
         config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier, **fields)
         engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(body(engine), 60)
+            await asyncio.wait_for(body(engine), 120)
         finally:
             await asyncio.to_thread(engine.close)
 
@@ -77,6 +80,16 @@ async def loaded(engine: EngineThread, count: int) -> None:
 async def saved(engine: EngineThread, count: int) -> None:
     while engine.stats().total_tier_saved_blocks < count:
         await asyncio.sleep(0.01)
+
+
+async def used(engine: EngineThread, number: int) -> int:
+    """Ask prompts from this number on until the pool is there and takes them; the next number."""
+    before = engine.stats().total_tier_saved_blocks
+    while engine.stats().total_tier_saved_blocks == before:
+        await ask(engine, number)
+        number += 1
+        await asyncio.sleep(0.05)
+    return number
 
 
 @pytest.fixture
@@ -119,25 +132,19 @@ def test_a_killed_pool_changes_no_answer_and_one_that_comes_back_is_used_again(a
         await asyncio.gather(*running)
         await asyncio.gather(*(ask(engine, number) for number in range(12, 20)))
         agent.start()
-        before = engine.stats().total_tier_saved_blocks
-        number = 20
-        while engine.stats().total_tier_saved_blocks == before:  # until the circuit is closed again
-            await ask(engine, number)
-            number += 1
-            await asyncio.sleep(0.05)
+        await used(engine, 20)
 
     run(body, agent.socket)
 
 
 def test_a_stopped_pool_changes_no_answer(agent):
     async def body(engine: EngineThread) -> None:
-        await ask(engine, 1)
-        await saved(engine, 13)
+        number = await used(engine, 1)
         with agent.stopped():
-            for number in range(2, 8):
-                await ask(engine, number)
+            for other in range(number, number + 6):
+                await ask(engine, other)
 
-    run(body, agent.socket)
+    run(body, agent.socket, TIMEOUT_S)
 
 
 def test_a_stopped_pool_costs_its_deadline_once_and_then_nothing(agent):
@@ -156,13 +163,9 @@ def test_a_pool_that_starts_after_the_engine_is_found(tmp_path):
     async def body(engine: EngineThread) -> None:
         assert await ask(engine, 1) == 0
         with AgentProcess(tmp_path / "ems.sock"):
-            number = 2
-            while engine.stats().total_tier_saved_blocks == 0:
-                await ask(engine, number)
-                number += 1
-                await asyncio.sleep(0.05)
+            await used(engine, 2)
 
-    run(body, tmp_path / "ems.sock")
+    run(body, tmp_path / "ems.sock", TIMEOUT_S)
 
 
 def memory(layout: str = "plain", model: str = "m") -> tuple[KvMemory, np.ndarray]:

@@ -57,7 +57,7 @@ def test_the_loop_goes_on_while_a_large_answer_is_written():
     async def main() -> bool:
         written = threading.Event()
         asyncio.get_running_loop().call_soon(written.set)  # comes only when the loop is free
-        return await formatted(INLINE_ITEMS + 1, lambda: written.wait(30))
+        return await formatted(INLINE_ITEMS + 1, lambda: written.wait(120))
 
     assert asyncio.run(main())
 

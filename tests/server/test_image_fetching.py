@@ -281,7 +281,7 @@ def test_leaving_ends_the_connection():
         task = asyncio.ensure_future(fetcher.fetch(ImageSource("i", url=url), lambda num_bytes: None))
         await begun.wait()
         task.cancel()
-        await asyncio.wait_for(gone.wait(), 10)
+        await asyncio.wait_for(gone.wait(), 120)
         server.close()
 
     asyncio.run(main())

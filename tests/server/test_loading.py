@@ -67,13 +67,13 @@ def loading_server(**config: object) -> Iterator[tuple[httpx.Client, Held, list[
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        with httpx.Client(base_url=url, timeout=20) as client:
+        with httpx.Client(base_url=url, timeout=120) as client:
             try:
                 yield client, held, ended
             finally:
                 with contextlib.suppress(httpx.TransportError):  # it may have stopped already
                     client.post("/stopService")
-                thread.join(20)
+                thread.join(120)
                 for engine in held.opened:
                     engine.close()
         assert not thread.is_alive()
@@ -197,7 +197,7 @@ def test_a_model_that_fails_when_nobody_waits_any_more_is_no_mistake_of_the_thre
     found = loading.Loading(ServerConfig((CARD,)))
     assert not found.models.cancel()
     may_fail.set()
-    assert str(found.models.exception(timeout=20)) == "its process was ended"
+    assert str(found.models.exception(timeout=120)) == "its process was ended"
 
 
 LOADS_FOR_EVER = """
@@ -216,7 +216,7 @@ def test_a_signal_while_it_loads_ends_it_at_once_and_in_order(number):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
         until(lambda: is_alive(f"http://127.0.0.1:{port}"))
         server.send_signal(number)
-        out, _ = server.communicate(timeout=20)
+        out, _ = server.communicate(timeout=120)
     assert (server.returncode, out) == (0, "")
 
 

@@ -129,7 +129,7 @@ def test_what_a_rank_prints_is_logged(caplog):
     thread = ranklog.relay(os.fdopen(read, "rb"), "rank 1")
     os.write(write, b"WARNING kvloom.rank.runner: slower\n\nsegfault")
     os.close(write)
-    thread.join(10)
+    thread.join(120)
     assert [record.message for record in caplog.records] == ["rank 1: slower", "rank 1: segfault"]
 
 

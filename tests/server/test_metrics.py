@@ -158,8 +158,7 @@ def test_what_ran_is_what_it_says():
             assert server.post("/v1/completions", body).status_code == 200
         assert server.post("/v1/completions", {**body, "n": 2, "stream": True}).status_code == 200
         assert server.post("/v1/completions", {**body, "prompt": [9999]}).status_code == 400
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json={**body, "max_tokens": 1500}, timeout=0.2)
+        server.leave("/v1/completions", {**body, "max_tokens": 1500})
         until(lambda: scrape(server)["request_aborted_total", ""] == 1)
         found = scrape(server)
     assert found["request_received_total", ""] == 5

@@ -18,7 +18,7 @@ def test_the_load_counts_who_runs_who_waits_and_the_tokens_they_hold():
             return told["num_reqs"], told["num_waiting_reqs"], told["num_tokens"] >= 100
 
         assert load() == (0, 0, False)
-        asked = [pool.submit(httpx.post, server.url + "/v1/completions", json=TEXT, timeout=30) for _ in range(3)]
+        asked = [pool.submit(httpx.post, server.url + "/v1/completions", json=TEXT, timeout=120) for _ in range(3)]
         until(lambda: load() == (3, 1, True))
         assert [one.result().status_code for one in asked] == [200] * 3
         until(lambda: load()[0] == 0)
@@ -32,7 +32,7 @@ def test_a_flush_forgets_prefixes_and_disturbs_nobody():
             return int(usage["prompt_tokens_details"]["cached_tokens"])
 
         expected = server.post("/v1/completions", TEXT).json()["choices"]
-        running = pool.submit(httpx.post, server.url + "/v1/completions", json=TEXT, timeout=30)
+        running = pool.submit(httpx.post, server.url + "/v1/completions", json=TEXT, timeout=120)
         until(lambda: server.engine.stats().num_running == 1)
         assert cached() == 96
         assert server.post("/flush_cache").text == "Cache flushed.\n"

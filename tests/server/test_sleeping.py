@@ -99,12 +99,12 @@ def asleep(tmp_path_factory):
 
 
 def ask(server: FakeServer, **fields: object) -> httpx.Response:
-    return httpx.post(server.url + "/v1/completions", json={**GREEDY, **fields}, timeout=30)
+    return httpx.post(server.url + "/v1/completions", json={**GREEDY, **fields}, timeout=120)
 
 
 def going_to_sleep(server: FakeServer, query: str, pool: ThreadPoolExecutor) -> "Future[httpx.Response]":
     """The call, once requests are refused because of it."""
-    asked = pool.submit(httpx.post, f"{server.url}/sleep{query}", timeout=30)
+    asked = pool.submit(httpx.post, f"{server.url}/sleep{query}", timeout=120)
     until(lambda: server.client.get("/health").status_code == 503)
     return asked
 
@@ -141,7 +141,7 @@ def test_abort_ends_what_runs_with_what_it_has_also_for_who_waits_already():
 def test_many_calls_at_once_end_in_one_state():
     with fake_server() as server, ThreadPoolExecutor(16) as pool:
         calls = [f"{server.url}/{name}" for name in ("sleep", "wake_up", "sleep?level=2", "wake_up") * 8]
-        statuses = {future.result().status_code for future in [pool.submit(httpx.post, c, timeout=30) for c in calls]}
+        statuses = {future.result().status_code for future in [pool.submit(httpx.post, c, timeout=120) for c in calls]}
         assert statuses == {200}
         server.post("/wake_up")
         assert ask(server).status_code == 200
@@ -171,7 +171,7 @@ def test_one_of_two_models_sleeps(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(document))
     path.chmod(0o600)
-    with serve("--config", str(path)) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+    with serve("--config", str(path)) as process, httpx.Client(base_url=process.url, timeout=120) as client:
         assert client.post("/sleep", params={"model": "other"}).status_code == 404
         assert client.post("/sleep", params={"model": "second"}).status_code == 200
         found = [client.get("/is_sleeping", params={"model": name}).json() for name in ("first", "second")]
@@ -225,7 +225,7 @@ def test_the_ranks_end_and_others_come_back_with_their_adapters(tmp_path):
     for seed, name in enumerate(("a", "b", "c")):
         make_adapter(tmp_path / name, TINY_SHAPES, seed)
     options = ("--backend", "fake", "--lora-modules", f"a={tmp_path / 'a'}", "--lora-root", str(tmp_path))
-    with serve(*options) as process, httpx.Client(base_url=process.url, timeout=60) as client:
+    with serve(*options) as process, httpx.Client(base_url=process.url, timeout=120) as client:
         for name in ("b", "c"):
             assert client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": name}).status_code == 200
         model = client.get("/v1/models").json()["data"][0]["id"]
@@ -249,4 +249,4 @@ def test_the_ranks_end_and_others_come_back_with_their_adapters(tmp_path):
         assert answers() == before
         client.post("/sleep")
         process.process.send_signal(signal.SIGTERM)
-        assert process.process.wait(30) == 0
+        assert process.process.wait(120) == 0

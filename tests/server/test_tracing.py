@@ -123,8 +123,7 @@ def test_an_error_and_a_departure_are_told(traced: FakeServer, memory: InMemoryS
     assert failed.status.status_code is StatusCode.ERROR
     assert (failed.attributes or {})["error.type"] == "invalid"
     memory.clear()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(traced.url + "/v1/completions", json={"prompt": "hi", "max_tokens": 1500}, timeout=0.3)
+    traced.leave("/v1/completions", {"prompt": "hi", "max_tokens": 1500})
     gone = spans_of(memory)["text_completion"]
     assert gone.status.status_code is StatusCode.UNSET
     assert (gone.attributes or {})["gen_ai.response.finish_reasons"] == ("abort",)
@@ -168,7 +167,7 @@ class _Receiver(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["content-length"]))
         self.server.asked.set()
         if self.server.is_held:
-            self.server.released.wait(30)
+            self.server.released.wait(120)
             return
         self.server.take(body)
         self.send_response(200)
@@ -228,7 +227,7 @@ def test_a_server_is_told_by_the_environment_and_sends_at_its_end():
         with serving([*CLI, "serve", "--port", "0", "--backend", "fake"], **variables) as running:
             httpx.post(running.url + "/generate", json={"inputs": "hi"}).raise_for_status()
             running.process.send_signal(signal.SIGTERM)
-            assert running.process.wait(timeout=20) == 0
+            assert running.process.wait(timeout=120) == 0
         assert {span.name.split()[0] for span in collector.spans} == {"text_completion", "queue", "prefill", "decode"}
         assert collector.services == {"mine"}
 

@@ -17,7 +17,7 @@ from tests.support.servers import fake_server
 
 FAKE = Path(__file__).resolve().parents[1] / "support/fake_vllm"
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-WAIT_S = 30.0
+WAIT_S = 120.0
 IMAGE_TOKENS = 4  # of 16 x 16 pixels, as the fake has it
 RED, BLUE = png("red"), png("blue")
 

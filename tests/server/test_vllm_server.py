@@ -39,7 +39,7 @@ def test_version_and_load():
         assert server.client.get("/version").json() == {"version": version("kvloom")}
         assert server.client.get("/load").json() == {"server_load": 0}
         body = {"model": MODEL, "prompt": "hi", "max_tokens": 200}
-        asked = [pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30) for _ in range(3)]
+        asked = [pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=120) for _ in range(3)]
         until(lambda: server.client.get("/load").json() == {"server_load": 3})
         assert [one.result().status_code for one in asked] == [200] * 3
         assert server.client.get("/load").json() == {"server_load": 0}
@@ -67,7 +67,7 @@ def test_the_prefix_cache_is_reset_while_others_run():
         for query, preempted in (("", 0), ("?reset_running_requests=true", 1)):
             body = {"model": MODEL, "prompt": "the quick", "max_tokens": 100, "temperature": 0}
             expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
-            running = pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=30)
+            running = pool.submit(httpx.post, server.url + "/v1/completions", json=body, timeout=120)
             until(lambda: server.engine.stats().num_running == 1)
             before = server.engine.stats().total_preemptions
             assert server.post("/reset_prefix_cache" + query).json() == {"success": True}
@@ -113,7 +113,7 @@ def test_they_are_on_the_management_port_alone(tmp_path):
         here, there = daemon.url, f"http://127.0.0.1:{management}"
         assert {httpx.post(here + path).status_code for path in posts} == {404}
         assert {httpx.get(here + path).status_code for path in gets} == {404}
-        assert {httpx.post(there + path, timeout=60).status_code for path in posts} == {200}
+        assert {httpx.post(there + path, timeout=120).status_code for path in posts} == {200}
         assert {httpx.get(there + path).status_code for path in gets} == {200}
         assert httpx.get(here + "/models").status_code == httpx.get(here + "/tokenizer_info").status_code == 200
         assert httpx.get(there + "/models").status_code == 404

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
 READY = re.compile(r"(?:is|are) served on (https?://\S+:\d+)\.")
@@ -31,7 +31,7 @@ class ServeProcess:
                 children += file.read().split()
         return int(children[0])
 
-    def stop(self, limit_s: float = 60.0) -> None:
+    def stop(self, limit_s: float = WAIT_S) -> None:
         """As its user would, so that what it has started ends with it."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(limit_s)
@@ -46,14 +46,14 @@ class ServeProcess:
 
 
 @contextmanager
-def serve(*arguments: str, limit_s: float = 60.0) -> Iterator[ServeProcess]:
+def serve(*arguments: str, limit_s: float = WAIT_S) -> Iterator[ServeProcess]:
     """Run `kvloom serve` until it says where it serves; killed at the end."""
     with serving([*CLI, "serve", "--port", "0", *arguments], limit_s) as running:
         yield running
 
 
 @contextmanager
-def serving(command: Sequence[str], limit_s: float = 60.0, **environment: str) -> Iterator[ServeProcess]:
+def serving(command: Sequence[str], limit_s: float = WAIT_S, **environment: str) -> Iterator[ServeProcess]:
     """Any command that ends by serving."""
     both = {**os.environ, **environment}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=both)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,19 +48,18 @@ def router(module: str, *arguments: str) -> Iterator[httpx.Client]:
     where = ("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port()))
     quick = ("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1", "--log-level", "info")
     command = [sys.executable, "-m", module, *where, *quick, *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
-            try:
+    with tempfile.TemporaryFile("w+") as output:  # a pipe would fill up
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
                 until(lambda: _is_ready(client) or process.poll() is not None)
-                assert process.poll() is None
-            except AssertionError:
-                process.kill()
-                raise AssertionError(process.communicate()[0]) from None
-            yield client
-    finally:
-        process.kill()
-        process.communicate()
+                if process.poll() is not None:
+                    output.seek(0)
+                    raise AssertionError(output.read())
+                yield client
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _is_ready(client: httpx.Client) -> bool:

@@ -1,6 +1,8 @@
 """Real HTTP servers on free ports, over the fake model in this process, or over vLLM (vllm_hosts.py)."""
 
 import asyncio
+import http.client
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,9 +42,10 @@ from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 from tests.support.asgi import PromptServer, in_thread
 from tests.support.vllm_serving import OVER_VLLM
+from tests.support.waiting import until
 
 MODEL = "mock"
-LIMIT_S = 60.0 if OVER_VLLM else 10.0
+LIMIT_S = 120.0
 
 
 class FakeExecutor(InProcessExecutor):
@@ -96,6 +99,19 @@ class FakeServer:
 
     def complete(self, prompt: object = "hi", **fields: object) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
+
+    def num_begun(self) -> int:
+        """How many answers have a first token, as the service counts them."""
+        return self.health.models.default.meter.first_token.count
+
+    def leave(self, path: str, body: object, when: Callable[[], bool] | None = None) -> None:
+        """Ask, and go away without an answer when that has become true, else when the first token is there."""
+        begun = self.num_begun()
+        host, port = self.url.removeprefix("http://").split(":")
+        leaving = http.client.HTTPConnection(host, int(port), timeout=LIMIT_S)
+        leaving.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        until(when or (lambda: self.num_begun() > begun))
+        leaving.close()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
+from tests.support.waiting import WAIT_S
 
 PROMPT = tuple(range(1, 40))
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
@@ -19,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, ignore_eos=True, max_tokens=60)
 
 def with_engine(
     body: Callable[[EngineThread], Awaitable[None]],
-    limit_s: float = 30.0,
+    limit_s: float = WAIT_S,
     vocabulary: ByteTokenizer | None = None,
     executor: Executor | None = None,
     **fields: object,

@@ -16,7 +16,7 @@ from tests.support.processes import ServeProcess, serving
 
 OVER_VLLM = os.environ.get("KVLOOM_TEST_ENGINE") == "vllm"
 PYTHON = (os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable) if OVER_VLLM else sys.executable
-START_S, WAIT_S = (400.0, 180.0) if OVER_VLLM else (60.0, 30.0)
+START_S, WAIT_S = (400.0, 180.0) if OVER_VLLM else (120.0, 120.0)
 FAKE = Path(__file__).resolve().parent / "fake_vllm"
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 ENVIRONMENT = {

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 60.0  # far more than anything takes on a quiet machine: a busy one is no fault
+WAIT_S = 180.0  # far more than anything takes on a quiet machine: a busy one is no fault
 
 
 def until(condition: Callable[[], Any], limit_s: float = WAIT_S) -> Any:

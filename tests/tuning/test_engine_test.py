@@ -31,7 +31,7 @@ def folder(tmp_path) -> Path:
 
 def run(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from kvloom.tuning.engine_test import main; main()", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
 def expected(prompt: list[int], count: int) -> list[int]:

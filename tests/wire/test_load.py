@@ -153,9 +153,9 @@ def _two_running(server: FakeServer, gate: Gate, path: str) -> Iterator[httpx.Re
     body |= {"parameters": {"max_new_tokens": 30}, "id": "leaves"}
     if path == "/generate":
         body = {"prompt": "hi", "stream": True, "max_tokens": 30}
-    with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=server.url, timeout=30) as client:
+    with ThreadPoolExecutor(2) as pool, httpx.Client(base_url=server.url, timeout=120) as client:
         try:
-            stays = pool.submit(httpx.post, server.url + "/generate", json={"inputs": "stay", **LONG}, timeout=30)
+            stays = pool.submit(httpx.post, server.url + "/generate", json={"inputs": "stay", **LONG}, timeout=120)
             until(lambda: gate.is_waited_at)
             opened = pool.submit(client.send, client.build_request("POST", path, json=body), stream=True)
             until(lambda: opened.done() or bool(gate.is_waited_at and gate.let()))

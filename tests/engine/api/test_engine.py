@@ -52,9 +52,9 @@ def make_request(id: str | int, ids=NEVER_EOS, max_output_len: int | None = None
 
 def rest(responses: Responses) -> list[InferenceResponse]:
     """Responses up to the one that ends a request."""
-    found = [responses.get(timeout=20)]
+    found = [responses.get(timeout=120)]
     while not found[-1].is_eos():
-        found.append(responses.get(timeout=20))
+        found.append(responses.get(timeout=120))
     return found
 
 
@@ -155,7 +155,7 @@ def test_quotas_count_what_has_been_handed_over(running):
 def test_a_rank_that_dies_is_a_pause_of_its_requests(running):
     engine, responses = running
     engine.forward(make_request("a", max_output_len=150))
-    responses.get(timeout=20)
+    responses.get(timeout=120)
     os.kill(engine._engine._executor.pids[0], signal.SIGKILL)
     assert flag_of(rest(responses)) == "REACH_MAX_OUTPUT_LEN"
     assert engine.get_processing_request() == (Status(), 0)
@@ -196,7 +196,7 @@ def test_finalize_from_a_callback_is_refused():
     engine, found = InferenceEngine(), queue.Queue()
     assert engine.init(lambda response: found.put(engine.finalize()), CONFIG).is_ok()
     engine.forward(make_request(1, max_output_len=1))
-    assert "from a callback" in found.get(timeout=20).status_msg()
+    assert "from a callback" in found.get(timeout=120).status_msg()
     assert engine.finalize().is_ok()
 
 
@@ -238,7 +238,7 @@ def test_a_configuration_whose_keys_cannot_be_read_is_a_status_too(tmp_path):
 def test_the_sample_program_runs(tmp_path, mock_config):
     (tmp_path / "data.csv").write_text("".join(f"1,{i},{i + 1}\n" for i in range(30)))
     command = [sys.executable, str(EXAMPLE), str(mock_config), "data.csv", "1"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Finished") == 30
     assert "finalize message is : Success" in result.stdout
