@@ -170,6 +170,10 @@ class SideBySideMachine(RuleBasedStateMachine):
                 said.append(pool.distrust(block))
         assert len(set(said)) <= 1
 
+    @rule(keys=st.sets(KEYS), count=st.integers(1, 100))
+    def miss(self, keys: set[bytes], count: int) -> None:
+        self.ask(lambda pool: [pool.missed(key, count) for key in pool.missing(sorted(keys))])
+
     @invariant()
     def they_keep_the_same(self) -> None:
         every = [bytes([n]) * 32 for n in range(41)]
@@ -178,7 +182,6 @@ class SideBySideMachine(RuleBasedStateMachine):
         self.ask(lambda pool: Counter(pool.counts))
         self.ask(lambda pool: pool.missing(every))
         self.ask(lambda pool: pool.count_prefix(every))
-        self.ask(lambda pool: [pool.why_missing(key) for key in pool.missing(every)])
         self.ask(lambda pool: pool.num_given_back)
         self.ask(lambda pool: pool._budget.has_room("t"))
         for pool in self.pools:

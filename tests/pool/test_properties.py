@@ -39,6 +39,11 @@ class EvictMachine(RuleBasedStateMachine):
         self.queue.remove(key)
         self.model.discard(key)
 
+    @rule(key=st.binary(min_size=1, max_size=1), count=st.integers(1, 100))
+    def miss(self, key: bytes, count: int) -> None:
+        if key not in self.model:
+            self.queue.missed(key, count)
+
     @rule()
     def evict(self) -> None:
         victim = self.queue.victim(lambda _key: False)
@@ -134,6 +139,63 @@ def test_a_key_that_had_its_time_in_the_main_queue_comes_back_as_a_new_one():
     for key in (b"a", b"b"):
         queue.add(key)
     assert queue.victim(lambda _key: False) == b"a"
+
+
+def gone_from(order: S3Fifo) -> list[bytes]:
+    """A hundred keys that went unused; four thousand that were used stay."""
+    keys = [n.to_bytes(2, "big") for n in range(4100)]
+    for key in keys:
+        order.add(key)
+    for key in keys[:100]:
+        assert order.victim(lambda _key: False) == key
+        order.remove(key)
+    for key in keys[100:]:
+        order.touch(key)
+    return keys[:100]
+
+
+def left_of(order: S3Fifo, news: int) -> int:
+    """How many of as many new keys are in when each has pushed out another."""
+    new = [b"new%d" % n for n in range(news)]
+    for key in new:
+        order.add(key)
+        victim = order.victim(lambda _key: False)
+        assert victim is not None
+        order.remove(victim)
+    return sum(key in order for key in new)
+
+
+def test_new_keys_have_a_tenth_and_more_when_those_before_them_are_missed():
+    order = S3Fifo()
+    gone_from(order)
+    assert 350 <= left_of(order, 2000) <= 450
+    order = S3Fifo()
+    for key in gone_from(order):
+        order.missed(key, 64)
+    assert left_of(order, 2000) == 2000
+
+
+def test_new_keys_have_less_room_again_when_those_are_missed_that_were_used():
+    order = S3Fifo()
+    for key in gone_from(order):
+        order.missed(key, 64)
+    for key in (b"used%d" % n for n in range(20)):
+        for _ in range(2):  # the second time it is of the main queue
+            order.add(key)
+            order.remove(key)
+        order.missed(key, 64)
+    assert 350 <= left_of(order, 2000) <= 450
+
+
+def test_a_key_is_missed_once():
+    order = S3Fifo()
+    (key, *_others) = gone_from(order)
+    order.missed(key, 64)
+    share = order._share
+    for _ in range(3):
+        order.missed(key, 64)
+    order.add(key)
+    assert order._share == share
 
 
 for machine in (EvictMachine, LruMachine):

@@ -114,7 +114,7 @@ class StoreMachine(RuleBasedStateMachine):
     def explain(self, key: bytes) -> None:
         if self.pool.missing([key]):
             lost = Cause.EVICTED if key in self.truth else Cause.COLD
-            assert self.pool.why_missing(key) == (Cause.QUOTA if key in self.refused else lost)
+            assert self.pool.missed(key, 1) == (Cause.QUOTA if key in self.refused else lost)
 
     @invariant()
     def holds(self) -> None:

@@ -24,7 +24,7 @@ class Picker:
         cause = Cause.NONE
         missing = list(dict.fromkeys(key for key, entry in zip(keys, entries, strict=True) if entry is None))
         if missing:
-            cause = self._pool.why_missing(missing[0])
+            cause = self._pool.missed(missing[0], 1)
             if not message.read_local_only and self._node.others is not None:
                 now_s = time.monotonic()
                 fetched = self._reader.fetch(missing, now_s + (deadline_s - now_s) * PEER_SHARE)

@@ -34,7 +34,7 @@ class Reader:
         held = [self._pool.hold_prefix(keys)]
         cause, is_part = Cause.NONE, False
         if len(held[0]) < len(keys):
-            cause = self._pool.why_missing(keys[len(held[0])])
+            cause = self._pool.missed(keys[len(held[0])], len(keys) - len(held[0]))
             if not message.read_local_only and self._node.others is not None:
                 cause, is_part = self._extend(keys, held, deadline_s)
         num_found = sum(map(len, held))
@@ -80,7 +80,7 @@ class Reader:
         held.append(more)
         if len(more) == len(wanted):
             return Cause.NONE, False
-        return problem or self._pool.why_missing(wanted[len(more)]), False
+        return problem or self._pool.missed(wanted[len(more)], len(wanted) - len(more)), False
 
     def _begin(self, keys: list[bytes], deadline_s: float) -> Coming | None:
         """What brings these keys in a thread of its own, if they seem to be much."""

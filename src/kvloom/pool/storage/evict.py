@@ -2,7 +2,9 @@
 
 S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue and move to the main one only if they are
 used again before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the
-small queue are remembered; coming back, they enter the main queue at once.
+small queue are remembered; coming back, they enter the main queue at once. How large the small queue is follows what is
+asked for after it went, as in ARC (Megiddo and Modha, FAST 2003): many writers whose blocks are read a while later need
+more than a tenth (decision 065).
 """
 
 from collections import OrderedDict
@@ -10,7 +12,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 _MAX_USES = 3  # more hits than this do not make a key stay longer
-_SMALL_SHARE = 10  # the small queue holds at least one in ten keys
+_WHOLE = 1 << 32  # shares are integers of it, so that C++ finds the same
+_LEAST, _MOST = _WHOLE // 10, _WHOLE * 9 // 10  # what the small queue holds of the keys, at least
+_FALL = 8  # a key that had been used is missed by so many times more than one that never was
+_MAX_MISSED, _MAX_RATIO, _MIN_SIZE = 64, 64, 256  # so that no call moves the share by much
 _MAX_PASSED = 4096  # keys that a victim is looked for among; so that no pool is so large that this takes long
 
 
@@ -26,6 +31,9 @@ class Order(Protocol):
 
     def touch(self, key: bytes) -> None:
         """The key was used."""
+
+    def missed(self, key: bytes, count: int) -> None:
+        """A reader asked for the key, which is not in, and for `count` - 1 behind it."""
 
     def remove(self, key: bytes) -> None:
         """The key is gone, for whatever reason; no-op when it is not in."""
@@ -56,6 +64,9 @@ class Lru:
     def touch(self, key: bytes) -> None:
         self._keys.move_to_end(key)
 
+    def missed(self, key: bytes, count: int) -> None:
+        """Changes nothing."""
+
     def remove(self, key: bytes) -> None:
         self._keys.pop(key, None)
 
@@ -72,7 +83,9 @@ class S3Fifo:
     def __init__(self) -> None:
         self._small: OrderedDict[bytes, int] = OrderedDict()  # key -> uses since it entered or was passed over
         self._main: OrderedDict[bytes, int] = OrderedDict()
-        self._ghost: OrderedDict[bytes, None] = OrderedDict()
+        self._ghost: OrderedDict[bytes, bool] = OrderedDict()  # left the small queue -> was missed since
+        self._former: OrderedDict[bytes, None] = OrderedDict()  # left the main queue, and was not missed since
+        self._share = _LEAST  # of the keys, for the small queue
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
@@ -84,6 +97,7 @@ class S3Fifo:
         """A key that is not in yet."""
         assert key not in self._small, "added twice"
         assert key not in self._main, "added twice"
+        self.missed(key, 1)
         if key in self._ghost:
             del self._ghost[key]
             self._main[key] = 0
@@ -96,22 +110,36 @@ class S3Fifo:
         if queue[key] < _MAX_USES:
             queue[key] += 1
 
+    def missed(self, key: bytes, count: int) -> None:
+        """Moves the share towards the queue that would have kept it; the fewer of its keys are known, the further."""
+        num_unused, num_used = max(1, len(self._ghost)), max(1, len(self._former))
+        step = min(count, _MAX_MISSED) * _WHOLE // max(_MIN_SIZE, len(self))
+        if self._ghost.get(key) is False:
+            self._ghost[key] = True
+            self._share = min(_MOST, self._share + step * min(_MAX_RATIO, max(1, num_used // num_unused)))
+        elif key in self._former:
+            del self._former[key]
+            step *= _FALL
+            self._share = max(_LEAST, self._share - step * min(_MAX_RATIO, max(1, num_unused // num_used)))
+
     def remove(self, key: bytes) -> None:
         """The key is gone, for whatever reason; no-op when it is not in."""
         if self._small.pop(key, None) is not None:
-            self._ghost[key] = None
-            limit = max(16, len(self._small) + len(self._main))
+            self._ghost[key] = False
+            limit = max(16, len(self))
             while len(self._ghost) > limit:
                 self._ghost.popitem(last=False)
-        else:
-            self._main.pop(key, None)
+        elif self._main.pop(key, None) is not None:
+            self._former[key] = None
+            while len(self._former) > max(16, len(self) - len(self._ghost) // 2):
+                self._former.popitem(last=False)
 
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
         """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
         small, main = self._small, self._main
         total, left = len(small) + len(main), _MAX_PASSED
         for _ in range(min(len(small), left)):
-            if len(small) * _SMALL_SHARE < total:
+            if len(small) * _WHOLE < self._share * total:
                 break  # what is left in the small queue is new: give it time to be used
             key = next(iter(small))
             if is_kept(key):
@@ -134,7 +162,9 @@ class S3Fifo:
     def check(self) -> None:
         """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
         assert not self._small.keys() & self._main.keys()
-        assert not self._ghost.keys() & (self._small.keys() | self._main.keys())
+        assert not (self._ghost.keys() | self._former.keys()) & (self._small.keys() | self._main.keys())
+        assert not self._ghost.keys() & self._former.keys()
+        assert _LEAST <= self._share <= _MOST
         assert all(0 <= uses <= _MAX_USES for queue in (self._small, self._main) for uses in queue.values())
 
 
@@ -152,6 +182,11 @@ class Classes:
         if slot not in orders:
             orders[slot] = self._new_order()
         return orders[slot]
+
+    def missed(self, key: bytes, count: int) -> None:
+        """A reader asked for a key that is not in, and for `count` - 1 behind it."""
+        for order in (*self._copies.values(), *self._own.values()):
+            order.missed(key, count)
 
     def of_slot(self, slot: int) -> list[Order]:
         """Those of one class, copies first."""

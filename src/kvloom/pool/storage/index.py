@@ -72,8 +72,9 @@ class Index:
         if len(self._lost) > _MAX_REMEMBERED:
             self._lost.popitem(last=False)
 
-    def why_missing(self, key: bytes) -> Cause:
-        """COLD when it was never in, as far as remembered."""
+    def missed(self, key: bytes, count: int) -> Cause:
+        """A reader did not find the key, nor `count` - 1 behind it. COLD when it was never in, as far as remembered."""
+        self.orders.missed(key, count)
         return self._lost.get(key, Cause.COLD)
 
     def evict(self, orders: list[Order], wanted: int) -> list[Entry]:

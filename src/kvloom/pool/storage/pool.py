@@ -171,8 +171,9 @@ class Pool(ABC):
         """Those keys that are not here, in order."""
 
     @abstractmethod
-    def why_missing(self, key: bytes) -> Cause:
-        """COLD when it was never here, as far as remembered."""
+    def missed(self, key: bytes, count: int) -> Cause:
+        """A reader did not find the key, nor `count` - 1 behind it. Why: COLD when it was never here, as far as
+        remembered."""
 
     @abstractmethod
     def view(self, offset: int, length: int) -> Bytes:

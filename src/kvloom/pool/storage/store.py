@@ -98,9 +98,9 @@ class TenantPool(Pool):
         with self._lock:
             return [key for key in keys if self._index.get(key) is None]
 
-    def why_missing(self, key: bytes) -> Cause:
+    def missed(self, key: bytes, count: int) -> Cause:
         with self._lock:
-            return self._index.why_missing(key)
+            return self._index.missed(key, count)
 
     def view(self, offset: int, length: int) -> Bytes:
         return self._memory.view(offset, length)

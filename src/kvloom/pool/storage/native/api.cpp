@@ -144,9 +144,9 @@ int64_t pool_count_prefix(PoolHandle* handle, const Key* keys, int64_t num) {
     return count;
 }
 
-int pool_why_missing(PoolHandle* handle, const Key* key) {
+int pool_missed(PoolHandle* handle, const Key* key, int64_t count) {
     const Held held(handle);
-    return handle->pool.why_missing(*key);
+    return handle->pool.missed(*key, count);
 }
 
 void pool_remember(PoolHandle* handle, const Key* key, int cause) {

@@ -185,7 +185,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_unpin": (None, [c_void_p, c_void_p, c_int64]),
     "pool_has": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "pool_count_prefix": (c_int64, [c_void_p, c_void_p, c_int64]),
-    "pool_why_missing": (c_int, [c_void_p, c_void_p]),
+    "pool_missed": (c_int, [c_void_p, c_void_p, c_int64]),
     "pool_remember": (None, [c_void_p, c_void_p, c_int]),
     "pool_describe": (None, [c_void_p, c_uint32, POINTER(Described)]),
     "pool_set_home": (None, [c_void_p, c_uint32, c_uint64, c_int]),

@@ -19,6 +19,7 @@ class Order {
     void add(Entries& entries, Id id) {
         Entry& entry = entries[id];
         entry.uses = 0;
+        missed(entry.key_hash, 1);
         entry.is_small = !is_lru_ && !ghosts_.remove(entry.key_hash);
         queue_of(entry).push_back(entries, id);
     }
@@ -31,12 +32,29 @@ class Order {
         }
     }
 
+    // A reader asked for a key that is not in, and for `count` - 1 behind it: moves the share towards the queue that
+    // would have kept it; the fewer of its keys are known, the further.
+    void missed(uint64_t key_hash, int64_t count) {
+        const uint64_t num_unused = std::max<size_t>(1, ghosts_.size()), num_used = std::max<size_t>(1, former_.size());
+        const uint64_t step = std::min<uint64_t>(count, kMaxMissed) * kWhole / std::max(kMinSize, size());
+        if (ghosts_.get(key_hash, kMissed) == kNotMissed) {
+            ghosts_.put(key_hash, kMissed);
+            share_ = std::min(kMost, share_ + step * std::clamp<uint64_t>(num_used / num_unused, 1, kMaxRatio));
+        } else if (former_.remove(key_hash)) {
+            const uint64_t fall = kFall * step * std::clamp<uint64_t>(num_unused / num_used, 1, kMaxRatio);
+            share_ = std::max(kLeast, share_ - std::min(share_, fall));
+        }
+    }
+
     void remove(Entries& entries, Id id) {
         const Entry& entry = entries[id];
         queue_of(entry).remove(entries, id);
         if (entry.is_small) {
-            ghosts_.put(entry.key_hash, 0);
+            ghosts_.put(entry.key_hash, kNotMissed);
             ghosts_.shrink_to(std::max<size_t>(16, size()));
+        } else if (!is_lru_) {
+            former_.put(entry.key_hash, kNotMissed);
+            former_.shrink_to(std::max<size_t>(16, size() - std::min(size(), ghosts_.size() / 2)));
         }
     }
 
@@ -48,7 +66,7 @@ class Order {
         size_t left = kMaxPassed;
         const size_t total = size();
         for (size_t n = std::min(small_.size(), left); n > 0; n--, left--) {
-            if (small_.size() * kSmallShare < total) {
+            if (small_.size() * kWhole < share_ * total) {
                 break;  // what is left in the small queue is new: give it time to be used
             }
             const Id id = small_.first();
@@ -79,7 +97,12 @@ class Order {
 
   private:
     static constexpr uint8_t kMaxUses = 3;      // more hits than this do not make a block stay longer
-    static constexpr size_t kSmallShare = 10;   // the small queue holds at least one in ten
+    static constexpr uint64_t kWhole = uint64_t{1} << 32;  // shares are integers of it
+    static constexpr uint64_t kLeast = kWhole / 10, kMost = kWhole * 9 / 10;  // of the keys, in the small queue
+    static constexpr uint64_t kFall = 8;  // a key that had been used is missed by so many times more
+    static constexpr uint64_t kMaxMissed = 64, kMaxRatio = 64;
+    static constexpr size_t kMinSize = 256;
+    static constexpr uint8_t kNotMissed = 0, kMissed = 1;  // since it went
     static constexpr size_t kMaxPassed = 4096;  // in one call: well below a millisecond
 
     Queue& queue_of(const Entry& entry) { return entry.is_small ? small_ : main_; }
@@ -94,7 +117,9 @@ class Order {
 
     bool is_lru_;
     Queue small_, main_;
-    Remembered ghosts_;
+    Remembered ghosts_;  // keys that left the small queue
+    Remembered former_;  // keys that left the main queue, and were not missed since
+    uint64_t share_ = kLeast;
 };
 
 class Orders {
@@ -110,6 +135,15 @@ class Orders {
             found = orders.emplace(slot, std::make_unique<Order>(is_lru_)).first;
         }
         return *found->second;
+    }
+
+    // A reader asked for a key that is not in, and for `count` - 1 behind it.
+    void missed(uint64_t key_hash, int64_t count) {
+        for (Map* orders : {&copies_, &own_}) {
+            for (const auto& each : *orders) {
+                each.second->missed(key_hash, count);
+            }
+        }
     }
 
     // Those of one class, copies first.

@@ -40,6 +40,13 @@ void Pool::release(Id id) {
     entries.give_back(id);
 }
 
+// A reader did not find a key, nor `count` - 1 behind it: why.
+uint8_t Pool::missed(const Key& key, int64_t count) {
+    const uint64_t hash = hash_of(key, seed_);
+    orders_.missed(hash, count);
+    return lost_.get(hash, kCold);
+}
+
 void Pool::remember(uint64_t key_hash, uint8_t cause) {
     lost_.put(key_hash, cause);
     lost_.shrink_to(kMaxRemembered);

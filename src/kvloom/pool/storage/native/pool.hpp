@@ -80,7 +80,7 @@ class Pool {
     Id find(const Key& key) const;
     void pin(Id id);
     void unpin(Id id);
-    uint8_t why_missing(const Key& key) const { return lost_.get(hash_of(key, seed_), kCold); }
+    uint8_t missed(const Key& key, int64_t count);
     void remember(uint64_t key_hash, uint8_t cause);
     void remember(const Key& key, uint8_t cause) { remember(hash_of(key, seed_), cause); }
     std::vector<Id> by_birth() const;

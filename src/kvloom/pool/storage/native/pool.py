@@ -110,8 +110,8 @@ class NativePool(Pool):
         self._short.pool_has(self.handle, b"".join(keys), len(keys), address_of(has))
         return [key for key, is_here in zip(keys, has.tolist(), strict=True) if not is_here]
 
-    def why_missing(self, key: bytes) -> Cause:
-        return Cause(self._short.pool_why_missing(self.handle, key))
+    def missed(self, key: bytes, count: int) -> Cause:
+        return Cause(self._short.pool_missed(self.handle, key, count))
 
     def view(self, offset: int, length: int) -> Bytes:
         number, inner = self.locate(offset)

@@ -214,7 +214,7 @@ bool Serving::load(const Frame& frame) {
         for (int64_t i = 0; i < asked.num; i++) {
             const Id id = pool.find(asked.keys[i]);
             if (id == kNone) {
-                cause = pool.why_missing(asked.keys[i]);
+                cause = pool.missed(asked.keys[i], asked.num - i);
                 break;
             }
             ids.push_back(id);
@@ -247,7 +247,7 @@ bool Serving::pick(const Frame& frame) {
             ids[i] = pool.find(asked.keys[i]);
             num_found += ids[i] != kNone;
             if (ids[i] == kNone && cause == 0) {
-                cause = pool.why_missing(asked.keys[i]);
+                cause = pool.missed(asked.keys[i], 1);
             }
         }
         if (cause != 0 && asks_others(asked.is_local)) {
