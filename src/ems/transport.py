@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms
 from ems.common.exception import EmsErrorCode, EmsException, io_error, io_timeout
+from ems.common.sockets import why_unreachable
 from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same, verifier
 from ems.native.functions import Segment
 from ems.native.line import Loaded, Mapped, NativeLine, Unexpected, WantedLoad, WantedSave, native_line
@@ -283,6 +284,8 @@ def _connected(path: Path, deadline_s: float) -> socket.socket:
                 sock.settimeout(max(0.001, deadline_s - time.monotonic()))
                 sock.connect(str(path))
                 return sock
+            except (PermissionError, FileNotFoundError, ConnectionRefusedError) as error:
+                raise type(error)(why_unreachable(path, error)) from None
             except BlockingIOError:
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("the agent has too many callers") from None

@@ -12,7 +12,9 @@ import pytest
 
 import ems
 from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException
+from ems.common import sockets
 from ems.common.sockets import DOCUMENTED_SOCKET, find_socket
+from kvloom.pool.doctor import check_machine
 from tests.support.pool import copy_of, new_kv, running_agent, shared_files, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
@@ -68,6 +70,32 @@ class TestInit:
         assert find_socket() == path
         monkeypatch.setenv("EMS_SOCKET", "/named")
         assert find_socket() == Path("/named")
+
+    def test_a_socket_of_a_killed_agent_hides_nobody_elses(self, monkeypatch, tmp_path):
+        left, served = tmp_path / "left.sock", tmp_path / "ems" / "ems.sock"
+        with socket.socket(socket.AF_UNIX) as gone:
+            gone.bind(str(left))
+        monkeypatch.setattr(sockets, "DOCUMENTED_SOCKET", left)
+        with pytest.raises(EmsException, match=f"nothing serves {left}; start `kvloom pool agent`"):
+            Ems.init(config())
+        with running_agent(socket=served):
+            assert find_socket() == served
+            Ems.init(config())
+            assert Ems.check_health()
+
+    def test_a_folder_that_this_user_may_not_see_hides_nobody_elses(self, monkeypatch, tmp_path):
+        class Hidden(type(tmp_path)):
+            def exists(self):
+                if self.name == "ems.sock":
+                    raise PermissionError(13, "Permission denied", str(self))
+                return super().exists()
+
+        monkeypatch.setattr(sockets, "DOCUMENTED_SOCKET", Hidden(tmp_path / "of root" / "ems.sock"))
+        assert find_socket() is None
+        problems = {check.name: check.problem for check in check_machine(None, "", "")}
+        assert problems["agent"].startswith("this user sees none of ")
+        with running_agent(socket=tmp_path / "ems" / "ems.sock") as agent:
+            assert find_socket() == agent.config.socket
 
     def test_a_restarted_agent_is_empty_and_found_again(self, monkeypatch, tmp_path):
         socket, kv = tmp_path / "a.sock", new_kv()

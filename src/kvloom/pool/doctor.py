@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ems.common.channel import CHANNEL_ERRORS, Channel
-from ems.common.sockets import candidates, find_socket, serving_path
+from ems.common.sockets import candidates, find_socket, serving_path, why_unreachable
 from ems.keys import NONCE_BYTES, proof, same, verifier
 from ems.wire import messages as m
 from kvloom.pool.storage.segments import SharedMemory
@@ -31,7 +31,7 @@ def check_machine(path: Path | None, access_id: str, access_key: str) -> list[Ch
     memory = "" if _can_seal() else "needs Linux 5.1 or later with memfd_create and F_SEAL_FUTURE_WRITE"
     if socket_path is None:
         searched = ", ".join(map(str, candidates()))
-        problem = f"none of {searched} is there; start `kvloom pool agent` or set EMS_EMBEDDED=1"
+        problem = f"this user sees none of {searched}; start `kvloom pool agent` or set EMS_EMBEDDED=1"
         folder = serving_path().parent
         served = "" if _is_writable(folder) else f"{folder} cannot be written; use --socket or XDG_RUNTIME_DIR"
         return [Check("sealed shared memory", memory), Check("socket directory", served), Check("agent", problem)]
@@ -47,10 +47,8 @@ def why_not(path: Path, access_id: str = "", access_key: str = "") -> str:
         try:
             sock.connect(str(path))
             return _shake_hands(Channel(sock), access_id, access_key, deadline_s)
-        except PermissionError:
-            return f"this user may not connect to {path}; see the agent's --socket-group and --socket-mode"
-        except (FileNotFoundError, ConnectionRefusedError):
-            return f"nothing serves {path}; start `kvloom pool agent` or set EMS_EMBEDDED=1"
+        except (PermissionError, FileNotFoundError, ConnectionRefusedError) as error:
+            return why_unreachable(path, error)
         except CHANNEL_ERRORS as error:
             return f"{path} does not answer as an agent: {error}"
 
