@@ -66,6 +66,13 @@ def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch
     assert runs == ["portable"]
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"file/kvloom/kernels: Not a directory; set XDG_CACHE_HOME to a folder"):
+        build.library("portable")
+
+
 def test_what_the_compiler_says_is_said(tmp_path, monkeypatch):
     (tmp_path / "step.cpp").write_text("int broken(")
     monkeypatch.setattr(build, "SOURCES", tmp_path)

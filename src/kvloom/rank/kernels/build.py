@@ -56,14 +56,21 @@ def library(isa: str | None = None) -> Path:
     path = found(isa)
     if path is None:
         path = _cache_root() / file_name(isa)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / f"{isa}.lock").open(
-            "w"
-        ) as lock:  # who comes meanwhile waits: it takes a minute, and every core
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                compile_library(isa, path)
+        try:
+            _compile_once(isa, path)
+        except OSError as error:
+            advice = "set XDG_CACHE_HOME to a folder that can be written"
+            raise ModelError(f"the CPU kernels are not compiled: {path.parent}: {error.strerror}; {advice}") from None
     return path
+
+
+def _compile_once(isa: str, path: Path) -> None:
+    """Whoever comes meanwhile waits: it takes a minute, and every core. Raises ModelError, OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f"{isa}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile_library(isa, path)
 
 
 def found(isa: str) -> Path | None:
