@@ -45,7 +45,7 @@ def test_whatever_comes_goes_stops_or_is_cancelled_slots_are_never_exceeded_nor_
         ends = await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
         assert not any(isinstance(end, AssertionError) for end in ends)
         assert (admission.num_active, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
-        async with asyncio.timeout(20), admission.slot(Ticket()), admission.slot(Ticket()), admission.slot(Ticket()):
+        async with asyncio.timeout(120), admission.slot(Ticket()), admission.slot(Ticket()), admission.slot(Ticket()):
             pass
 
     for seed in range(50):
