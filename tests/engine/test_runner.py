@@ -12,6 +12,7 @@ from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from kvloom.rank.sampler import History, num_candidates
+from kvloom.rank.steady import Steady
 from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import in_process, run_all
 
@@ -111,8 +112,66 @@ def test_what_is_drawn_for_all_at_once_is_what_each_would_have_drawn(model, monk
         return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
 
     together = answers()
-    monkeypatch.setattr("kvloom.rank.runner.is_plain", lambda history: False)
+    monkeypatch.setattr("kvloom.rank.runner.choice_of", lambda history, top: None)
     assert together == answers()
+
+
+PLAIN = (
+    SamplingParams(ignore_eos=True, temperature=0, max_tokens=150),
+    SamplingParams(ignore_eos=True, temperature=1.0, seed=1, max_tokens=90),
+    SamplingParams(ignore_eos=True, temperature=0.7, top_p=0.9, seed=2, max_tokens=140),
+    SamplingParams(ignore_eos=True, temperature=1.3, min_p=0.02, seed=3, max_tokens=33, min_tokens=20),
+    SamplingParams(ignore_eos=True, temperature=0.9, top_k=7, top_p=0.8, seed=5, max_tokens=160),
+    SamplingParams(ignore_eos=True, temperature=1.2, top_k=40, typical_p=0.7, seed=6, max_tokens=20),
+    SamplingParams(ignore_eos=True, temperature=0, frequency_penalty=0.4, max_tokens=70),
+)
+
+
+@pytest.mark.parametrize("table_step", [1, 8])
+@pytest.mark.parametrize("fields", [{}, {"block_size": 32}, {"run_ahead": False}, {"num_blocks": 18}])
+def test_a_batch_that_is_kept_gives_what_one_made_anew_gives(model, monkeypatch, fields, table_step):
+    """Sequences come late, end, need blocks beyond the table's width, and give way where there are few blocks."""
+    size = {} if "num_blocks" in fields else {"kv_cache_bytes": KV_BYTES}
+    config = EngineConfig(model=model, backend="cpu", max_batch=5, **size, **fields)
+    requests = [Request(f"r{i}", tuple(range(1, 4 + i)), params) for i, params in enumerate(PLAIN)]
+    kept: list[int] = []
+    step = Steady.step
+
+    def counted(self, works, *args):
+        kept.append(len(works))
+        return step(self, works, *args)
+
+    def answers() -> dict[str, list[Delta]]:
+        runner = open_runner(config, [100], lambda done, total: None)
+        return run_all(Engine(config, in_process(runner, config), ByteTokenizer()), *requests)
+
+    monkeypatch.setattr(Steady, "step", counted)
+    monkeypatch.setattr("kvloom.rank.runner._TABLE_STEP", table_step)
+    together = answers()
+    assert len(kept) > 30
+    assert max(kept) > 1
+    monkeypatch.setattr("kvloom.rank.runner.choice_of", lambda history, top: None)
+    kept.clear()
+    assert together == answers()
+    assert not kept
+
+
+def test_a_batch_that_is_kept_is_that_of_its_own_sequences_alone(model):
+    """Two sequences of the same length take turns: each gets what it gets alone."""
+
+    def chosen(turns: list[int]) -> dict[int, list[int]]:
+        runner = opened(model, backend="cpu")
+        prompts = {1: [3, 4, 5], 2: [9, 8, 7]}
+        new = [NewSeq(id, prompt, MIXED[0], 0) for id, prompt in prompts.items()]
+        works = [Work(id, 0, 3, 0, [id]) for id in prompts]
+        found = {sample.id: [sample.token_id] for sample in runner.run(Batch(new, works, [])).samples}
+        for id in turns:
+            (sample,) = runner.run(Batch([], [Work(id, 2 + len(found[id]), 1, 1, [])], [])).samples
+            assert sample.id == id
+            found[id].append(sample.token_id)
+        return found
+
+    assert chosen([1, 2] * 6) == chosen([1] * 6 + [2] * 6)
 
 
 def test_work_behind_a_token_that_was_not_chosen_is_left_out(model):

@@ -25,21 +25,24 @@ from kvloom.contract.messages import (
 )
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.host_cache import SwapCache
-from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
+from kvloom.rank.kernels.backend import Backend, Choices, Head, Ints, Ragged
 from kvloom.rank.pages import release_blocks
 from kvloom.rank.pooler import Pooler
 from kvloom.rank.sampler import (
+    Choice,
     History,
+    choice_of,
     describe,
-    is_plain,
     log_softmax,
     num_candidates,
-    plain_rules,
     sample,
     sample_top,
 )
+from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tiles import TiledBlocks
+
+_TABLE_STEP = 8  # blocks: a table is as wide as its longest sequence, rounded up, so that some come without another one
 
 
 @dataclass(slots=True)
@@ -111,6 +114,7 @@ class ModelRunner:
         self._states: dict[int, _State] = {}
         self._guides = guides
         self._embedding = facts.embedding
+        self._steady: Steady | None = None  # the last step's, where it was one
 
     @property
     def kv_layers(self) -> list[list[Any]]:
@@ -167,6 +171,12 @@ class ModelRunner:
         self._backend.drop_adapter(id)
 
     def _compute(self, works: Sequence[Work], output: StepOutput) -> None:
+        if self._steady is not None and self._steady.takes(works, self._blocks):
+            for seq, token in zip(
+                self._steady.seqs, self._steady.step(works, self._blocks, self._backend), strict=True
+            ):
+                self._take(seq.id, seq.history, token, output)
+            return
         for work in works:
             self._states[work.id].blocks[work.first_block :] = work.blocks
         works = [work for work in works if self._is_known(work)]
@@ -177,14 +187,17 @@ class ModelRunner:
         start = tops.count(0)
         tops += [0] * (len(wanted.rows) - len(tops))
         rows, states = np.array(wanted.rows, np.int32), np.array(wanted.states, np.int32)
-        head = self._backend.step(self._inputs(works), rows, tops, states)
+        batch, chosen = self._inputs(works), self._choices(wanted, tops)
+        choices = choices_of(chosen)
+        head = self._backend.step(batch, rows, tops, states, choices)
         self._pool(head, wanted.pooled, output)
-        drawn = self._draw(head, wanted.samples)
+        tokens = head.tokens.tolist()
+        is_steady = bool(tokens) and all(chosen) and len(chosen) == len(batch.ids) == len(works)
+        self._steady = self._keep(works, batch, (rows, tops, choices)) if is_steady else None
         row = 0
         for id, draft in wanted.samples:
-            if row in drawn:
-                self._states[id].history.append(drawn[row])
-                output.samples.append(Sample(id, drawn[row]))
+            if tokens and chosen[row] is not None:
+                self._take(id, self._states[id].history, tokens[row], output)
             else:
                 self._sample(head, row, id, draft, output)
             row += len(draft) + 1
@@ -213,21 +226,21 @@ class ModelRunner:
     def _num_candidates(self, id: int, num_more: int) -> int:
         return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
 
-    def _draw(self, head: Head, samples: Sequence[tuple[int, list[int]]]) -> dict[int, int]:
-        """The next tokens of the plain sequences, all drawn at once, by the number of their rows."""
-        if self._backend.draw_rows is None:
-            return {}
-        rows, full, rules = [], [], []
-        row = num_full = 0
-        for id, draft in samples:
-            history = self._states[id].history
-            if not draft and head.tops[row] == 0 and is_plain(history):
-                rows.append(row)
-                full.append(num_full)
-                rules.append(plain_rules(history))
-            num_full += head.tops[row : row + len(draft) + 1].count(0)
-            row += len(draft) + 1
-        return dict(zip(rows, self._backend.draw_rows(head.full, full, rules), strict=True)) if rows else {}
+    def _choices(self, wanted: _Rows, tops: Sequence[int]) -> list[Choice | None]:
+        """Of each row."""
+        found: list[Choice | None] = []
+        for id, draft in wanted.samples:
+            found.append(None if draft else choice_of(self._states[id].history, tops[len(found)]))
+            found += [None] * len(draft)
+        return found + [None] * (len(tops) - len(found))
+
+    def _keep(self, works: Sequence[Work], batch: Ragged, asked: tuple[Ints, list[int], Choices]) -> Steady:
+        states = [(work.id, self._states[work.id]) for work in works]
+        return Steady([Decoding(id, state.history, state.blocks) for id, state in states], batch, asked)
+
+    def _take(self, id: int, history: History, token_id: int, output: StepOutput) -> None:
+        history.append(token_id)
+        output.samples.append(Sample(id, token_id))
 
     def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
         """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
@@ -268,7 +281,7 @@ class ModelRunner:
             pos += range(work.start, end)
             qstart.append(len(ids))
         tables = [self._blocks.table(self._states[work.id].blocks) for work in works]
-        width = max(len(table) for table in tables)
+        width = -(-max(len(table) for table in tables) // _TABLE_STEP) * _TABLE_STEP
         padded = [table + [-1] * (width - len(table)) for table in tables]
         table = np.array(padded, np.int32)
         used = [self._states[work.id].adapter for work in works]

@@ -22,6 +22,9 @@ _WATERMARK_GREEN = 0.5  # share of the vocabulary that is favoured (gamma of Kir
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)
 
 
+Choice = tuple[float, float, float, int, int]  # of kernels.backend.CHOICE
+
+
 @dataclass(slots=True)
 class History:
     """What the sampler must know of a sequence."""
@@ -81,18 +84,18 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
     return count if count <= MAX_TOP else 0
 
 
-def is_plain(row: History) -> bool:
-    """Whether the next token is drawn of all logits as they come in, by temperature, top-p and min-p alone."""
+def choice_of(row: History, top: int) -> Choice | None:
+    """By what a backend chooses the next token by itself, of num_candidates `top`; None = it cannot.
+
+    Once it can, it can from then on.
+    """
     params = row.params
-    is_cut = bool(params.is_greedy or params.top_k or params.typical_p < 1 or row.guide is not None)
+    is_cut = bool(params.typical_p < 1 or row.guide is not None or (params.top_k and not top))
     is_changed = bool(params.logit_bias or params.watermark or _is_adjusted(row))
-    return not (is_cut or is_changed or params.logprobs is not None)
-
-
-def plain_rules(row: History) -> tuple[float, float, float, float]:
-    """What a backend draws the next token of a plain sequence by."""
-    params = row.params
-    return params.temperature, params.top_p, params.min_p, row.point()
+    if is_cut or is_changed or params.logprobs is not None or (params.is_greedy and top != 1):
+        return None
+    temperature = 0.0 if params.is_greedy else params.temperature
+    return temperature, params.top_p, params.min_p, row.seed % 2**64, len(row.token_ids)
 
 
 def sample(

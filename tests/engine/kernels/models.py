@@ -216,7 +216,7 @@ def ragged(parts: list[tuple[list[int], int, list[int]]], adapters: Sequence[int
 def step(backend: Backend, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
     """What a step found, as torch's tensors, for the oracle. The next step may overwrite it."""
     head = backend.step(batch, rows, tops, states)
-    arrays = (head.full, head.values, head.ids, head.states)
+    arrays = (head.full, head.values, head.ids, head.states, head.tokens)
     return Head(tops, *map(torch.from_numpy, arrays))
 
 

@@ -12,11 +12,11 @@ import torch
 from kvloom.checkpoints.families.spec import Layer
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
-from kvloom.rank.kernels.backend import Head
+from kvloom.rank.kernels.backend import CHOICE, Head, Ragged
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
 from kvloom.rank.kernels.rope_table import rope_table
-from kvloom.rank.sampler import draw_plain
+from kvloom.rank.sampler import draw_plain, uniforms
 
 from .models import (
     MIXED,
@@ -287,19 +287,44 @@ def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 40])  # by the caller alone, and by all threads
-def test_rows_drawn_together_are_drawn_as_one_by_one(num_rows):
-    spec = tiny_spec(vocab=1000)
-    drawing = CpuBackend(spec, random_weights(spec), 2, CpuOptions(num_threads=3))
-    generator = np.random.default_rng(7)
-    logits = 4 * generator.standard_normal((50, 1000), np.float32)
-    before = logits.copy()
-    rows = generator.permutation(50)[:num_rows].tolist()
-    kinds = [(0.7, 1.0, 0.0), (1.0, 0.9, 0.0), (1.3, 1.0, 0.1), (0.2, 0.5, 0.2)]
-    rules = [(*kinds[i % 4], float(generator.random())) for i in range(num_rows)]
-    want = [drawing.draw(logits[row], *rule) for row, rule in zip(rows, rules, strict=True)]
-    assert drawing.draw_rows(logits, rows, rules) == want
-    assert (logits == before).all()
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 40])
+def test_a_step_chooses_what_each_row_alone_would_have_drawn(num_rows):
+    backend = CpuBackend(SPECS["llama"], weights_of("llama"), 64, CpuOptions(num_threads=3))
+    batch, every = ragged(prompts())
+    rows = every[:: len(every) // num_rows][:num_rows]
+    kinds = [(0.7, 1.0, 0.0), (1.0, 0.9, 0.0), (1.3, 1.0, 0.1), (0.2, 0.5, 0.2), (0.0, 1.0, 0.0)]
+    tops = [(0, 0, 5, 1)[i // 2 % 4] for i in range(num_rows)]
+    rules = [kinds[i % 5] for i in range(num_rows)]
+    choices = np.array([(*rule, 2**63 + i, 3 * i) for i, rule in enumerate(rules)], CHOICE)
+    head = backend.step(batch, rows, tops, None, choices)
+    want, full = [], iter(head.full)
+    for i, (top, rule) in enumerate(zip(tops, rules, strict=True)):
+        logits = head.values[i, :top] if top else next(full)
+        (point,) = uniforms(2**63 + i, 3 * i)
+        token = backend.draw(logits, *rule, point) if rule[0] else -1
+        token = 0 if top == 1 else token
+        want.append(int(head.ids[i, token]) if top and token >= 0 else token)
+    assert head.tokens.tolist() == want
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**63 + 5, 2**64 - 1])
+def test_a_steps_random_numbers_are_the_samplers(drawing, seed):
+    for position in (0, 1, 2, 1000, 2**31, 2**40):
+        assert drawing._lib.kvl_uniform(seed, position) == uniforms(seed, position)[0]
+
+
+def test_a_step_that_is_given_the_same_arrays_computes_their_numbers():
+    """What was given again is not looked at again: only its numbers are other ones."""
+    one, other = (CpuBackend(SPECS["llama"], weights_of("llama"), 64, CpuOptions(num_threads=2)) for _ in range(2))
+    batch, rows, tops = Ragged(int32([5]), int32([0]), int32([0, 1]), int32([[3, -1]])), int32([0]), [1]
+    choices = np.array([(0.0, 1.0, 0.0, 0, 0)], CHOICE)
+    for position in range(20):
+        batch.pos[0] = position
+        batch.block_table[0, position // 16] = 3 + position // 16
+        fresh = Ragged(*(array.copy() for array in batch[:4]))
+        tokens = one.step(batch, rows, tops, None, choices).tokens
+        assert tokens.tolist() == other.step(fresh, rows.copy(), [1], None, choices.copy()).tokens.tolist()
+        batch.ids[0] = tokens[0]
 
 
 def test_drawn_tokens_follow_the_distribution(drawing):

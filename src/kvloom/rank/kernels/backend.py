@@ -15,6 +15,13 @@ from kvloom.checkpoints.lora import AdapterFile
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Ints = np.ndarray[Any, np.dtype[np.int32]]
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
+Choices = np.ndarray[Any, np.dtype[np.void]]
+
+# How a backend chooses the token behind a row: as sampler.draw_plain, at the point sampler.uniforms(seed, position), of
+# all logits or of the candidates asked for. temperature 0: only where one candidate is asked for.
+CHOICE = np.dtype(
+    [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"), ("position", "u8")], align=True
+)
 
 
 class Ragged(NamedTuple):
@@ -40,7 +47,8 @@ class Head:
 
     tops [R]: 0 = all logits of the row, in `full` [rows with 0, vocab] float32, in order; k = the k largest, largest
     first, of equal ones the smaller token first: values [R, >= k] float32 and ids [R, >= k] int32. states [N, hidden]
-    float32: of the tokens whose states were asked for, behind the last norm.
+    float32: of the tokens whose states were asked for, behind the last norm. tokens [R] int32: what was chosen as the
+    rows' next tokens, -1 = nothing; [0] where nothing was asked for, or the backend does not choose.
     """
 
     tops: list[int]
@@ -48,6 +56,7 @@ class Head:
     values: Floats
     ids: Ints
     states: Floats
+    tokens: Ints
 
 
 def most_likely(logits: Floats, count: int) -> tuple[Floats, Ids]:
@@ -68,14 +77,6 @@ class Draw(Protocol):
     def __call__(self, logits: Floats, temperature: float, top_p: float, min_p: float, point: float) -> int: ...
 
 
-class DrawRows(Protocol):
-    """Draw, of several rows of logits [n, vocab] at once: `rules` has its arguments behind the row, for each."""
-
-    def __call__(
-        self, logits: Floats, rows: Sequence[int], rules: Sequence[tuple[float, float, float, float]]
-    ) -> list[int]: ...
-
-
 class Backend(Protocol):
     """Owns the packed weights and the KV cache of one model on one device."""
 
@@ -90,10 +91,6 @@ class Backend(Protocol):
     @property
     def draw(self) -> Draw | None:
         """Its own way to draw a token, where it has a faster one than the sampler's."""
-
-    @property
-    def draw_rows(self) -> DrawRows | None:
-        """The same of several rows at once."""
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:
@@ -117,10 +114,18 @@ class Backend(Protocol):
     def drop_adapter(self, id: int) -> None:
         """Unknown ids are ignored."""
 
-    def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
+    def step(
+        self,
+        batch: Ragged,
+        rows: Ints,
+        tops: list[int],
+        states: Ints | None = None,
+        choices: Choices | None = None,
+    ) -> Head:
         """Computes the batch and writes its keys and values; the result for a sequence does not depend on the others.
 
         rows [R] int32: the tokens whose logits are wanted: all of row r where tops[r] is 0, else the tops[r] <= vocab
-        largest. states [N] int32: the tokens whose states are wanted, None = of none. One caller at a time.
+        largest. states [N] int32: the tokens whose states are wanted, None = of none. choices [R] of CHOICE. One caller
+        at a time. What is given again, the same objects, differs in the numbers of its arrays alone.
         """
         ...

@@ -3,7 +3,6 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import Progress
 from kvloom.rank.kernels import build, cpu_abi
-from kvloom.rank.kernels.backend import Floats, Head, Ints, Ragged
+from kvloom.rank.kernels.backend import Choices, Floats, Head, Ints, Ragged
 from kvloom.rank.kernels.cpu_abi import Batch, DrawRules, Instruction, Shape
 from kvloom.rank.kernels.packed import Packed
 from kvloom.rank.kernels.packer import Packer, widest_mlp
@@ -39,6 +38,20 @@ class CpuOptions:
     num_threads: int | None = None  # None = one for each core that this process may use
     isa: str | None = None  # a key of build.ISAS; None = the best that this machine has
     packed: Packed | None = None  # where packed weights are kept between starts; None = nowhere
+
+
+_Given = tuple[Ragged, Ints, list[int], Ints | None, Choices | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A step as the library takes it; the same arrays with other numbers need no other."""
+
+    given: _Given  # the arguments of `step`
+    batch: Batch
+    head: Head
+    held: object  # what `batch` points into,
+    is_in_place: bool  # the arguments' own arrays
 
 
 class CpuBackend:
@@ -106,10 +119,23 @@ class CpuBackend:
         self.kv_bytes = self.kv.nbytes
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
-        self._weights = np.empty((self.num_threads, -(-spec.vocab_size // 64) * 64), np.float32)
+        self._call: _Call | None = None  # the last one
 
-    def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
+    def step(
+        self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None, choices: Choices | None = None
+    ) -> Head:
         """See kernels/backend.py. What Head holds is overwritten by the next step."""
+        given = (batch, rows, tops, states, choices)
+        call = self._call
+        if call is None or any(one is not other for one, other in zip(given, call.given, strict=True)):
+            call = self._prepared(given)
+            self._call = call if call.is_in_place else None
+        if len(batch.ids):
+            self._lib.kvl_step(self._model, ctypes.byref(call.batch))
+        return call.head
+
+    def _prepared(self, given: _Given) -> _Call:
+        batch, rows, tops, states, choices = given
         *inputs, adapters, types = batch
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
@@ -119,7 +145,8 @@ class CpuBackend:
         if shape != self._top_values.shape:
             self._top_values, self._top_ids = np.empty(shape, np.float32), np.empty(shape, np.int32)
         found = np.empty((len(states), self.spec.hidden), np.float32)
-        head = Head(tops, self._logits[:num_full], self._top_values, self._top_ids, found)
+        tokens = np.full(0 if choices is None else len(tops), -1, np.int32)
+        head = Head(tops, self._logits[:num_full], self._top_values, self._top_ids, found, tokens)
         own = (ctypes.c_int32 * len(adapters))(*(self._adapters[id] if id else -1 for id in adapters))
         wanted = (ctypes.c_int32 * len(tops))(*tops)
         held = [np.ascontiguousarray(array) for array in (*inputs, rows, states)]
@@ -142,13 +169,15 @@ class CpuBackend:
             head.states.ctypes.data,
             ctypes.addressof(own) if adapters else None,
             None if types is None else types.ctypes.data,
+            None if choices is None else choices.ctypes.data,
+            tokens.ctypes.data,
         )
-        if len(batch.ids):
-            self._lib.kvl_step(self._model, ctypes.byref(step))
-        return head
+        is_in_place = all(one is other for one, other in zip(held, (*inputs, rows, states), strict=True))
+        return _Call(given, step, head, (own, wanted, held), is_in_place)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
+        self._call = None
         own = self._lib.kvl_adapter_new(self._model)
         total = 0
         try:
@@ -180,18 +209,7 @@ class CpuBackend:
         """See kernels/backend.py."""
         rules = DrawRules(temperature, top_p, min_p, point)
         row = np.ascontiguousarray(logits)
-        return int(self._lib.kvl_draw(row.ctypes.data, len(row), ctypes.byref(rules), self._weights.ctypes.data))
-
-    def draw_rows(
-        self, logits: Floats, rows: Sequence[int], rules: Sequence[tuple[float, float, float, float]]
-    ) -> list[int]:
-        """See kernels/backend.py. By all threads; logits are contiguous."""
-        numbers, given = np.array(rows, np.int32), np.array(rules, np.dtype(DrawRules))
-        tokens = np.empty(len(rows), np.int32)
-        wanted = (numbers.ctypes.data, given.ctypes.data, len(rows))
-        scratch = self._weights.ctypes.data
-        self._lib.kvl_draw_rows(self._model, logits.ctypes.data, logits.shape[1], *wanted, scratch, tokens.ctypes.data)
-        return [int(token) for token in tokens]
+        return int(self._lib.kvl_draw(row.ctypes.data, len(row), ctypes.byref(rules)))
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:

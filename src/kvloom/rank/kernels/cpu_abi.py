@@ -69,6 +69,8 @@ class Batch(ctypes.Structure):
         ("states", _POINTER),
         ("adapters", _POINTER),
         ("types", _POINTER),
+        ("choices", _POINTER),
+        ("tokens", _POINTER),
     )
 
 
@@ -113,8 +115,8 @@ def load(path: Path) -> ctypes.CDLL:
         "kvl_add_rope": (_I32, [_POINTER, _POINTER, _I32]),
         "kvl_set_program": (None, [_POINTER, ctypes.POINTER(Instruction), _I32]),
         "kvl_step": (None, [_POINTER, ctypes.POINTER(Batch)]),
-        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules), _POINTER]),
-        "kvl_draw_rows": (None, [_POINTER, _POINTER, _I64, _POINTER, _POINTER, _I32, _POINTER, _POINTER]),
+        "kvl_draw": (_I32, [_POINTER, _I64, ctypes.POINTER(DrawRules)]),
+        "kvl_uniform": (ctypes.c_double, [ctypes.c_uint64, ctypes.c_uint64]),
         "kvl_probe_bandwidth": (ctypes.c_double, [_POINTER, _I64, _I32]),
     }
     for name, (result, arguments) in signatures.items():

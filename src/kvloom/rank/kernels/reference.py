@@ -16,7 +16,7 @@ from kvloom.checkpoints.lora import AdapterFile
 from kvloom.checkpoints.lora_tensors import pairs_of
 from kvloom.checkpoints.source import WeightSource
 from kvloom.contract.messages import Progress
-from kvloom.rank.kernels.backend import Draw, DrawRows, Head, Ints, Ragged, most_likely
+from kvloom.rank.kernels.backend import Choices, Draw, Head, Ints, Ragged, most_likely
 from kvloom.rank.parallel.mesh import Mesh
 from kvloom.rank.parallel.shard import ShardedWeights, shard_pair, shard_spec
 
@@ -66,7 +66,6 @@ class ReferenceBackend:
 
     name = "reference"
     draw: Draw | None = None
-    draw_rows: DrawRows | None = None
 
     def __init__(
         self,
@@ -140,8 +139,10 @@ class ReferenceBackend:
         """See kernels/backend.py."""
         torch.as_tensor(target).copy_(torch.as_tensor(source))
 
-    def step(self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None) -> Head:
-        """See kernels/backend.py."""
+    def step(
+        self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None, choices: Choices | None = None
+    ) -> Head:
+        """See kernels/backend.py. Chooses no token."""
         kept = [] if states is None else states.tolist()
         logits, found = (tensor.cpu().numpy() for tensor in self._run(batch, rows.tolist(), kept))
         values = np.empty((len(tops), max(tops, default=0)), np.float32)
@@ -149,7 +150,14 @@ class ReferenceBackend:
         for row, top in enumerate(tops):
             if top:
                 values[row, :top], top_ids[row, :top] = most_likely(logits[row], top)
-        return Head(tops, logits[[row for row, top in enumerate(tops) if not top]], values, top_ids, found)
+        return Head(
+            tops,
+            logits[[row for row, top in enumerate(tops) if not top]],
+            values,
+            top_ids,
+            found,
+            np.empty(0, np.int32),
+        )
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py."""

@@ -87,6 +87,13 @@ typedef struct {
     int32_t kind, layer, linear, epilogue, vector, vector2, source, rope, window;
 } kvl_instruction;
 
+/* How a step chooses the token behind a row, at the point kvl_uniform(seed, position): of all its logits, or of its candidates.
+ * temperature 0 = only where it has one candidate; else -1. */
+typedef struct {
+    float temperature, top_p, min_p;
+    uint64_t seed, position;
+} kvl_choice;
+
 /* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
  * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
  * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top].
@@ -105,6 +112,8 @@ typedef struct {
     float *states;
     const int32_t *adapters; /* [num_seqs] of kvl_adapter_new, -1 = none; null = none at all */
     const int32_t *types;    /* [num_tokens] of tokens, for KVL_ADD_POSITIONS; null = all 0 */
+    const kvl_choice *choices; /* [num_rows]; null = no token is chosen */
+    int32_t *tokens;           /* [num_rows] what was chosen */
 } kvl_batch;
 
 const char *kvl_isa(void);
@@ -172,13 +181,12 @@ typedef struct {
     double point;
 } kvl_draw_rules;
 
-/* The token that `point` falls on. scratch: `count` floats rounded up to a multiple of 64. Runs on the caller's thread. */
-int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules, float *scratch);
+/* The token that `point` falls on. Runs on the caller's thread. */
+int32_t kvl_draw(const float *logits, int64_t count, const kvl_draw_rules *rules);
 
-/* tokens[i] is what rules[i] draw from row rows[i] of logits [][count], for i < num_rows, as kvl_draw would; by all threads.
- * scratch: as much for each thread as kvl_draw takes. */
-void kvl_draw_rows(kvl_model *model, const float *logits, int64_t count, const int32_t *rows, const kvl_draw_rules *rules,
-                   int32_t num_rows, float *scratch, int32_t *tokens);
+/* The number in [0, 1) of this position: the first of four that Philox (Salmon et al. 2011) has with 64 bits and 10 rounds,
+ * its key the seed, its counter the position plus 1, as numpy counts. */
+double kvl_uniform(uint64_t seed, uint64_t position);
 
 /* All threads read `bytes` of fresh memory `repeats` times; returns the best bytes a second: the DRAM ceiling of now. */
 double kvl_probe_bandwidth(kvl_model *model, int64_t bytes, int32_t repeats);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "draw.hpp"
+
 namespace kvl {
 
 Step::Step(kvl_model& model, const kvl_batch& batch)
@@ -204,7 +206,7 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
         for (int64_t p; (p = next(instruction)) < linear.panels;) panel(instruction, p, x, rows, thread);
     }
     sync();
-    if (instruction.epilogue == KVL_LOGITS) merge_candidates(thread);
+    if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
 }
 
 // One panel times all rows, and what is to be done with the sums while they are in the first-level cache.
@@ -297,9 +299,28 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
     std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
 }
 
-void Step::merge_candidates(int thread) {
-    for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++)
+// Behind the head: the candidates of each row, and the token behind it where the batch says how it is chosen. Rows of which
+// all logits are looked at are handed out, for they take longest.
+void Step::choose_tokens(int thread) {
+    for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++) {
+        if (batch_.tops[r] == 0) continue;
         candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
+        if (batch_.choices) batch_.tokens[r] = choose_token(r);
+    }
+    if (batch_.choices == nullptr) return;
+    for (int64_t r; (r = next_row_.fetch_add(1, std::memory_order_relaxed)) < batch_.num_rows;)
+        if (batch_.tops[r] == 0) batch_.tokens[r] = choose_token(r);
+}
+
+int32_t Step::choose_token(int64_t row) const {
+    const kvl_choice& choice = batch_.choices[row];
+    const int32_t* ids = batch_.top_ids + row * batch_.max_top;
+    const int32_t count = batch_.tops[row];
+    if (count == 1) return ids[0];
+    if (choice.temperature <= 0) return -1;
+    const kvl_draw_rules rules{choice.temperature, choice.top_p, choice.min_p, uniform(choice.seed, choice.position)};
+    if (count == 0) return draw(batch_.logits + place_[size_t(row)] * shape_.vocab_size, shape_.vocab_size, rules);
+    return ids[draw(batch_.top_values + row * batch_.max_top, count, rules)];
 }
 
 }  // namespace kvl

@@ -45,7 +45,8 @@ class Step {
     void add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums, int thread);
     void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread);
     void keep_logits(int64_t row, int64_t channel, const float* logits, int thread);
-    void merge_candidates(int thread);
+    void choose_tokens(int thread);
+    int32_t choose_token(int64_t row) const;
     void place_heads(const kvl_instruction& instruction, int thread);
     template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
@@ -95,6 +96,7 @@ class Step {
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
+    std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
     std::vector<const Adapter*> adapters_;  // of each sequence, null = none; empty when the step has none
     std::vector<int32_t> by_adapter_;       // [num_tokens] tokens, those of one adapter together; empty as adapters_
     int64_t lora_stride_ = 0;               // floats a row of scratch.lora; 0 when the step has no adapter
