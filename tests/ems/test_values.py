@@ -17,7 +17,7 @@ from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvB
 from kvloom.pool.agent import Agent
 from tests.support.pool import blocks_of, running_agent, two_agents
 from tests.support.pool_faults import AgentProcess
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 STORED, PRESENT, CONFLICT = KvStatus.STORED, KvStatus.PRESENT, KvStatus.CONFLICT
 
@@ -279,7 +279,7 @@ def test_futures_and_asyncio(pool):
     future = pool.async_get(["a"], [target])
     future.add_done_callback(lambda _future: done.set())
     assert (future.result(), target) == ([True], b"1")
-    assert done.wait(5)
+    assert done.wait(WAIT_S)
 
     async def ask() -> list[bool]:
         return await asyncio.wrap_future(pool.async_exists(["a", "b"], [1, 1]))
@@ -320,7 +320,7 @@ def test_an_agent_that_stands_still_is_not_healthy(tmp_path):
             with pytest.raises(EmsException) as caught:
                 pool.get(["a"], [bytearray(1)], CcKvOption(timeout=100))
             assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
-        assert pool.is_healthy()
+        until(pool.is_healthy)
 
 
 def test_a_damaged_value_is_a_miss_and_is_forgotten(agent, pool):

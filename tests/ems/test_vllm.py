@@ -294,7 +294,10 @@ def test_a_load_that_a_reset_overtakes_is_computed():
 
 def test_an_agent_of_another_socket_is_found_later(tmp_path):
     """The connector starts before its agent, and uses it from then on."""
-    with engine(tmp_path / "ems.sock", extra={"timeout_ms": 300}) as early, running_agent(socket=tmp_path / "ems.sock"):
+    with (
+        engine(tmp_path / "ems.sock", extra={"timeout_ms": 2000}) as early,
+        running_agent(socket=tmp_path / "ems.sock"),
+    ):
         until(lambda: early.workers[0]._moving.circuit.is_up)
         early.compute(FakeRequest("a", list(PROMPT)), [0, 1, 2, 3, 4])
         with engine(tmp_path / "ems.sock", seed=2) as second:

@@ -16,9 +16,9 @@ PROMPT = list(range(100, 100 + NUM_BLOCKS * BLOCK_SIZE + 1))
 HIT = NUM_BLOCKS * BLOCK_SIZE
 WINDOWS = (FullAttentionSpec(), SlidingWindowSpec(2 * BLOCK_SIZE))
 WAYS = {
-    "whole": {"extra": {"timeout_ms": 400}},
-    "layerwise": {"extra": {"timeout_ms": 400, "layerwise": True}},
-    "windows": {"extra": {"timeout_ms": 400}, "specs": WINDOWS},
+    "whole": {"extra": {"timeout_ms": 3000}},
+    "layerwise": {"extra": {"timeout_ms": 3000, "layerwise": True}},
+    "windows": {"extra": {"timeout_ms": 3000}, "specs": WINDOWS},
 }
 
 

@@ -230,7 +230,7 @@ def test_a_promise_that_is_not_kept_costs_its_time_only(agent, promise):
 
 def test_an_agent_that_stands_still_costs_a_load_its_deadline(tmp_path):
     """Blocks that were found and do not come in time are reported with the request, and the pool is left alone."""
-    with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra={"timeout_ms": 300}) as one:
+    with AgentProcess(tmp_path / "ems.sock") as agent, engine(agent.socket, extra={"timeout_ms": 2000}) as one:
         one.compute(FakeRequest("a", list(PROMPT)), BLOCKS)
         until(lambda: asked(one) == HIT)
         request = FakeRequest("b", list(PROMPT))

@@ -156,7 +156,7 @@ def test_a_late_get_costs_its_deadline_and_changes_nothing_when_it_returns():
         saved_and_forgotten(agent, cc)
         zero(kv)
         engine.gate.clear()
-        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=200)).success == 0
+        assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=1000)).success == 0
         assert agent.node.pool("default").counts["miss_timeout"] == len(HASHES)
         engine.gate.set()
         until(lambda: agent.engine._num_busy == 0)
@@ -245,7 +245,7 @@ def test_a_stopped_server_costs_the_deadline_and_no_more(server):
             os.kill(pid, signal.SIGSTOP)
             try:
                 for _ in range(3):
-                    assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=300)).success == 0
+                    assert cc.load(SLOTS, HASHES, OFFSETS, CcKvOption(timeout=1000)).success == 0
             finally:
                 os.kill(pid, signal.SIGCONT)
 

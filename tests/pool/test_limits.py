@@ -22,10 +22,10 @@ from kvloom.pool.metrics import render
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.counts import Counts
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
-from tests.support.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, soon, until
 
 
-def link_to(agent, wait_s: float = 5.0) -> Link:
+def link_to(agent, wait_s: float = WAIT_S) -> Link:
     return Link(agent.config.socket, "", "", SegmentMaps(), time.monotonic() + wait_s)
 
 
@@ -41,12 +41,12 @@ def test_who_finds_all_sessions_taken_waits_for_one_to_end():
         with pytest.raises(TimeoutError):
             link_to(agent, 0.3)
         came: list[Link] = []
-        waiting = threading.Thread(target=lambda: came.append(link_to(agent, 30)))
+        waiting = threading.Thread(target=lambda: came.append(link_to(agent)))
         waiting.start()
         until(lambda: agent.node and gauge(agent, "sessions_waited_total") >= 1)
         links.pop().close()
         waiting.join()
-        assert isinstance(came[0].call(m.Ping(), time.monotonic() + 5), m.Done)
+        assert isinstance(came[0].call(m.Ping(), soon()), m.Done)
         for link in links + came:
             link.close()
         until(lambda: gauge(agent, "sessions") == 0)
@@ -111,18 +111,18 @@ def test_staging_memory_has_a_limit_for_all_sessions_together():
         for _ in range(8):
             links.append(link_to(agent))
             stack.callback(links[-1].close)
-        sizes = [len(link.arena(1 << 20, 128 << 10, time.monotonic() + 0.2)) for link in links[:7]]
+        sizes = [len(link.arena(1 << 20, 128 << 10, soon())) for link in links[:7]]
         assert min(sizes) >= 128 << 10
         assert sum(sizes) == gauge(agent, "staging_bytes") <= 1 << 20
         with pytest.raises(EmsException, match="--staging") as caught:
-            links[7].arena(512 << 10, 512 << 10, time.monotonic() + 0.2)
+            links[7].arena(512 << 10, 512 << 10, time.monotonic() + 2)
         assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
         assert gauge(agent, "staging_refused_total") == 1
         with pytest.raises(EmsException, match="a staging area is"):
-            links[7].arena(2 << 20, 2 << 20, time.monotonic() + 0.2)
+            links[7].arena(2 << 20, 2 << 20, soon())
         for link in links[:7]:
             link.close()
-        assert len(links[7].arena(512 << 10, 512 << 10, time.monotonic() + 10)) == 512 << 10
+        assert len(links[7].arena(512 << 10, 512 << 10, soon())) == 512 << 10
 
 
 def test_a_save_goes_through_a_small_staging_area():

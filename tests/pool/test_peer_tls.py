@@ -6,7 +6,6 @@ import signal
 import socket
 import ssl
 import threading
-import time
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
@@ -21,9 +20,10 @@ from kvloom.pool.config import Address, AgentConfig
 from tests.support.node_tls import NodeFiles
 from tests.support.pool import SECRET, config_of, running_agent, session
 from tests.support.pool_faults import BLOCK_BYTES, AgentProcess, Oracle
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, soon, until
 
 HASHES = list(range(1, 25))
+LONG_MS = 60_000  # for a call whose answer does not depend on it
 NOWHERE = (Address("x", "127.0.0.1", 1),)
 
 
@@ -114,7 +114,7 @@ def test_only_nodes_of_the_ca_exchange_blocks(files, who, caplog):
     with caplog.at_level(logging.WARNING, "kvloom.pool"), two(good, others[who]) as (a, b):
         save_at(a)
         save_at(b, [h + 100 for h in HASHES])
-        loaded = load_at(b, timeout=1000), load_at(a, [h + 100 for h in HASHES], timeout=1000)
+        loaded = load_at(b, timeout=LONG_MS), load_at(a, [h + 100 for h in HASHES], timeout=LONG_MS)
         if who == "good":
             assert loaded == (len(HASHES), len(HASHES))
             assert caplog.text == ""
@@ -160,7 +160,7 @@ def test_a_caller_without_a_certificate_or_with_an_old_protocol_is_refused(files
 def shake_hands(ours, is_server, theirs):
     """Our end's handshake with a context of the other side, in a thread; raises what our end does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        there = socket.create_connection(listener.getsockname(), timeout=10)
+        there = socket.create_connection(listener.getsockname(), timeout=WAIT_S)
         here, _address = listener.accept()
 
     def answer():
@@ -171,7 +171,7 @@ def shake_hands(ours, is_server, theirs):
     thread.start()
     channel = TlsChannel(ours, here, is_server)
     try:
-        channel.handshake(time.monotonic() + 10)
+        channel.handshake(soon())
     finally:
         channel.close()
         thread.join()
@@ -184,7 +184,7 @@ def test_tls_and_plain_text_do_not_meet(files, encrypted, caplog):
     with caplog.at_level(logging.WARNING, "kvloom.pool"), two(*sides) as (a, b):
         for start in (0, 100, 200):
             save_at(a, [h + start for h in HASHES], write_rcache=False)
-            assert load_at(b, [h + start for h in HASHES], timeout=2000) < len(HASHES)
+            assert load_at(b, [h + start for h in HASHES], timeout=LONG_MS) < len(HASHES)
             for agent in (a, b):
                 agent.peers._links["b" if agent is a else "a"].breaker.succeed()
         assert count(a, "peer_writes") == count(b, "peer_writes") == 0
@@ -202,7 +202,7 @@ def test_tls_and_plain_text_do_not_meet(files, encrypted, caplog):
 def test_a_silent_caller_is_let_go_and_others_are_served(files):
     with (
         two(files.config("a"), files.config("b")) as (a, b),
-        socket.create_connection(("127.0.0.1", a.peer_port), timeout=10) as silent,
+        socket.create_connection(("127.0.0.1", a.peer_port), timeout=WAIT_S) as silent,
     ):
         save_at(a)
         until(lambda: is_settled(a))
@@ -240,7 +240,7 @@ def test_a_reload_while_blocks_travel_costs_none_and_counts_for_new_connections(
         for agent, other in ((a, "b"), (b, "a")):
             hang_up(agent.peers._links[other])
         save_at(a, [h + 1000 for h in HASHES])
-        assert load_at(b, [h + 1000 for h in HASHES], timeout=1000) < len(HASHES)
+        assert load_at(b, [h + 1000 for h in HASHES], timeout=LONG_MS) < len(HASHES)
 
 
 @contextmanager
@@ -283,8 +283,8 @@ def test_a_reload_ends_the_connections_of_revoked_nodes_and_of_no_others(files, 
         assert channels(a, "c") + channels(c, "a") == kept
         assert "TLS files reloaded; 4 connections of revoked nodes ended" in caplog.text
         before = [count(a, name) for name in ("peer_reads", "peer_writes")]
-        save_at(b, [h + 1000 for h in HASHES], write_rcache=False, timeout=2000)
-        load_at(b, [h + 100 for h in HASHES], timeout=2000)
+        save_at(b, [h + 1000 for h in HASHES], write_rcache=False, timeout=LONG_MS)
+        load_at(b, [h + 100 for h in HASHES], timeout=LONG_MS)
         assert [count(a, name) for name in ("peer_reads", "peer_writes")] == before, "and it does not come back"
 
 
@@ -304,7 +304,7 @@ def test_a_node_that_is_revoked_while_hands_are_shaken_is_not_let_in(files, is_c
 
         monkeypatch.setattr(TlsChannel, "handshake", handshake)
         caller = b if is_called else a
-        save_at(caller, write_rcache=False, timeout=1000)
+        save_at(caller, write_rcache=False, timeout=LONG_MS)
         assert blocks(caller) == len(HASHES), "they stay where they are"
         assert count(a, "peer_writes") == count(b, "peer_writes") == 0
 

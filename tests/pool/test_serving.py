@@ -25,7 +25,7 @@ from ems.wire.frames import FrameReader, FrameWriter, WireError
 from kvloom.pool.agent import Agent
 from kvloom.pool.storage.native.library import functions
 from tests.support.pool import running_agent
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.skipif(functions() is None or of_sdk() is None, reason="there is no C++ compiler")
 ARENA, LENGTHS = 1 << 16, [100, 4096, 9000]
@@ -54,7 +54,7 @@ requests = st.lists(saves | asked | releases | st.just(m.Ping()) | outside, min_
 
 
 def link_to(agent: Agent) -> Link:
-    return Link(agent.config.socket, "", "", SegmentMaps(), time.monotonic() + 5)
+    return Link(agent.config.socket, "", "", SegmentMaps(), soon())
 
 
 class Kind:
@@ -63,12 +63,12 @@ class Kind:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
         self.link = link_to(agent)
-        self.link.arena(ARENA, 0, time.monotonic() + 5)[:] = np.arange(ARENA, dtype=np.uint8)
+        self.link.arena(ARENA, 0, soon())[:] = np.arange(ARENA, dtype=np.uint8)
         self.leases: list[int] = []
 
     def ask(self, request: m.Message | tuple[int, int]) -> object:
         """The answer, without what may differ: where blocks lie, and numbers of leases."""
-        deadline_s = time.monotonic() + 5
+        deadline_s = soon()
         if isinstance(request, tuple):
             which, corrupt = request
             lease = self.leases.pop(which % len(self.leases)) if self.leases else 12345
@@ -118,7 +118,7 @@ def test_requests_that_come_in_pieces_and_all_at_once_are_answered_in_order(kind
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(data)], strict=True):
         channel.send_bytes(memoryview(data[start:end]), None)
     for number, request in enumerate(known):
-        frame = channel.receive(time.monotonic() + 5)
+        frame = channel.receive(soon())
         assert frame.request_id == number
         if isinstance(frame.message, m.Found) and frame.message.lease:
             kinds[1].leases.append(frame.message.lease)
@@ -151,17 +151,17 @@ def test_what_is_no_frame_ends_the_session_and_a_request_with_the_handshake_is_a
         sock.connect(str(kind.agent.config.socket))
         channel, writer = Channel(sock), FrameWriter()
         channel.send(m.Hello("", bytes(32)))
-        channel.receive(time.monotonic() + 5)
+        channel.receive(soon())
         exists = writer.encode(m.Exists(b"n" * 32), 7)
         last = exists[:-1] + bytes([exists[-1] ^ 1]) if is_spoiled else exists
         channel.send_bytes(memoryview(writer.encode(m.Proof(bytes(32))) + exists + last), None)
-        assert isinstance(channel.receive(time.monotonic() + 5).message, m.Welcome)
-        assert channel.receive(time.monotonic() + 5).message == m.Count(0)
+        assert isinstance(channel.receive(soon()).message, m.Welcome)
+        assert channel.receive(soon()).message == m.Count(0)
         if is_spoiled:
             with pytest.raises(ConnectionResetError):
-                channel.receive(time.monotonic() + 5)
+                channel.receive(soon())
         else:
-            assert channel.receive(time.monotonic() + 5).message == m.Count(0)
+            assert channel.receive(soon()).message == m.Count(0)
         channel.close()
 
 
@@ -177,15 +177,15 @@ def test_an_answer_that_is_none_is_told(kinds):
             channel = Channel(there)
             channel.send(answer)
             with pytest.raises(WireError, match=said):
-                link.exists(bytes(32), False, time.monotonic() + 5)
+                link.exists(bytes(32), False, soon())
         Channel(there).send(m.Failure(3, "not today"))
         with pytest.raises(EmsException, match="not today"):
-            link.exists(bytes(32), False, time.monotonic() + 5)
+            link.exists(bytes(32), False, soon())
         with pytest.raises(TimeoutError):
             link.exists(bytes(32), False, time.monotonic() + 0.01)
         there.close()
         with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            link.exists(bytes(32), False, time.monotonic() + 5)
+            link.exists(bytes(32), False, soon())
     finally:
         link._line = line
         here.close()
@@ -198,7 +198,7 @@ def test_frames_of_the_library_are_those_of_python(keys, is_local):
         line = native_line(here.fileno())
         assert line is not None
         there.sendall(FrameWriter().encode(m.Count(0)))
-        line.exists(keys, is_local, time.monotonic() + 5)
+        line.exists(keys, is_local, soon())
         if keys:
             reader = FrameReader()
             reader.feed(there.recv(1 << 16))
@@ -235,7 +235,7 @@ def test_a_block_outside_of_its_segment_is_not_read():
         for segment, offset, length in ((0, 93, 8), (0, -1, 8), (0, 0, 101), (0, 2**62, 8)):
             Channel(there).send(dishonest(segment, offset, length))
             with pytest.raises(IndexError):
-                line.load(wanted, lambda _numbers, _count: mapped, time.monotonic() + 5)
+                line.load(wanted, lambda _numbers, _count: mapped, soon())
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 1, 2, 30, 63])
@@ -260,7 +260,7 @@ def test_two_threads_copy_a_long_load_up_to_the_first_damaged_block(damaged):
         for _ in range(20):
             tensor.data[:] = 0
             Channel(there).send(found)
-            done = line.load(WantedLoad(plan, 0, num, False), lambda _numbers, _count: mapped, time.monotonic() + 60)
+            done = line.load(WantedLoad(plan, 0, num, False), lambda _numbers, _count: mapped, soon())
             assert (done.num_done, done.is_damaged) == (num if damaged is None else damaged, damaged is not None)
             copied = tensor.data.reshape(num, size)
             assert (copied[: done.num_done] == source[: done.num_done]).all()

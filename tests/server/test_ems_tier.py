@@ -31,28 +31,26 @@ from kvloom.rank.tier.ems import EmsTier, open_tier
 from kvloom.rank.tier.kvmemory import KvMemory
 from tests.support.pool import SECRET, running_agent
 from tests.support.pool_faults import AgentProcess
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
-PATIENCE_S = 30.0  # far more than a pool takes that lives
-TIMEOUT_S = 0.4  # of one that is stopped, or not there yet
+TIMEOUT_S = 30.0  # for what succeeds
+SHORT_S = 2.0  # for what waits until then, beside what succeeds
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20)
 NUMBERS = count()  # of requests whose names nobody chose
 NUM_BLOCKS = 64  # of the prompts below: a prompt takes 13
 
 
-def run(
-    body: Callable[[EngineThread], Awaitable[None]], socket: Path, timeout_s: float = PATIENCE_S, **fields: object
-) -> None:
+def run(body: Callable[[EngineThread], Awaitable[None]], socket: Path, timeout_s: float = TIMEOUT_S) -> None:
     """`body` against an engine with the fake model in a rank process of its own, EMS on `socket` as its tier."""
 
     async def main() -> None:
         tier = TierConfig(FACTORY, timeout_s, {"socket": str(socket)})
-        config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier, **fields)
+        config = EngineConfig(backend="fake", num_blocks=NUM_BLOCKS, kv_tier=tier)
         engine = open_engine(config, ByteTokenizer)
         engine.start(asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(body(engine), 120)
+            await asyncio.wait_for(body(engine), 2 * WAIT_S)
         finally:
             await asyncio.to_thread(engine.close)
 
@@ -144,12 +142,12 @@ def test_a_stopped_pool_changes_no_answer(agent):
             for other in range(number, number + 6):
                 await ask(engine, other)
 
-    run(body, agent.socket, TIMEOUT_S)
+    run(body, agent.socket, SHORT_S)
 
 
 def test_a_stopped_pool_costs_its_deadline_once_and_then_nothing(agent):
     """A transfer that waits for nobody has been answered when it is looked for at once."""
-    tier = open_tier(memory()[0], TierConfig(FACTORY, TIMEOUT_S, {"socket": str(agent.socket)}))
+    tier = open_tier(memory()[0], TierConfig(FACTORY, SHORT_S, {"socket": str(agent.socket)}))
     until(lambda: move(tier, Transfer(1, [1], [b"k"]), is_load=False) == Moved(1, 1))  # a busy machine may be late
     with agent.stopped():
         assert move(tier, Transfer(2, [2], [b"k"]), is_load=True) == Moved(2, 0)
@@ -165,7 +163,7 @@ def test_a_pool_that_starts_after_the_engine_is_found(tmp_path):
         with AgentProcess(tmp_path / "ems.sock"):
             await used(engine, 2)
 
-    run(body, tmp_path / "ems.sock", TIMEOUT_S)
+    run(body, tmp_path / "ems.sock", SHORT_S)
 
 
 def memory(layout: str = "plain", model: str = "m") -> tuple[KvMemory, np.ndarray]:
@@ -176,7 +174,7 @@ def memory(layout: str = "plain", model: str = "m") -> tuple[KvMemory, np.ndarra
 def move(tier: EmsTier, transfer: Transfer, is_load: bool) -> Moved:
     (tier.load if is_load else tier.save)(transfer)
     found: list[Moved] = []
-    until(lambda: bool(found.extend(tier.poll()) or found), 10)
+    until(lambda: bool(found.extend(tier.poll()) or found))
     return found[0]
 
 
@@ -199,7 +197,7 @@ def test_the_library_is_compiled_before_the_pool_is_looked_for(monkeypatch):
 def test_blocks_are_found_under_their_model_and_layout_only():
     keys = [bytes([i]) * 32 for i in range(3)]
     with running_agent() as agent:
-        config = TierConfig(FACTORY, 2.0, {"socket": str(agent.config.socket)})
+        config = TierConfig(FACTORY, TIMEOUT_S, {"socket": str(agent.config.socket)})
         kv, data = memory()
         tier = open_tier(kv, config)
         assert move(tier, Transfer(1, [2, 5, 1], keys), is_load=False) == Moved(1, 3)
@@ -225,7 +223,7 @@ def test_a_pool_with_keys_takes_the_one_in_the_file(tmp_path):
         agent.node.replace_credentials([new_credential("tenant-a", "tenant-a", access_key)])
         options = {"socket": str(agent.config.socket), "access_id": "tenant-a"}
         for more, is_up in ((({"access_key_file": str(file)}), True), ({}, False)):
-            tier = open_tier(memory()[0], TierConfig(FACTORY, 1.0, {**options, **more}))
+            tier = open_tier(memory()[0], TierConfig(FACTORY, TIMEOUT_S if is_up else 0.5, {**options, **more}))
             assert tier.is_up is is_up
             assert move(tier, Transfer(1, [1], [b"k"]), is_load=False) == Moved(1, int(is_up))
             tier.close()
@@ -234,11 +232,11 @@ def test_a_pool_with_keys_takes_the_one_in_the_file(tmp_path):
 def test_the_circuit_asks_on_a_thread_until_the_pool_is_healthy_and_again_after_a_failure():
     answers = iter([False, False, True, True])
     circuit = Circuit(lambda: next(answers), first_pause_s=0.001)
-    circuit.wait_up(10)
+    circuit.wait_up(WAIT_S)
     assert circuit.is_up
     circuit.failed("gone")
     assert not circuit.is_up
-    circuit.wait_up(10)
+    circuit.wait_up(WAIT_S)
     assert circuit.is_up
     circuit.close()
     assert not circuit.is_up
@@ -272,7 +270,7 @@ def test_tensors_of_torch_are_used_in_place():
     kv = torch.zeros(4, 2, 3)
     with running_agent() as agent:
         memory = KvMemory([[kv]], 4, 2, 2 * 3 * 4, lambda block: [kv[block].numpy().data], "m", "l")
-        tier = open_tier(memory, TierConfig(FACTORY, 2.0, {"socket": str(agent.config.socket)}))
+        tier = open_tier(memory, TierConfig(FACTORY, TIMEOUT_S, {"socket": str(agent.config.socket)}))
         kv[1] = 5.0
         assert move(tier, Transfer(1, [1], [b"a"]), is_load=False) == Moved(1, 1)
         assert move(tier, Transfer(2, [3], [b"a"]), is_load=True) == Moved(2, 1)

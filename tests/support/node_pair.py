@@ -1,7 +1,6 @@
 """Two nodes of this process: one reads the other's blocks, whose true bytes are known, through a proxy."""
 
 import random
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -18,14 +17,9 @@ from kvloom.pool.storage.entries import Reservation, Written
 from kvloom.pool.storage.pool import Pool
 from tests.support.node_proxy import NodeProxy
 from tests.support.pool import SECRET, blocks_of, running_agent
-from tests.support.waiting import WAIT_S
 
 SIZE = 5000
 NUM_KEYS = 150  # more than two parts of a fetch
-
-
-def soon() -> float:
-    return time.monotonic() + WAIT_S
 
 
 def data_of(key: bytes, size: int = SIZE) -> np.ndarray:

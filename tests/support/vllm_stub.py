@@ -147,7 +147,7 @@ def vllm_config(socket: str, **changes: Any) -> SimpleNamespace:
     """A VllmConfig as the connector reads it. changes: `kv_role`, `policy`, `extra`, `mla`, `events`, or attributes."""
     role = changes.pop("kv_role", "kv_both")
     transfer = SimpleNamespace(
-        kv_connector_extra_config={"socket": socket, "timeout_ms": 2000, **changes.pop("extra", {})},
+        kv_connector_extra_config={"socket": socket, "timeout_ms": 20_000, **changes.pop("extra", {})},
         is_kv_producer=role != "kv_consumer",
         is_kv_consumer=role != "kv_producer",
         kv_load_failure_policy=changes.pop("policy", "recompute"),

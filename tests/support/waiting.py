@@ -7,6 +7,11 @@ from typing import Any
 WAIT_S = 180.0  # far more than anything takes on a quiet machine: a busy one is no fault
 
 
+def soon() -> float:
+    """A deadline for what is to succeed, far enough for a busy machine."""
+    return time.monotonic() + WAIT_S
+
+
 def until(condition: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
     """The condition's first true value, within `limit_s`."""
     deadline_s = time.monotonic() + limit_s

@@ -1,4 +1,4 @@
-"""10,000 mutated requests over every route: never a 5xx, never silence, and memory stays where it was."""
+"""6,000 mutated requests over every route: never a 5xx, never silence, and memory stays where it was."""
 
 import copy
 import gc
