@@ -14,10 +14,9 @@ from tests.server.test_daemon import DAEMON, install
 from tests.support.pool import SECRET
 from tests.support.ports import free_port
 from tests.support.processes import CLI
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_S, until
 
 NUM_RIVALS = 3
-ROUNDS = 2
 AGENT = (*CLI, "pool", "agent", "--pool", "8M", "--no-prefault")
 
 
@@ -33,7 +32,7 @@ def check_one_lives(commands: Sequence[Sequence[object]], success: str, problem:
     """The one that lives says `success` first; the others say `problem` on one line, and never `success`."""
     with ExitStack() as stack:
         rivals = [start(stack, command) for command in commands]
-        until(lambda: sum(rival.poll() is not None for rival in rivals) == len(rivals) - 1, 60)
+        until(lambda: sum(rival.poll() is not None for rival in rivals) == len(rivals) - 1)
         (living,) = (rival for rival in rivals if rival.poll() is None)
         assert living.stdout is not None
         assert any(success in line for line in living.stdout), "it ended without listening"
@@ -49,15 +48,13 @@ def in_use(port: int) -> str:
     return f"port {port} of 127.0.0.1 is in use by another program"
 
 
-@pytest.mark.parametrize("round", range(ROUNDS))
-def test_servers_on_one_port(round):
+def test_servers_on_one_port():
     port = free_port()
     command = [*CLI, "serve", "--backend", "fake", "--port", port]
     check_one_lives([command] * NUM_RIVALS, "Daemon start success!", in_use(port))
 
 
-@pytest.mark.parametrize("round", range(ROUNDS))
-def test_daemons_on_one_management_port(tmp_path, round):
+def test_daemons_on_one_management_port(tmp_path):
     management, commands = free_port(), []
     for name in "abc"[:NUM_RIVALS]:
         (tmp_path / name).mkdir()
@@ -77,7 +74,7 @@ def test_a_server_that_lives_answers_on_its_port_and_the_second_is_told_before_i
         broken = tmp_path / "broken.gguf"
         broken.write_bytes(b"GGUF")
         second = start(stack, [*CLI, "serve", broken, "--port", port])
-        _, err = second.communicate(timeout=60)
+        _, err = second.communicate(timeout=WAIT_S)
         assert err.startswith(f"kvloom: {in_use(port)}")
 
 
@@ -88,8 +85,7 @@ def cluster(folder: Path, name: str) -> list[object]:
     return [*AGENT, "--socket", folder / f"{name}.sock", "--secret-file", secret]
 
 
-@pytest.mark.parametrize("round", range(ROUNDS))
-def test_agents_on_one_socket(tmp_path, round):
+def test_agents_on_one_socket(tmp_path):
     path = tmp_path / "ems.sock"
     command = [*AGENT, "--socket", path]
     check_one_lives([command] * NUM_RIVALS, f"serving {path}", f"{path} is in use by another program")

@@ -234,7 +234,7 @@ def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, 
     library = said.stdout.strip()
     if not Path(library).is_absolute():
         pytest.skip(f"the compiler has no lib{runtime}")
-    script = f'#!/bin/sh\nexec c++ -g -fsanitize={kinds} -fno-sanitize-recover=all -Werror "$@" -O1\n'
+    script = f'#!/bin/sh\nexec c++ -g1 -fsanitize={kinds} -fno-sanitize-recover=all -Werror "$@" -O0\n'
     names = [each.path().name.encode() for each in (BLOCKS, INDEX, STREAM)]  # which change with the sources
     cache = kept([script.encode(), *names], "cache", lambda folder: lay_compiler(folder, script))
     monkeypatch.setenv("CXX", str(cache / "c++"))
