@@ -86,10 +86,10 @@ def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_
         idle, busy = client.create(smollm2_path), client.create(smollm2_path, qos="user_interactive")
         messages = [{"role": "user", "content": "word " * 1600}]
         answer = text_of(client.ask(idle, messages=messages, max_tokens=4))
+        before = pss_bytes(daemon.model()["pid"])
         story = [{"role": "user", "content": "Tell a long story."}]
         context = client.submit(busy, max_tokens=900, messages=story)  # takes less than what the idle one gives back
         client.call("started", context)
-        before = pss_bytes(daemon.model()["pid"])
         daemon.psi_file.write_text("some avg10=9 total=200000\nfull avg10=0 total=0\n")
         until(lambda: daemon.status()["memory"]["pressure"] == 1)
         token_bytes = 2 * 30 * 3 * 64 * 2  # keys and values, layers, KV heads, width of a head, bfloat16
