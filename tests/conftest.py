@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from httpx import _config as httpx_config
 from httpx._transports import default as httpx_transports
 from hypothesis import Phase, settings
 
@@ -38,6 +39,9 @@ def shared_ssl_context(**options: Any) -> ssl.SSLContext:
 
 
 httpx_transports.create_ssl_context = shared_ssl_context
+
+# Clients that are told nothing would give up after five seconds, which a busy machine may take for any answer.
+vars(httpx_config.DEFAULT_TIMEOUT_CONFIG).update(connect=120.0, read=120.0, write=120.0, pool=120.0)
 
 # All that is loaded to find the tests stays to the end: nothing of it is garbage (see pytest_collection_finish).
 gc.disable()
