@@ -69,6 +69,13 @@ LONGEST = (
     "tests/bench/test_soak.py",
     "tests/engine/test_ranks.py",
     "tests/server/test_walk.py",
+    "tests/test_wheel.py",
+    "tests/tuning/test_guide.py",
+    "tests/server/test_constraints.py",
+    "tests/compat/test_mindieclient.py",
+    "tests/pool/test_faults.py",
+    "tests/images/test_server.py",
+    "tests/ems/test_examples.py",
 )
 
 
