@@ -33,6 +33,9 @@ _FIRST_PAUSES = 6  # a short soak has so many at least
 _RETRY_S = 0.5  # after an error, before the next request
 _REPORT_S = 15.0
 _SHOWN = 3  # of answers that differ
+_PATIENCE_S = (
+    120.0  # beyond its end, until something was compared and loaded: a short one may end too early for a busy machine
+)
 
 
 class Clients:
@@ -164,7 +167,18 @@ def _disturb(world: World, clients: Clients, duration_s: float, seed: int) -> Co
             befall()
             end_s += time.monotonic() - began_s
             disturbed[name] += 1
+    _wait_for_proof(world, clients)
     return disturbed
+
+
+def _wait_for_proof(world: World, clients: Clients) -> None:
+    """Until something was compared and loaded: a short soak may end too early for that on a busy machine."""
+    end_s = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end_s and not clients.has_asked_enough:
+        if clients.counts["compared"] and world.num_loaded:
+            return
+        world.look()
+        time.sleep(0.05)
 
 
 def _report(options: argparse.Namespace, clients: Clients, world: World, disturbed: Counter[str]) -> int:

@@ -10,7 +10,7 @@ import pytest
 from benches import soak
 
 SOAK_S = float(os.environ.get("KVLOOM_SOAK_S", "0"))
-SHORT_S = 4.0
+SHORT_S = 2.5
 
 
 @pytest.mark.real

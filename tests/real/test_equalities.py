@@ -107,9 +107,9 @@ def test_preempted_and_resumed_equals_undisturbed(model, requests, alone):
 
 REPEATING = "def area(width, height):\n    return width * height\n\ndef volume(width, height, depth):\n    return"
 GUESSED = (
-    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0.4, seed=3, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0.4, seed=3, max_tokens=7, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=7, ignore_eos=True, frequency_penalty=0.1, logprobs=1),
 )
 
 
