@@ -161,15 +161,15 @@ def test_without_arguments_an_agent_has_the_defaults_of_its_configuration():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"slab_bytes": 5}, "slab_bytes"),
-        ({"segment_bytes": 20 << 20}, "segment_bytes"),
-        ({"rcache_share": 2.0}, "rcache_share"),
-        ({"is_open": False}, "secret"),
-        ({"eviction": "fifo"}, "eviction"),
-        ({"state": Path("x")}, "state"),
-        ({"engine": "valkey://a", "peers": (Address("b", "c", 1),), "secret": SECRET}, "engine"),
-        ({"engine": "valkey://a", "is_direct": True}, "is_direct"),
-        ({"is_open": False, "secret": SECRET, "is_direct": True}, "is_direct"),
+        ({"slab_bytes": 5}, "^--slab: "),
+        ({"segment_bytes": 20 << 20}, "^--segment: "),
+        ({"rcache_share": 2.0}, "^--rcache: "),
+        ({"is_open": False}, "^--secret-file: "),
+        ({"eviction": "fifo"}, "^--eviction: "),
+        ({"state": Path("x")}, "^--state: "),
+        ({"engine": "valkey://a", "peers": (Address("b", "c", 1),), "secret": SECRET}, "^--engine: "),
+        ({"engine": "valkey://a", "is_direct": True}, "^--direct: "),
+        ({"is_open": False, "secret": SECRET, "is_direct": True}, "^--direct: "),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(changes, name):

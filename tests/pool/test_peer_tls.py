@@ -355,7 +355,7 @@ def test_plain_text_beyond_loopback_must_be_asked_for(host, files):
         (["--tls-dir=d", "--tls-cert=c"], "--tls-cert: --tls-dir names all files"),
         (["--tls-cert=c", "--tls-key=k"], "--tls-ca: needed beside --tls-cert"),
         (["--tls-crl=l"], "--tls-ca: needed beside --tls-crl"),
-        (["--tls-dir=d"], "tls: it is for other nodes"),
+        (["--tls-dir=d"], "--tls-dir, --tls-cert: for other nodes"),
     ],
 )
 def test_options_that_do_not_fit_are_told(options, problem):

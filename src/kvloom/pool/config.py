@@ -95,7 +95,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class AgentConfig:
-    """Raises ValueError naming the field when values do not fit together.
+    """Raises ValueError naming the option when values do not fit together.
 
     pool_bytes: memory of all tenants; segment_bytes: one shared file; slab_bytes: the largest block.
     put_rate: bytes a second that each tenant may save, 0 = no limit.
@@ -149,39 +149,41 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.slab_bytes <= self.segment_bytes <= self.pool_bytes or self.slab_bytes % 4096:
-            raise ValueError("need 0 < slab_bytes <= segment_bytes <= pool_bytes, slab_bytes in whole pages")
+            raise ValueError("--slab: at most --segment, which is at most --pool, and in whole pages of 4096 bytes")
         if 0 < self.staging_bytes < self.slab_bytes:
-            raise ValueError("staging_bytes: a block of slab_bytes must fit into it")
+            raise ValueError("--staging: a block of --slab bytes must fit into it")
         if self.segment_bytes % self.slab_bytes:
-            raise ValueError("segment_bytes must be a multiple of slab_bytes")
+            raise ValueError("--segment: must be a multiple of --slab")
         if not 0 <= self.peer_connections <= _MAX_PEER_CONNECTIONS:
-            raise ValueError(f"peer_connections: {_MAX_PEER_CONNECTIONS} at most, got {self.peer_connections}")
+            raise ValueError(f"--peer-connections: {_MAX_PEER_CONNECTIONS} at most, got {self.peer_connections}")
         if self.eviction not in ORDERS:
-            raise ValueError(f"eviction: {self.eviction!r} is none of {', '.join(ORDERS)}")
+            raise ValueError(f"--eviction: {self.eviction!r} is none of {', '.join(ORDERS)}")
         if not 0 <= self.rcache_share <= 1:
-            raise ValueError("rcache_share must be 0 to 1")
+            raise ValueError(f"--rcache: a share is a number from 0 to 1, got {self.rcache_share}")
         if (self.listen or self.peers or not self.is_open or self.control_url) and len(self.secret) < 32:
-            raise ValueError("secret: peers, credentials and the control plane need one of at least 32 bytes")
+            raise ValueError(
+                "--secret-file: other nodes, --credentials and --control need a secret of at least 32 bytes"
+            )
         self._check_tls()
         if self.state is not None and not self.control_url:
-            raise ValueError("state: keeps what the control plane said; give control_url too")
+            raise ValueError("--state: keeps what the control plane said; give --control too")
         if self.engine and self.peers:
-            raise ValueError("engine: does what peers do; give one of the two")
+            raise ValueError("--engine: does what other nodes do; give it or --peer")
         if self.is_direct and (self.engine or self.peers or self.control_url):
-            raise ValueError(
-                "is_direct: only on a node of its own; what engines write themselves goes to no other node"
-            )
+            raise ValueError("--direct: only on a node of its own; what engines write themselves goes to no other node")
         if self.is_direct and not self.is_open:
-            raise ValueError("is_direct: only on a node with one tenant, which can change published bytes")
+            raise ValueError(
+                "--direct: only on a node with one tenant, which can change published bytes; leave out --credentials"
+            )
 
     def _check_tls(self) -> None:
         if self.tls is not None and self.has_plaintext_peers:
-            raise ValueError("plaintext_peers: nodes speak TLS or plain text; give one of the two")
+            raise ValueError("--plaintext-peers: nodes speak TLS or plain text; give one of the two")
         if self.tls is not None and not (self.listen or self.peers or self.control_url):
-            raise ValueError("tls: it is for other nodes; give listen, peers or control_url too")
+            raise ValueError("--tls-dir, --tls-cert: for other nodes; give --listen, --peer or --control too")
         is_plain = self.tls is None and not self.has_plaintext_peers
         if self.listen is not None and is_plain and not is_loopback(self.listen[0]):
-            raise ValueError(f"listen: on {self.listen[0]} other machines would read and write blocks unencrypted; "
+            raise ValueError(f"--listen: on {self.listen[0]} other machines would read and write blocks unencrypted; "
                              "give --tls-dir, or --plaintext-peers where the network is trusted")  # fmt: skip
 
     @property

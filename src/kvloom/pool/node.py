@@ -103,7 +103,7 @@ class Node:
         self._lock = threading.Lock()
         for limits in config.tenants:
             if self.set_limits(limits):
-                raise ValueError(f"tenants: the guarantee of {limits.tenant} does not fit into the pool")
+                raise ValueError(f"--tenant: the guarantee of {limits.tenant} does not fit into the pool")
 
     def set_limits(self, *limits: TenantLimits) -> list[TenantLimits]:
         """Sets guarantees and quotas, which hold at once: who has more than is left gives it back.
