@@ -14,7 +14,7 @@ from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.keys import KEY_BYTES
-from ems.native.functions import Plan
+from ems.native.functions import Plan, Save
 from ems.native.line import WantedLoad, WantedSave
 from ems.native.tensors import NativeHostTensors
 from ems.runs import Areas, Blocks, Bytes
@@ -58,6 +58,13 @@ class Progress:
             self.local += statuses.count(m.Status.LOCAL, 0, count)
             self.problem = m.Status(statuses[count]) if count < len(statuses) else None
 
+    def add_counted(self, done: Save) -> None:
+        """What a save in one call has counted."""
+        self.success += done.num_success
+        self.local += done.num_local
+        self.num_bytes += done.done_bytes
+        self.problem = m.Status(done.problem) if done.problem >= 0 else None
+
 
 @dataclass(slots=True)
 class Transfer:
@@ -95,6 +102,17 @@ def _aligned(size: int) -> int:
 def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     request, link = transfer.request, transfer.link
+    if isinstance(request, Plan) and request.largest <= link.welcome.max_block_bytes:
+        _save_natively(transfer, request, len(request), request.largest)
+    else:
+        _save_fitting(transfer, cache)
+    if transfer.progress.problem is m.Status.NO_ROOM:
+        link.complain(_NO_ROOM)
+
+
+def _save_fitting(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
+    """Up to the first block that is too large for the pool."""
+    request, link = transfer.request, transfer.link
     sizes = _sizes(request, cache)
     largest, limit = max(sizes), link.welcome.max_block_bytes
     if largest > limit:
@@ -106,15 +124,14 @@ def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
         if not sizes:
             return
     if isinstance(request, Plan):
-        _save_natively(transfer, request, sizes)
+        _save_natively(transfer, request, len(sizes), max(sizes))
     elif link.welcome.is_direct:
         _save_direct(transfer, request, cache, sizes)
     elif link.is_native and isinstance(cache.tensors, NativeHostTensors):
-        _save_natively(transfer, _planned(request, cache.tensors, sizes), sizes, request.parent)
+        plan = _planned(request, cache.tensors, sizes)
+        _save_natively(transfer, plan, len(sizes), max(sizes), request.parent)
     else:
         _save_staged(transfer, request, cache, sizes)
-    if transfer.progress.problem is m.Status.NO_ROOM:
-        link.complain(_NO_ROOM)
 
 
 def _sizes(request: Request | Plan, cache: RegisteredCache | Snapshot) -> list[int]:
@@ -130,12 +147,12 @@ def _planned(request: Request, tensors: NativeHostTensors, sizes: list[int]) -> 
     return tensors.plan_of(request.blocks, request.keys(0, len(sizes)), np.array(sizes, np.int64))
 
 
-def _save_natively(transfer: Transfer, plan: Plan, sizes: list[int], parent: bytes = b"") -> None:
-    """As `_save_staged`, all of it in one call."""
-    arena, num_regions, region_bytes = _regions(transfer, max(sizes))
+def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, parent: bytes = b"") -> None:
+    """As `_save_staged`, the first `num` blocks, all of it in one call. largest: bytes of one of them."""
+    arena, num_regions, region_bytes = _regions(transfer, largest)
     wanted = WantedSave(
         plan=plan,
-        num_blocks=len(sizes),
+        num_blocks=num,
         parent=parent,
         arena=arena,
         region_bytes=region_bytes,
@@ -143,12 +160,11 @@ def _save_natively(transfer: Transfer, plan: Plan, sizes: list[int], parent: byt
         first_bytes=_NATIVE_FIRST_BYTES,
         write_rcache=transfer.option.write_rcache,
     )
-    statuses = bytearray()
+    call = wanted.call()
     try:
-        transfer.link.save(wanted, statuses, transfer.deadline_s)
+        transfer.link.save(call, transfer.deadline_s)
     finally:
-        transfer.progress.add(bytes(statuses))
-        transfer.progress.num_bytes += sum(sizes[: len(statuses)])
+        transfer.progress.add_counted(call)
 
 
 def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:

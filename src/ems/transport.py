@@ -22,8 +22,8 @@ from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms
 from ems.common.exception import EmsErrorCode, EmsException, io_error, io_timeout
 from ems.common.sockets import why_unreachable
 from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same, verifier
-from ems.native.functions import Segment
-from ems.native.line import Loaded, Mapped, NativeLine, Unexpected, WantedLoad, WantedSave, native_line
+from ems.native.functions import Save, Segment
+from ems.native.line import Loaded, Mapped, NativeLine, Unexpected, WantedLoad, native_line
 from ems.runs import address_of
 from ems.wire import messages as m
 from ems.wire.frames import WireError
@@ -210,11 +210,11 @@ class Link:
         except Unexpected as unexpected:
             raise self._unexpected(unexpected.data) from None
 
-    def save(self, wanted: WantedSave, statuses: bytearray, deadline_s: float) -> None:
-        """Saves a batch in C++; adds to `statuses` what became of each block, also when it raises."""
+    def save(self, save: Save, deadline_s: float) -> None:
+        """Saves a batch in C++; writes into `save` what became of the blocks, also when it raises."""
         assert self._line is not None, "there is a library"
         try:
-            self._line.save(wanted, statuses, deadline_s)
+            self._line.save(save, deadline_s)
         except Unexpected as unexpected:
             raise self._unexpected(unexpected.data) from None
 

@@ -74,11 +74,14 @@ class Sessions:
         moving = native_tensors([cache], [0])
         assert moving is not None
         blocks, sizes = Blocks.of([(((i, 0, 1),),) for i in range(count)]), np.full(count, size)
-        named, statuses = b"".join(keys), bytearray()
+        named = b"".join(keys)
         plan = moving.plan_of(blocks, named, sizes)
-        save = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True)
-        line.save(save, statuses, deadline_s)
-        assert 0 < len(statuses) <= count
+        save = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True).call()
+        line.save(save, deadline_s)
+        assert 0 < save.num_done <= count
+        assert 0 <= save.num_local <= save.num_success <= save.num_done
+        assert save.done_bytes == save.num_done * size
+        assert (save.problem < 0) == (save.num_success == save.num_done)
         assert line.exists(named, False, deadline_s) <= count
         source[:] = 0
         wanted = WantedLoad(plan, 0, count, False)

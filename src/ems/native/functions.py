@@ -116,8 +116,12 @@ class Load(ctypes.Structure):
 class Save(ctypes.Structure):
     """Blocks to save. Arrays by address."""
 
-    statuses: int
+    kept: object  # what it has addresses of
     num_done: int
+    done_bytes: int
+    num_success: int
+    num_local: int
+    problem: int
     _fields_ = [
         ("plan", c_void_p),
         ("num", c_int64),
@@ -127,8 +131,11 @@ class Save(ctypes.Structure):
         ("num_regions", c_int64),
         ("first_bytes", c_int64),
         ("write_rcache", c_int64),
-        ("statuses", c_void_p),
         ("num_done", c_int64),
+        ("done_bytes", c_int64),
+        ("num_success", c_int64),
+        ("num_local", c_int64),
+        ("problem", c_int64),
     ]
 
 

@@ -55,7 +55,7 @@ struct EmsLoad {
     int64_t corrupt;    // the first that was damaged, or -1
 };
 
-// Blocks to save: the first `num` of a plan's. statuses: of num_done blocks, until the link's next call.
+// Blocks to save: the first `num` of a plan's.
 struct EmsSave {
     const EmsPlan* plan;
     int64_t num;
@@ -65,8 +65,12 @@ struct EmsSave {
     int64_t num_regions;
     int64_t first_bytes;  // of the first message, about; the next ones grow
     int64_t write_rcache;
-    const uint8_t* statuses;
-    int64_t num_done;
+    // The answers, as Progress of pipeline.py counts them.
+    int64_t num_done;  // blocks that have one
+    int64_t done_bytes;
+    int64_t num_success;  // up to the first that was not saved; of these, those on this node only
+    int64_t num_local;
+    int64_t problem;  // what became of that one, or -1
 };
 
 }  // extern "C"
@@ -236,17 +240,6 @@ class Saving {
     Saving(Exchange& line, EmsSave& save) : save_(save), line_(line), sizes_(save.plan->sizes) {}
 
     int run() {
-        line_.statuses.clear();
-        const int problem = move();
-        save_.statuses = line_.statuses.data();
-        save_.num_done = static_cast<int64_t>(line_.statuses.size());
-        return problem;
-    }
-
-  private:
-    static constexpr int64_t kGrowth = 2;
-
-    int move() {
         const uint8_t* parent = save_.parent;
         int64_t start = 0, limit = save_.first_bytes;
         bool is_ended = false;
@@ -255,7 +248,7 @@ class Saving {
                 if (const int problem = collect()) {
                     return problem;
                 }
-                if (!is_whole_) {
+                if (save_.problem >= 0) {
                     break;
                 }
             }
@@ -280,6 +273,9 @@ class Saving {
         }
         return 0;
     }
+
+  private:
+    static constexpr int64_t kGrowth = 2;
 
     // Where the group ends that begins at a block: at most kGroupBlocks and, beyond the first, `most` bytes.
     int64_t group_end(int64_t start, int64_t most) const {
@@ -325,11 +321,18 @@ class Saving {
         ems::BodyReader body = frame.body();
         size_t num;
         const uint8_t* statuses = body.bytes(num);
-        if (!body.is_good() || num > static_cast<size_t>(save_.num) - line_.statuses.size()) {
+        if (!body.is_good() || num > static_cast<size_t>(save_.num - save_.num_done)) {
             return line_.unexpected(frame);
         }
-        line_.statuses.insert(line_.statuses.end(), statuses, statuses + num);
-        is_whole_ = is_whole_ && (num == 0 || std::all_of(statuses, statuses + num, is_success));
+        for (size_t i = 0; i < num; i++) {
+            save_.done_bytes += sizes_[save_.num_done++];
+            if (save_.problem < 0 && is_success(statuses[i])) {
+                save_.num_success++;
+                save_.num_local += statuses[i] == kLocal;
+            } else if (save_.problem < 0) {
+                save_.problem = statuses[i];
+            }
+        }
         return 0;
     }
 
@@ -337,7 +340,6 @@ class Saving {
     Exchange& line_;
     const int64_t* sizes_;
     int64_t num_waiting_ = 0;
-    bool is_whole_ = true;
 };
 
 }  // namespace

@@ -62,6 +62,13 @@ class WantedSave(NamedTuple):
     first_bytes: int
     write_rcache: bool
 
+    def call(self) -> c.Save:
+        """The same for C++, which writes there what became of the blocks."""
+        plan, num, parent, arena, *others = self
+        save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others, problem=-1)
+        save.kept = self
+        return save
+
 
 class NativeLine:
     """Calls over one socket, one at a time. Methods raise TimeoutError, OSError or Unexpected."""
@@ -121,13 +128,9 @@ class NativeLine:
         self._check(problem)
         return Loaded(load.num_done, load.corrupt >= 0, load.cause)
 
-    def save(self, wanted: WantedSave, statuses: bytearray, deadline_s: float) -> None:
-        """Saves the blocks; adds to `statuses` what became of each, also when it raises."""
-        plan, num, parent, arena, *others = wanted
-        save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others)
-        problem = self._library.ems_line_save(self._by(deadline_s), save)
-        statuses += ctypes.string_at(save.statuses, save.num_done)
-        self._check(problem)
+    def save(self, save: c.Save, deadline_s: float) -> None:
+        """Saves the blocks; writes into `save` what became of them, also when it raises."""
+        self._check(self._library.ems_line_save(self._by(deadline_s), save))
 
 
 def native_line(fd: int) -> NativeLine | None:

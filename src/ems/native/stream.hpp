@@ -197,8 +197,6 @@ class Exchange : public EmsLine {
     // Of the last load: where its blocks lie, and their sums.
     std::vector<int64_t> segments, offsets, lengths;
     std::vector<Sum> sums;
-    // Of the last save.
-    std::vector<uint8_t> statuses;
 
     FrameWriter& begin(Op op, uint8_t num_values) {
         writer_.data.clear();
