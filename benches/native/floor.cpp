@@ -36,7 +36,7 @@ extern "C" {
 
 // Answers until its caller is gone.
 void floor_serve(int fd, const ems::Xxh3* xxh3, uint8_t* arena, uint8_t* pool, int64_t block_bytes) {
-    const ems::SummedCopy copy(*xxh3);
+    ems::SummedCopy copy(*xxh3);
     const auto size = static_cast<size_t>(block_bytes);
     uint8_t message[kMessageBytes] = {};
     while (receive(fd, message, kMessageBytes)) {
