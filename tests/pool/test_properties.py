@@ -198,6 +198,33 @@ def test_a_key_is_missed_once():
     assert order._share == share
 
 
+def test_of_what_was_used_the_last_sixteen_that_went_are_remembered_too():
+    order = S3Fifo()
+    for key in gone_from(order):
+        order.missed(key, 64)
+    for victim in iter(lambda: order.victim(lambda _key: False), None):
+        order.remove(victim)
+    for n in range(17):
+        for _ in range(2):
+            order.add(b"used%d" % n)
+            order.remove(b"used%d" % n)
+    order.remove(b"nobody")
+    share = order._share
+    order.missed(b"used0", 64)
+    assert order._share == share
+    order.missed(b"used1", 64)
+    assert order._share < share
+
+
+def test_all_classes_hear_what_was_missed():
+    classes = Classes(S3Fifo)
+    orders = [classes.of(slot, is_copy) for slot in (4096, 8192) for is_copy in (False, True)]
+    gone = [gone_from(order) for order in orders]
+    classes.missed(gone[0][0], 64)
+    assert len({order._share for order in orders}) == 1
+    assert orders[0]._share > S3Fifo()._share
+
+
 for machine in (EvictMachine, LruMachine):
     machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
