@@ -78,6 +78,11 @@ def test_protocols_with_neutral_values_of_their_own_keep_them(path, body, served
     assert (taken.top_k, taken.top_p, taken.min_p, taken.repetition_penalty) == (0, 1, 0, 1)
 
 
+def test_the_console_shows_it(served):
+    (model,) = served[0].client.get("/console/config").json()["models"]
+    assert model["advice"] == "temperature 0.6, top_k 20, top_p 0.95, min_p 0.01, repetition_penalty 1.1"
+
+
 def test_a_response_tells_how_it_was_sampled(served):
     body = ROUTES["/v1/responses"]
     told = served[0].client.post("/v1/responses", json=body).json()

@@ -78,6 +78,7 @@ class SummedCopy {
     // The sum is of the bytes at `target`: whoever can still write to `source` cannot make it another block's.
     Sum operator()(uint8_t* target, const uint8_t* source, size_t size) {
         Sum sum;
+        is_past_ = size >= kLarge;
         if (size <= kPiece) {
             sum = sum_of(xxh3_, put(target, source, size), size);
         } else {
@@ -93,12 +94,13 @@ class SummedCopy {
     }
 
   private:
-    static constexpr size_t kPiece = 8 << 10;  // source and copy together fit into the first cache of a core
+    static constexpr size_t kPiece = 8 << 10;   // source and copy together fit into the first cache of a core
+    static constexpr size_t kLarge = 64 << 10;  // a batch of smaller blocks may be read while the caches have it
 
     // Writes a piece; where the same bytes can be summed.
 #ifdef __SSE2__
     const uint8_t* put(uint8_t* target, const uint8_t* source, size_t size) {
-        if (reinterpret_cast<uintptr_t>(target) % sizeof(__m128i) == 0) {
+        if (is_past_ && reinterpret_cast<uintptr_t>(target) % sizeof(__m128i) == 0) {
             copy_past_caches(target, kept_, source, size);
             return kept_;
         }
@@ -119,6 +121,7 @@ class SummedCopy {
 
     const Xxh3& xxh3_;
     void* state_;
+    bool is_past_ = false;  // whether this block goes past the caches
 };
 
 }  // namespace ems

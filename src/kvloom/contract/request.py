@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out: SamplingParams, Request, Delta."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 
 import msgspec
@@ -86,6 +86,11 @@ class SamplingAdvice:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def __str__(self) -> str:
+        """What they say, for people."""
+        said = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(f"{name} {value:g}" for name, value in said if value is not None)
 
 
 def _number(value: float) -> str:

@@ -50,7 +50,12 @@ def _model(card: ModelCard) -> dict[str, Any]:
         if not name.startswith("fake_")
     }
     engine["plugin_options"] = ", ".join(card.engine.plugin_options)  # a value may be a secret
-    return {**_plain(card, "engine"), **engine, **({} if tier is None else _tier(tier))}
+    return {
+        **_plain(card, "engine", "advice"),
+        "advice": str(card.advice),
+        **engine,
+        **({} if tier is None else _tier(tier)),
+    }
 
 
 def _tier(tier: TierConfig) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """What a start says of a model: how it is sampled, what its weights take, what its keys and values."""
 
-from dataclasses import asdict
-
 from kvloom.contract.capacity import AHEAD_BYTES
 from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.messages import RankInfo
@@ -16,8 +14,8 @@ def weights_note(name: str, info: RankInfo) -> str:
 
 def advice_note(name: str, advice: SamplingAdvice) -> str:
     """A line that says how requests are sampled that leave it open; "" where the model's files do not say either."""
-    said = [f"{field} {value:g}" for field, value in asdict(advice).items() if value is not None]
-    return f"{name}: where a request does not say, {', '.join(said)}, as its files advise.\n" if said else ""
+    said = str(advice)
+    return f"{name}: where a request does not say, {said}, as its files advise.\n" if said else ""
 
 
 def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:

@@ -186,6 +186,7 @@ def _measured(service: GenerationService) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
         "num_host_blocks": info.num_host_blocks,
+        "advice": str(service.card.advice),
     }
 
 
