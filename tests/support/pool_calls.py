@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class Call:
     first: tokens of the first block that a load leaves alone.
     """
 
-    arguments: dict[str, object]
+    arguments: dict[str, Any]
     names: list[str]
     slots: list[list[Slots]]  # [blocks][groups]
     data: list[list[np.ndarray]]  # [blocks][groups], each [tensors, tokens, bytes]
@@ -93,7 +94,7 @@ class Calls:
         slots = [[self._slots(g, n, taken) for g, n in enumerate(one)] for one in counts]
         data = [[self._true(name, g, n) for g, n in enumerate(one)] for name, one in zip(names, counts, strict=True)]
         sizes = [sum(n * shape.token_bytes(g) for g, n in enumerate(one)) for one in counts]
-        arguments: dict[str, object] = {"hashes": self._as_numbers(hashes)}
+        arguments: dict[str, Any] = {"hashes": self._as_numbers(hashes)}
         if shape.is_grouped:
             arguments["chunk_descs"] = [[(one[g][0], len(one[g])) for one in slots] for g in range(len(shape.groups))]
         else:
@@ -151,5 +152,13 @@ class Calls:
         """As the callers that there are would give them."""
         if min(values, default=0) < -(2**63) or max(values, default=0) >= 2**63:
             return values
-        as_tensor = lambda numbers: torch.tensor(numbers, dtype=torch.int64)  # noqa: E731
-        return self.dice.choice([list, tuple, np.array, lambda numbers: list(np.array(numbers)), as_tensor])(values)
+        forms = (list, tuple, np.array, _as_numpys_own, _as_tensor)
+        return self.dice.choice(forms)(values)
+
+
+def _as_numpys_own(values: list[int]) -> list[np.int64]:
+    return list(np.array(values))
+
+
+def _as_tensor(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
