@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 import os
 import ssl
 from collections.abc import Iterator
@@ -117,6 +118,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def log_as_it_was() -> Iterator[None]:
+    """A file's tests may open the log, as programs do that use the Engine API: those of the next find it closed."""
+    root = logging.getLogger()
+    level, handlers = root.level, root.handlers[:]
+    yield
+    root.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """EngineThread over a real rank process: streams, cancels, and what happens when the process is killed."""
 
 import asyncio
+import logging
 import os
 import signal
 from contextlib import aclosing
@@ -154,6 +155,8 @@ def test_closing_the_engine_ends_running_requests_and_the_process():
 
 
 def test_closing_over_a_rank_that_hangs_is_no_crash_of_it(caplog):
+    caplog.set_level(logging.WARNING)
+
     async def body(engine: EngineThread) -> None:
         task = asyncio.create_task(collect(engine, endless("a")))
         await until(lambda: engine.stats().num_running == 1)
