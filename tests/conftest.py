@@ -127,6 +127,8 @@ def log_as_it_was() -> Iterator[None]:
     level, handlers = root.level, root.handlers[:]
     yield
     root.setLevel(level)
+    for opened in set(root.handlers).difference(handlers):
+        opened.close()
     root.handlers[:] = handlers
 
 
