@@ -13,9 +13,12 @@ def soon() -> float:
 
 
 def until(condition: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
-    """The condition's first true value, within `limit_s`."""
+    """The condition's first true value, within `limit_s`. What takes long to look at is looked at less often."""
     deadline_s = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline_s, "it did not become true in time"
-        time.sleep(0.005)
-    return value
+    while True:
+        began_s = time.monotonic()
+        if value := condition():
+            return value
+        now_s = time.monotonic()
+        assert now_s < deadline_s, "it did not become true in time"
+        time.sleep(min(max(0.005, 4 * (now_s - began_s)), 0.25))
