@@ -1,6 +1,7 @@
 """A wrong fleet.yaml is told by the path of its mistake; what cannot start says why in one line."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
-from kvloom.fleet.plan import Plan, Roll, make_plan
+from kvloom.fleet.plan import Plan, make_plan, refusal
 from tests.support.configs import mock_document
 
 
@@ -124,21 +125,32 @@ def test_the_server_does_not_need_ray():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_without_ray_the_command_says_how_to_get_it():
-    program = (
-        "import sys; sys.modules['ray'] = None; sys.argv[1:] = 'fleet run --backend fake'.split(); "
-        "from kvloom.cli import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+def run_without_ray(*options: str) -> str:
+    """What `kvloom fleet run` says where Ray cannot be imported."""
+    program = "import sys; sys.modules['ray'] = None; from kvloom.cli import main; main()"
+    command = [sys.executable, "-c", program, "fleet", "run", "--backend", "fake", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.strip() == "kvloom: a fleet needs Ray (ray is missing): pip install 'kvloom[ray]'"
+    return done.stderr.strip()
+
+
+def test_without_ray_the_command_says_how_to_get_it():
+    assert run_without_ray("--port", "0") == "kvloom: a fleet needs Ray (ray is missing): pip install 'kvloom[ray]'"
+
+
+def test_a_port_in_use_is_told_before_ray_is_imported():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        said = run_without_ray("--port", str(port))
+    assert said == (
+        f"kvloom: port {port} of 127.0.0.1 is in use by another program; stop that one or choose another port"
+    )
 
 
 def test_weights_of_another_form_are_refused_by_name():
-    roll = Roll()
-    assert roll.join("n1", "cpu w8a8") == ""
-    assert roll.join("n2", "cpu w8a8") == ""
-    assert roll.join("n3", "cpu bf16") == (
+    first = ("n1", "cpu w8a8")
+    assert refusal(first, "n2", "cpu w8a8") == ""
+    assert refusal(first, "n3", "cpu bf16") == (
         "node n3 holds the model as cpu bf16, and node n1 of the same fleet as cpu w8a8; "
         "give both the same files, or set weightFormat"
     )

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -22,13 +24,14 @@ from kvloom.fleet.args import Autoscaling, DecodeScaling, FleetArgs, Scaling, pa
 from kvloom.fleet.engine import Way, Ways
 from kvloom.fleet.ingress import Fleet, Ingress
 from kvloom.fleet.lost import Call, ReplicaLost
-from kvloom.fleet.plan import Plan, Roll, make_plan
+from kvloom.fleet.plan import Plan, make_plan, refusal
 from kvloom.fleet.replica import EngineReplica
 from kvloom.fleet.routing.board import board_of
 from kvloom.fleet.scaling import MAILBOXES, METRIC
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
+_NAMESPACE = "kvloom"  # of what we name in Ray
 _ID_CHARS = 8  # of a node's id, which are told
 _DRAIN_POLL_S = 0.2
 _STATS_S = 1.0  # how often replicas tell routers how they are
@@ -145,7 +148,7 @@ class ServedReplica:
         if plan.args.kv_pool:
             await _ensure_agent(node, int(plan.args.kv_pool_gb * (1 << 30)))
         await self._replica.start()
-        await _join_roll(plan, node, self._replica.form)
+        _join_roll(plan, node, self._replica.form)
 
     async def stream(self, data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
         async for item in self._replica.stream(data):
@@ -230,19 +233,22 @@ def calls(engines: DeploymentHandle, method: str) -> Call:
     return call
 
 
-async def _join_roll(plan: Plan, node: str, form: str) -> None:
-    """The replicas of one plan hold their weights in one form. Raises ModelError."""
-    options = {"name": f"roll-{plan.id}", "namespace": "kvloom", "lifetime": "detached", "get_if_exists": True}
-    roll = ray.remote(Roll).options(**options, num_cpus=0).remote()
-    problem = await roll.join.remote(node[:_ID_CHARS], form)
-    if problem:
+def _join_roll(plan: Plan, node: str, form: str) -> None:
+    """The first replica of a plan tells Ray's store in what form it holds its weights, and the others have to, too.
+
+    Raises ModelError.
+    """
+    key, own = f"roll-{plan.id}", (node[:_ID_CHARS], form)
+    _internal_kv_put(key, msgspec.json.encode(own), overwrite=False, namespace=_NAMESPACE)
+    first = msgspec.json.decode(_internal_kv_get(key, namespace=_NAMESPACE), type=tuple[str, str])
+    if problem := refusal(first, *own):
         raise ModelError(problem)
 
 
 async def _ensure_agent(node: str, pool_bytes: int) -> None:
     """An agent of EMS on this node: an actor holds it, which outlives replicas. Raises ModelError."""
     place = NodeAffinitySchedulingStrategy(node, soft=False)
-    options = {"name": f"ems-agent-{node}", "namespace": "kvloom", "lifetime": "detached", "get_if_exists": True}
+    options = {"name": f"ems-agent-{node}", "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     agent = ray.remote(NodeAgent).options(**options, num_cpus=0, scheduling_strategy=place).remote(pool_bytes)
     try:
         await agent.check.remote()

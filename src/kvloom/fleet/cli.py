@@ -45,14 +45,13 @@ def run(
     args = msgspec.structs.replace(args, **listening)
     plan = make_plan(args, is_behind_proxy=False)
     server = plan.config(platform.node())
-    local = _local()
     start_logging(server.log)
     for note in notes_of(Settings(plan.values), os.environ):
         log.warning("%s", note)
     fleets: list[Any] = []
 
     def opening(server: ServerConfig) -> Opening:
-        fleets.append(local.LocalFleet(plan, server, dashboard, _tell))
+        fleets.append(_local().LocalFleet(plan, server, dashboard, _tell))
         return cast(Opening, fleets[0])
 
     serve(server, opening)
@@ -69,7 +68,7 @@ def check(fleet: Annotated[Path, typer.Argument(help="A fleet.yaml.")]) -> None:
 
 
 def _local() -> Any:
-    """Raises BadRequest where Ray is not installed."""
+    """Imports Ray, which takes a second. Raises BadRequest where Ray is not installed."""
     try:
         return import_module("kvloom.fleet.local")
     except ModuleNotFoundError as error:

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from kvloom.contract.errors import ModelError, ServingError
@@ -31,7 +32,7 @@ os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name n
 
 import ray  # noqa: E402
 from ray import serve  # noqa: E402
-from ray._private import ray_constants  # noqa: E402
+from ray._private import parameter, ray_constants  # noqa: E402
 from ray.serve.schema import ApplicationStatus  # noqa: E402
 
 from kvloom.fleet.app import ENGINES, PREFILL, engines_alone, fleet_of  # noqa: E402
@@ -138,19 +139,31 @@ def _start(plan: Plan, has_dashboard: bool) -> str:
 def _start_ray(num_cpus: int, has_dashboard: bool) -> str:
     """Its address. Raises ModelError, one sentence."""
     try:
-        context = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=has_dashboard,
-            object_store_memory=_STORE_BYTES,
-            logging_level=logging.ERROR,
-            log_to_driver=False,
-        )
+        with _alone():
+            context = ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=has_dashboard,
+                object_store_memory=_STORE_BYTES,
+                logging_level=logging.ERROR,
+                log_to_driver=False,
+            )
     except Exception as error:  # Ray has no class for it
         ray.shutdown()
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"Ray does not start: {why}") from None
     return str(context.address_info["gcs_address"])
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """A Ray that starts here has no processes to start nodes or to pass logs on, for which it has no public option."""
+    params = parameter.RayParams
+    parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
+    try:
+        yield
+    finally:
+        parameter.RayParams = params
 
 
 def _replicas(args: FleetArgs) -> str:

@@ -102,21 +102,13 @@ def layout_of(form: str) -> str:
     return f"{form} {_isa()}"
 
 
-class Roll:
-    """In what form the first replica of a plan holds its weights: the others have to, too."""
-
-    def __init__(self) -> None:
-        self._first: tuple[str, str] | None = None  # node and form
-
-    def join(self, node: str, form: str) -> str:
-        """ "" or, in a sentence, why a replica there is refused."""
-        if self._first is None:
-            self._first = node, form
-        first_node, wanted = self._first
-        if form == wanted:
-            return ""
-        others = f"node {first_node} of the same fleet as {wanted}"
-        return f"node {node} holds the model as {form}, and {others}; give both the same files, or set weightFormat"
+def refusal(first: tuple[str, str], node: str, form: str) -> str:
+    """`first`: node and form of the first replica of a plan. "" or, in a sentence, why this one is refused."""
+    first_node, wanted = first
+    if form == wanted:
+        return ""
+    others = f"node {first_node} of the same fleet as {wanted}"
+    return f"node {node} holds the model as {form}, and {others}; give both the same files, or set weightFormat"
 
 
 def _isa() -> str:
