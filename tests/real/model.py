@@ -41,7 +41,7 @@ class RealModel:
 def open_real(path: Path, tokenizer: Tokenizer, kind: str) -> RealModel:
     """`kind`: back end and type of keys and values, as in "cpu, int8"; the reference computes in float32."""
     backend, kv_dtype = kind.split(", ")
-    config = EngineConfig(model=str(path), backend=backend, kv_dtype=kv_dtype, num_blocks=512, max_seq_len=1024)
+    config = EngineConfig(model=str(path), backend=backend, kv_dtype=kv_dtype, num_blocks=160, max_seq_len=1024)
     runner = open_runner(config, sorted(tokenizer.eos_ids), lambda done, total: None)
     torch.set_num_threads(1)  # the reference takes every core, where other tests run beside
     return RealModel(config, runner, tokenizer)

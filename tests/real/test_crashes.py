@@ -25,8 +25,8 @@ from tests.support.threads import rank_pid
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
-NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "6"))
-NUM_STREAMS = 32 if NUM_KILLS > 10 else 8
+NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "5"))
+NUM_STREAMS, NUM_TOKENS = (32, 40) if NUM_KILLS > 10 else (8, 24)
 TEXTS = (
     "The capital of France is",
     "Once upon a time, in a village by the sea, there lived an old woman who",
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["city", "people"],
     "additionalProperties": False,
 }
-GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 Said = list[tuple[list[int], str]]  # tokens and text of each choice
 
 

@@ -9,7 +9,7 @@ from kvloom.contract.config import TierConfig
 from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.tier.tier import with_tier
-from tests.real.model import RealModel
+from tests.real.model import RealModel, open_real
 from tests.support.engines import in_process, run_all, text_of, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
@@ -29,8 +29,14 @@ PARAMS = (
 
 
 @pytest.fixture(scope="module", params=["reference, auto", "cpu, bf16", "cpu, int8"])
-def model(real, request) -> RealModel:
-    return real(request.param)
+def kind(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(real, tiny_path, tokenizer, kind) -> RealModel:
+    """The reference reads all weights for each sequence: its model is small and random, of the same tokens."""
+    return open_real(tiny_path, tokenizer, kind) if "reference" in kind else real(kind)
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +87,13 @@ def test_a_cached_prefix_equals_a_computed_one(model, requests, alone):
     assert any(deltas[0].num_cached_tokens for deltas in again.values())
 
 
-def test_loaded_from_ems_equals_computed(model, smollm2_path, requests, alone):
+def test_loaded_from_ems_equals_computed(model, requests, alone):
     """An engine with an empty KV cache takes over what another has computed, bit for bit."""
     tier = TierConfig("kvloom.rank.tier.ems:open_tier", timeout_s=10.0, is_watched=True)
     with ems.embedded(pool="64M"):
         for asked, num_cached in ((only_begun(requests), 0), (requests, 16)):
             model.forget()
-            tiered = with_tier(model.runner, tier, model.runner.kv_memory(str(smollm2_path)))
+            tiered = with_tier(model.runner, tier, model.runner.kv_memory(model.config.model))
             config = replace(model.config, kv_tier=tier)
             engine = Engine(config, in_process(tiered, config), model.tokenizer)
             found = run_all(engine, *asked, max_steps=10**7)
@@ -113,8 +119,9 @@ GUESSED = (
 )
 
 
-def test_guessed_ahead_equals_one_token_at_a_time(model, requests):
-    other = requests[1]
+def test_guessed_ahead_equals_one_token_at_a_time(real, kind, requests):
+    """Of a model that repeats what it has read, as a random one does not."""
+    model, other = real(kind), requests[1]
     repeating = [Request(f"again{i}", model.ids(REPEATING), params) for i, params in enumerate(GUESSED)]
     want = run_all(plain(model), *repeating, other)
     engine = model.engine(num_speculative_tokens=4)

@@ -49,7 +49,8 @@ def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(real, or
     engine = base.engine()
     id = engine.adapters.load(folders[0]).id
     prompts = [base.ids(text) for text in PROMPTS]
-    requests = [Request(f"{own}-{i}", ids, PARAMS, adapter=own) for own in (0, id) for i, ids in enumerate(prompts)]
+    few = replace(PARAMS, max_tokens=6)  # the reference reads all weights for each
+    requests = [Request(f"{own}-{i}", ids, few, adapter=own) for own in (0, id) for i, ids in enumerate(prompts)]
     found = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
     engine.adapters.unload(id)
     adapter = b"".join(path.read_bytes() for path in (*sorted(Path(folders[0]).iterdir()), Path(__file__)))
