@@ -55,8 +55,8 @@ def sparing_compiler(folder: Path) -> Path:
     """A hasty one, which makes no library that this user's cache has: that is found there by sources and flags."""
     kept = folder / "kept"
     kept.mkdir()
-    for isa in AVAILABLE:
-        (kept / build.file_name(isa)).symlink_to(build.library(isa))
+    for name, isa in {build.file_name(isa): isa for isa in AVAILABLE}.items():
+        (kept / name).symlink_to(build.library(isa))
     for library in (LIBRARY, BLOCKS, INDEX, STREAM):
         (kept / Path(library.prebuilt).name).symlink_to(library.path())
     hasty, path = hasty_compiler(folder), folder / "sparing-g++"

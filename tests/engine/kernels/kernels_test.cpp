@@ -9,6 +9,7 @@
 #include "rope.hpp"
 #include "numbers_test.cpp"
 #include "scalar.hpp"
+#include "tiles_test.cpp"
 
 using namespace kvl;
 
@@ -62,6 +63,7 @@ static void test_quantised(int format, int64_t cols) {
     kvl_fill_f32(panel.model, 0, weights.data(), kPanel, 0, -1);
     panel.check(weights, format == KVL_INT4 ? 0.3 : format == KVL_BF16 ? 0.02 : 0.03);
     test_tile(panel.linear());
+    test_in_tiles(panel.linear());
 }
 
 // Numbers of a file, kept as they are: all of a form's numbers, scales of both signs, with and without minimums.
@@ -86,6 +88,7 @@ static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) 
     kvl_fill_numbers(panel.model, 0, &from, kPanel, 0, -1);
     panel.check(want, 1e-6);
     test_tile(panel.linear());
+    test_in_tiles(panel.linear());
 }
 
 // Panels of three forms in one linear: each lies where the ones before it end, whichever thread's it is.
@@ -349,6 +352,9 @@ static void test_every_kernel() {
         for (int64_t run : {16, 32}) test_kept(KVL_INT6, cols, run, false);
         for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
     }
+    test_quantised(KVL_INT8, 840);  // wider than what the tile unit takes at a time
+    test_kept(KVL_INT4, 840, 32, true);
+    test_kept(KVL_INT6, 840, 16, false);
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {

@@ -9,7 +9,8 @@ import pytest
 from kvloom.rank.kernels import build
 from tests.support.compiling import compiled
 
-AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags()]
+# The tile unit's kernels are in the library of AVX-512, and in its tests.
+AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags() and isa != build.TILES]
 FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all")
 MEMORY, RACES = "-fsanitize=address,undefined", "-fsanitize=thread"
 LEVELS = {"portable": "-Og"}  # its vectors are loops; others are compiled faster than what an optimiser would save

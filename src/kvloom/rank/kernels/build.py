@@ -19,12 +19,14 @@ PREBUILT = Path(__file__).parent / "lib"  # only in an installed wheel
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16c"
 
+_AVX512_FLAGS = tuple(f"-m{flag}" for flag in _AVX512.split())
+_AVX512_NEEDED = frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split())
+TILES = "amx"  # AVX-512 and the tile unit of Intel's processors
+
 # Best first: the compiler's flags, and what /proc/cpuinfo must name.
 ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
-    "avx512": (
-        tuple(f"-m{flag}" for flag in _AVX512.split()),
-        frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split()),
-    ),
+    TILES: (_AVX512_FLAGS, _AVX512_NEEDED | {"amx_tile", "amx_int8"}),
+    "avx512": (_AVX512_FLAGS, _AVX512_NEEDED),
     "avx2": (("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
     "portable": (("-DKVL_PORTABLE",), frozenset()),
 }
@@ -67,7 +69,7 @@ def library(isa: str | None = None) -> Path:
 def _compile_once(isa: str, path: Path) -> None:
     """Whoever comes meanwhile waits: it takes a minute, and every core. Raises ModelError, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f"{isa}.lock").open("w") as lock:
+    with (path.parent / f"{_library(isa)}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             compile_library(isa, path)
@@ -79,17 +81,23 @@ def found(isa: str) -> Path | None:
     return next((path for path in (PREBUILT / name, _cache_root() / name) if path.exists()), None)
 
 
+def _library(isa: str) -> str:
+    """The first instruction set of the same library."""
+    return "avx512" if isa == TILES else isa
+
+
 def file_name(isa: str) -> str:
     hashed = hashlib.sha256(repr((COMMON_FLAGS, ISAS[isa][0])).encode())
     for path in sorted(SOURCES.glob("*.[hc]*")):
         hashed.update(path.read_bytes())
-    return f"libkvloom_{isa}_{platform.machine()}-{hashed.hexdigest()[:16]}.so"
+    return f"libkvloom_{_library(isa)}_{platform.machine()}-{hashed.hexdigest()[:16]}.so"
 
 
 def prebuild(folder: Path) -> None:
     """Every variant of this kind of machine into `folder`, whichever of them it runs itself: what a wheel carries."""
-    for isa in ISAS if platform.machine() in ("x86_64", "AMD64") else ("portable",):
-        compile_library(isa, folder / file_name(isa))
+    isas = ISAS if platform.machine() in ("x86_64", "AMD64") else ("portable",)
+    for name, isa in {file_name(isa): isa for isa in isas}.items():
+        compile_library(isa, folder / name)
 
 
 def compile_library(isa: str, target: Path) -> None:
@@ -100,7 +108,7 @@ def compile_library(isa: str, target: Path) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
-    log.info("compiling the CPU kernels (%s) into %s, once", isa, target.parent)
+    log.info("compiling the CPU kernels (%s) into %s, once", _library(isa), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name

@@ -88,11 +88,12 @@ class CpuBackend:
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
         self.isa = self._lib.kvl_isa().decode()
-        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"  # with the tile unit as without
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise ModelError("no memory for the CPU backend")
+        self._use_tiles(options.isa)
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
         packer = Packer(Native(self._lib, self._model, self.num_threads), spec, ropes, weights, weight_format)
         packer.declare()
@@ -235,6 +236,15 @@ class CpuBackend:
             self.num_threads, KV_FORMATS[self.kv_dtype], s.norm_eps, s.embed_scale, s.residual_scale, s.logit_scale,
             s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha, s.sees_ahead,
         )  # fmt: skip
+
+    def _use_tiles(self, asked: str | None) -> None:
+        """If it was asked for, or nothing was and the processor has it. Raises ModelError when it was and cannot be."""
+        if (asked or build.best_isa(build.cpu_flags())) != build.TILES:
+            return
+        if self._lib.kvl_use_tiles(self._model):
+            self.isa = build.TILES
+        elif asked:
+            raise ModelError(f"instruction set {asked}: the system does not let this process use the tile unit")
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:
         """The rotary tables of the layers, by what the library calls them; they live as long as the model."""

@@ -92,6 +92,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     signatures = {
         "kvl_isa": (ctypes.c_char_p, []),
+        "kvl_use_tiles": (_I32, [_POINTER]),
         "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
         "kvl_free": (None, [_POINTER]),
         "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),

@@ -117,6 +117,9 @@ typedef struct {
 } kvl_batch;
 
 const char *kvl_isa(void);
+/* From now on steps of many rows use the processor's tile unit (AMX), and have the same bits. 1, or 0 = there is none, or the
+ * system does not let this process use it. */
+int32_t kvl_use_tiles(kvl_model *model);
 kvl_model *kvl_new(const kvl_shape *shape);
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);

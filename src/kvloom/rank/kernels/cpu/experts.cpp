@@ -124,11 +124,11 @@ void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t i
     const int64_t row = small ? groups.row[size_t(first)] : first;
     const float* bias = vector(mixture.up_bias);
     if (bias) bias += (expert * linear.panels + index) * kPanel;
-    alignas(64) float sums[kRowsOnce * kPanel];
-    const Passes passes(groups.count(group));
-    for (int64_t i = 0; i < passes.count; i++) {
-        const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
-        tile_for(linear.format(index), int(end - begin))({x, row + begin, linear.padded_cols, linear.panel(index), sums});
+    alignas(64) float sums[kTileRows * kPanel];
+    const Way way(linear.format(index), groups.count(group), model_.uses_tiles);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+        way.multiply({x, row + begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
         for (int64_t r = begin; r < end; r++) {
             F32 lo = load(sums + (r - begin) * kPanel), hi = load(sums + (r - begin) * kPanel + kLanes);
             if (bias) lo = add(lo, load(bias)), hi = add(hi, load(bias + kLanes));
@@ -178,11 +178,11 @@ void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t
     const Activations& x = is_small(batch_.num_tokens) ? e.own[size_t(thread)] : e.slots;
     const float* bias = vector(mixture.down_bias);
     if (bias) bias += (expert * linear.panels + index) * kPanel;
-    alignas(64) float sums[kRowsOnce * kPanel];
-    const Passes passes(groups.count(group));
-    for (int64_t i = 0; i < passes.count; i++) {
-        const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
-        tile_for(linear.format(index), int(end - begin))({x, first + begin, linear.padded_cols, linear.panel(index), sums});
+    alignas(64) float sums[kTileRows * kPanel];
+    const Way way(linear.format(index), groups.count(group), model_.uses_tiles);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+        way.multiply({x, first + begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
         for (int64_t r = begin; r < end; r++) {
             F32 lo = load(sums + (r - begin) * kPanel), hi = load(sums + (r - begin) * kPanel + kLanes);
             if (bias) lo = add(lo, load(bias)), hi = add(hi, load(bias + kLanes));

@@ -41,8 +41,11 @@ inline I32 total(I32 (&sums)[SUMS]) {
 // integers are exact, so that is all the rounding there is.
 template <int FORMAT>
 struct Scales {
-    Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
+    explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
         if constexpr (has_min(FORMAT)) min_a = load_fp16(at + kPanel), min_b = load_fp16(at + kPanel + kLanes);
+    }
+    explicit Scales(const float* at) : scale_a(load(at)), scale_b(load(at + kLanes)) {
+        if constexpr (has_min(FORMAT)) min_a = load(at + kPanel), min_b = load(at + kPanel + kLanes);
     }
     void add_to(F32& lo, F32& hi, I32 a, I32 b, float x_scale, int32_t x_sum) const {
         const F32 row_scale = splat(x_scale);
@@ -68,7 +71,7 @@ inline int32_t group_sum(const int32_t* runs) {
 
 template <int ROWS>
 inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
         store(out + m * kPanel, lo[m]);
         store(out + m * kPanel + kLanes, hi[m]);
@@ -243,9 +246,10 @@ Tile tile_for(int format, int rows) {
     }
 }
 
-// Rows of each pass over a panel: one pass when all fit, else passes of nearly equal size, at most kRowsMany.
+// Rows of each pass over a panel: one pass when `once` hold all, else passes of nearly equal size, at most `many`.
 struct Passes {
-    explicit Passes(int64_t rows) : rows(rows), count(rows <= kRowsOnce ? 1 : (rows + kRowsMany - 1) / kRowsMany) {}
+    explicit Passes(int64_t rows, int once = kRowsOnce, int many = kRowsMany)
+        : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
     int64_t begin(int64_t pass) const { return rows * pass / count; }
     const int64_t rows, count;
 };

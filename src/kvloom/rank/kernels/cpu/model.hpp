@@ -112,6 +112,7 @@ T* take(uint8_t*& at, int64_t count) {
 }
 
 inline Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
+    tokens += kRowsBehind;
     int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
     float* scale = take<float>(at, tokens * (cols / kFileGroup));
     return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
@@ -159,6 +160,7 @@ struct kvl_model {
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear
     int32_t embed_linear = -1;
+    bool uses_tiles = false;  // many rows are multiplied by the tile unit
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;

@@ -7,6 +7,8 @@
 
 namespace kvl {
 
+constexpr int kRowsBehind = 12;  // the last rows' tiles are read whole: so many rows behind them there is memory, of any content
+
 // Quantised rows. cols is padded to kPad; groups = cols / group_size(format).
 //   bf16:   data = bf16 [rows][cols]; scale and sum unused
 //   others: data = int8 [rows][cols], scale float [rows][groups], sum (of the int8 values) int32 [rows][cols / run_size]

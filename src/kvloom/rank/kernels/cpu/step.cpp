@@ -212,22 +212,21 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
 // One panel times all rows, and what is to be done with the sums while they are in the first-level cache.
 void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
-    alignas(64) float sums[kRowsOnce * kPanel];
-    const int format = linear.format(index);
-    const Passes passes(rows);
-    for (int64_t i = 0; i < passes.count; i++) {
-        const int64_t begin = passes.begin(i), end = passes.begin(i + 1);
-        tile_for(format, int(end - begin))({x, begin, linear.padded_cols, linear.panel(index), sums});
-        if (lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS)
-            add_low_rank(instruction, index, begin, end, sums, thread);
+    alignas(64) float sums[kTileRows * kPanel];
+    const Way way(linear.format(index), rows, model_.uses_tiles);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+        way.multiply({x, begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
+        const bool has_low_rank = lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS;
+        for (int64_t r = begin; has_low_rank && r < end; r += kLowRankRows)
+            add_low_rank(instruction, index, r, std::min(end, r + kLowRankRows), sums + (r - begin) * kPanel, thread);
         for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
     }
 }
 
-// B h to the sums of rows [begin, end), those of one adapter together.
+// B h to the sums of rows [begin, end), at most kLowRankRows, those of one adapter together.
 void Step::add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums,
                         int thread) {
-    static_assert(kRowsOnce <= 32 && kRowsMany <= 32);
     uint32_t done = 0;
     for (int64_t r = begin; r < end; r++) {
         const LoraLinear* lora = lora_of(r, instruction.linear);
@@ -326,5 +325,7 @@ int32_t Step::choose_token(int64_t row) const {
 }  // namespace kvl
 
 const char* kvl_isa(void) { return kvl::kIsaName; }
+
+int32_t kvl_use_tiles(kvl_model* model) { return model->uses_tiles = kvl::has_tiles(); }
 
 void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::Step(*model, *batch).run(); }

@@ -7,10 +7,12 @@
 #include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
+#include "tiles.hpp"
 
 namespace kvl {
 
 constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
+constexpr int kLowRankRows = 32;   // whose sums an adapter is added to at a time: bits of a word
 constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.

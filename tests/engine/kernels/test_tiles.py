@@ -1,0 +1,95 @@
+"""The tile unit (AMX) beside AVX-512: the same bits of every step, and who may not use it has AVX-512."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvloom.checkpoints.lora import read_adapter
+from kvloom.contract.errors import ModelError
+from kvloom.rank.kernels import build, cpu_abi
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
+from tests.support.adapters import make_adapter
+
+from .models import MIXED, SPECS, all_logits, four_bit, mixed_weights, ragged, random_weights, tiny_spec
+
+needs_tiles = pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.TILES, reason="needs a tile unit")
+MODELS = {
+    "a file of many kinds": (MIXED, mixed_weights, "stored"),
+    "w8a8": (SPECS["smollm2 heads"], lambda: random_weights(SPECS["smollm2 heads"]), "w8a8"),
+    "w4a8, uneven sizes": (
+        SPECS["gelu, uneven sizes"],
+        lambda: four_bit(random_weights(SPECS["gelu, uneven sizes"]), "q4_1"),
+        "w4a8",
+    ),
+    "experts": (SPECS["mixture of experts"], lambda: random_weights(SPECS["mixture of experts"]), "w8a8"),
+}
+
+
+def pair(name: str) -> tuple[CpuBackend, CpuBackend]:
+    spec, weights, weight_format = MODELS[name]
+    of = weights()
+    tiles, words = (
+        CpuBackend(spec, of, 64, CpuOptions(weight_format, num_threads=2, isa=isa)) for isa in ("amx", "avx512")
+    )
+    assert (tiles.isa, words.isa) == ("amx", "avx512")
+    return tiles, words
+
+
+kept_pair = functools.cache(pair)
+
+
+def parts_of(lengths: list[int]) -> list[tuple[list[int], int, list[int]]]:
+    tokens = torch.randint(0, 96, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+    return [(tokens[i : i + length], 0, [5 * i + at for at in range(5)]) for i, length in enumerate(lengths)]
+
+
+@needs_tiles
+@pytest.mark.parametrize("name", MODELS)
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8))
+def test_a_step_has_the_bits_of_avx512(name, lengths):
+    tiles, words = kept_pair(name)
+    args = ragged(parts_of(lengths))
+    assert torch.equal(all_logits(tiles, *args).clone(), all_logits(words, *args).clone())
+
+
+@needs_tiles
+@pytest.mark.parametrize("lengths", [(40, 3, 30), (70, 70, 70, 70, 9)])
+def test_a_step_with_adapters_has_the_bits_of_avx512(tmp_path, lengths):
+    backends = pair("w8a8")
+    shapes = backends[0].spec.tensor_shapes()
+    for id, rank in ((1, 3), (2, 8)):
+        folder = make_adapter(tmp_path / str(id), shapes, id, rank, ("q", "o", "down"))
+        for backend in backends:
+            backend.add_adapter(id, read_adapter(folder, shapes))
+    ids = [1, 0, 2, 1, 2][: len(lengths)]
+    with_tiles, with_words = (all_logits(backend, *ragged(parts_of(lengths), ids)).clone() for backend in backends)
+    assert torch.equal(with_tiles, with_words)
+    assert not torch.equal(with_tiles, all_logits(backends[0], *ragged(parts_of(lengths))).clone())
+
+
+def test_the_tile_unit_has_no_library_of_its_own():
+    assert build.file_name("amx") == build.file_name("avx512")
+    assert build.best_isa(build.ISAS["amx"][1]) == "amx"
+    assert build.best_isa(build.ISAS["amx"][1] - {"amx_int8"}) == "avx512"
+
+
+@needs_tiles
+def test_where_the_system_refuses_the_tile_unit_avx512_is_used(monkeypatch):
+    class Refused:
+        """The library in a process that may not use it."""
+
+        def __init__(self, lib):
+            self._lib = lib
+
+        def __getattr__(self, name):
+            return (lambda model: 0) if name == "kvl_use_tiles" else getattr(self._lib, name)
+
+    library = Refused(cpu_abi.load(build.library()))
+    monkeypatch.setattr(cpu_abi, "load", lambda path: library)
+    spec = tiny_spec()
+    assert CpuBackend(spec, random_weights(spec), 4, CpuOptions(num_threads=1)).isa == "avx512"
+    with pytest.raises(ModelError, match="instruction set amx: the system does not let this process use the tile unit"):
+        CpuBackend(spec, random_weights(spec), 4, CpuOptions(num_threads=1, isa="amx"))
