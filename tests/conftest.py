@@ -7,7 +7,6 @@ import os
 import ssl
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from httpx._transports import default as httpx_transports
 from hypothesis import Phase, settings
 
 from kvloom.checkpoints.demo_models import pull
-from tests.support.kept import kept
+from tests.support import kept_models
 from tests.support.vllm_serving import OVER_VLLM
 
 if TYPE_CHECKING:
@@ -56,34 +55,77 @@ settings.register_profile("unshrunk", drawn, phases=[Phase.explicit, Phase.gener
 settings.load_profile("kvloom")
 
 
-# Begun first, in this order: each takes half a minute or more, and none is to be what the others wait for at the end.
+# Files of a folder that run in one process, because they share what is long in the making.
+TOGETHER = {
+    "tests/images": ("test_pipeline.py", "test_process.py"),  # torch and diffusers
+    "tests/real": (
+        "test_embeddings.py",
+        "test_equalities.py",
+        "test_lora.py",
+        "test_structured.py",
+        "test_tools.py",
+        "test_transformers.py",
+    ),
+}
+
+# Begun first, in this order: each takes a quarter of a minute or more, and none is to be what the others wait for at
+# the end.
 LONGEST = (
-    "tests/real",
     "tests/fleet/test_serve.py",
+    "tests/real",
     "tests/engine/kernels/test_cpu.py",
-    "tests/engine/api/test_cpp.py",
-    "tests/browser/test_console.py",
-    "tests/pool/test_native_pool.py",
-    "tests/gewu/test_daemon.py",
-    "tests/engine/kernels/test_cpu_native.py",
     "tests/server/test_pool_answers.py",
+    "tests/engine/kernels/test_cpu_native.py",
+    "tests/test_wheel.py",
+    "tests/browser/test_console.py",
+    "tests/tuning/test_guide.py",
+    "tests/engine/api/test_cpp.py",
     "tests/bench/test_soak.py",
     "tests/engine/test_ranks.py",
     "tests/server/test_walk.py",
-    "tests/test_wheel.py",
-    "tests/tuning/test_guide.py",
+    "tests/pool/test_native_pool.py",
     "tests/server/test_constraints.py",
     "tests/compat/test_mindieclient.py",
+    "tests/engine/api/test_cpp_install.py",
+    "tests/images",
     "tests/pool/test_faults.py",
     "tests/images/test_server.py",
+    "tests/gewu/test_daemon.py",
+    "tests/gewu/test_hostile_apps.py",
     "tests/ems/test_examples.py",
+    "tests/real/test_crashes.py",
+    "tests/real/test_fleet.py",
+    "tests/real/test_gewu.py",
+    "tests/real/test_demo.py",
+    "tests/real/test_gemma.py",
+    "tests/browser/test_pictures.py",
+    "tests/net/test_starts.py",
+    "tests/gewu/test_neighbours.py",
+    "tests/engine/kernels/test_lora.py",
+    "tests/engine/test_embeddings.py",
+    "tests/engine/test_encoding.py",
+    "tests/engine/test_hosted.py",
+    "tests/engine/test_thread.py",
+    "tests/engine/api/test_cpp_hosts.py",
+    "tests/gewu/test_deadlines.py",
+    "tests/gewu/test_abi.py",
+    "tests/pool/test_cli.py",
+    "tests/pool/test_node_batches.py",
+    "tests/server/test_main.py",
+    "tests/server/test_tools.py",
+    "tests/server/test_ems_tier.py",
+    "tests/wire/test_schema.py",
+    "tests/wire/test_fuzz.py",
+    "tests/ems/test_sdk_wheel.py",
+    "tests/ems/test_packing.py",
 )
 
 
 def together(nodeid: str) -> str:
-    """What runs in one process because it shares what is long in the making: a file; all of the real model."""
+    """What runs in one process: a file, or the folder of those that share something."""
     file = nodeid.partition("::")[0]
-    return "tests/real" if file.startswith("tests/real/") else file
+    folder, _, name = file.rpartition("/")
+    return folder if name in TOGETHER.get(folder, ()) else file
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -139,10 +181,9 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_path(smollm2_path: Path) -> Path:
     """A model of the demo model's tokens that costs next to nothing, see tiny_gguf.py."""
-    path: Path = tmp_path_factory.mktemp("tiny") / "tiny.gguf"
-    return import_module("tests.support.tiny_gguf").make_tiny_gguf(smollm2_path, path)
+    return kept_models.tiny_gguf(smollm2_path)
 
 
 @pytest.fixture(scope="session")
@@ -150,13 +191,7 @@ def tiny_pipeline() -> Path:
     """A folder of a random StableDiffusionPipeline that makes pictures of 64 x 64."""
     if find_spec("diffusers") is None:
         pytest.skip("needs diffusers: pip install 'kvloom[images]'")
-    source = Path(__file__).parent / "support" / "pipelines.py"
-    versions = (version(name).encode() for name in ("diffusers", "transformers"))
-    return kept([source.read_bytes(), *versions], "made", _make_pipeline) / "pipeline"
-
-
-def _make_pipeline(folder: Path) -> None:
-    import_module("tests.support.pipelines").stable_diffusion(folder)
+    return kept_models.pipeline("StableDiffusionPipeline")
 
 
 @pytest.fixture(scope="module")

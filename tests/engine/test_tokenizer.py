@@ -1,11 +1,12 @@
 """Tokenizers against transformers, exact bytes of tokens, and chat templates in a sandbox."""
 
 import json
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
@@ -16,6 +17,7 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 from kvloom.engine.text.tokenizer import SpecialTokens, Tokenizer, load_tokenizer
+from tests.support.kept import kept
 
 TRICKY = (
     "",
@@ -39,14 +41,22 @@ def smollm2(smollm2_path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_path) -> Any:
-    return transformers.AutoTokenizer.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+def theirs(smollm2_path) -> dict[str, list[int]]:
+    """transformers' ids of each text. It takes seconds to read the file, and is asked once."""
+
+    def ask(path: Path) -> None:
+        automatic = import_module("transformers").AutoTokenizer
+        tokenizer = automatic.from_pretrained(smollm2_path.parent, gguf_file=smollm2_path.name)
+        path.write_text(json.dumps({text: tokenizer(text).input_ids for text in TRICKY}))
+
+    causes = (Path(__file__).read_bytes(), version("transformers").encode(), str(smollm2_path.stat().st_size).encode())
+    return json.loads(kept(causes, "ids.json", ask).read_text())
 
 
 @pytest.mark.parametrize("text", TRICKY)
-def test_a_gguf_tokenizer_gives_the_ids_of_transformers_and_round_trips(smollm2, oracle, text):
+def test_a_gguf_tokenizer_gives_the_ids_of_transformers_and_round_trips(smollm2, theirs, text):
     ids = smollm2.encode(text)
-    assert ids == oracle(text).input_ids
+    assert ids == theirs[text]
     assert smollm2.decode(ids, skip_special_tokens=False) == text
     assert b"".join(map(smollm2.token_bytes, ids)) == text.encode()
 

@@ -14,6 +14,7 @@ import pytest
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.images.files import PIPELINES
 from kvloom.images.messages import Paint, Setup
+from tests.support import kept_models
 
 if TYPE_CHECKING:
     from kvloom.images.pipeline import Pipeline
@@ -29,10 +30,8 @@ def images() -> Any:
 
 
 @pytest.fixture(scope="module", params=PIPELINES)
-def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    return images().open_pipeline(
-        Setup(str(import_module("tests.support.pipelines").KINDS[request.param](tmp_path_factory.mktemp("pipe"))))
-    )
+def pipeline(request: pytest.FixtureRequest) -> Pipeline:
+    return images().open_pipeline(Setup(str(kept_models.pipeline(request.param))))
 
 
 def order(**fields: object) -> Paint:

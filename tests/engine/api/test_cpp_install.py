@@ -11,7 +11,7 @@ import pytest
 from kvloom.contract.request import SamplingParams
 from kvloom.engine_api.build import LIBRARY
 from kvloom.rank.fake import fake_answer
-from tests.support.compiling import cache_with, hasty_compiler
+from tests.support.compiling import cache_with, compiled, hasty_compiler
 from tests.support.engine_cpp import write_config
 
 pytestmark = [
@@ -44,10 +44,16 @@ def run_cli(environ: dict[str, str], *arguments: str) -> str:
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 
 
-def run_example(folder: Path, flags: str, environ: dict[str, str]) -> str:
-    """Compiled with `flags`, and run over ten prompts."""
+def compiled_example() -> Path:
+    """Its object, of our own headers."""
+    headers = LIBRARY.include / "kvloom_engine"
+    return compiled(["c++", "-std=c++11", f"-I{headers}", "-idirafter", headers / "sample", "-c", EXAMPLE], "example.o")
+
+
+def run_example(folder: Path, source: Path, flags: str, environ: dict[str, str]) -> str:
+    """Made of `source`, or of its object, with `flags`, and run over ten prompts."""
     program, data = folder / "example", folder / "data.csv"
-    subprocess.run(["c++", "-std=c++11", EXAMPLE, "-o", program, *flags.split()], check=True)
+    subprocess.run(["c++", "-std=c++11", source, "-o", program, *flags.split()], check=True)
     data.write_text("".join(f"1,{i},{i + 1}\n" for i in range(10)))
     command = [program, write_config(folder), data]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100, check=False)
@@ -84,13 +90,13 @@ def test_a_program_built_by_pkg_config_finds_its_host(environ, tmp_path):
     search = {**environ, "PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
     command = ["pkg-config", "--cflags", "--libs", "kvloom_engine"]
     flags = subprocess.run(command, env=search, capture_output=True, text=True, check=True).stdout
-    check_answers(run_example(tmp_path, flags, environ))
+    check_answers(run_example(tmp_path, EXAMPLE, flags, environ))
 
 
 def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path):
     flags = run_cli(environ, "--cflags", "--libs")
     shutil.rmtree(environ["XDG_CACHE_HOME"])
-    check_answers(run_example(tmp_path, flags, environ))
+    check_answers(run_example(tmp_path, compiled_example(), flags, environ))
 
 
 def test_without_a_host_of_its_own_it_is_the_kvloom_of_the_path(environ, tmp_path):
@@ -101,7 +107,7 @@ def test_without_a_host_of_its_own_it_is_the_kvloom_of_the_path(environ, tmp_pat
     command.write_text(f"#!{sys.executable}\n{COMMAND}\n")
     command.chmod(0o700)
     path = f"{command.parent}{os.pathsep}{environ['PATH']}"
-    check_answers(run_example(tmp_path, flags, {**environ, "PATH": path}))
+    check_answers(run_example(tmp_path, compiled_example(), flags, {**environ, "PATH": path}))
 
 
 def test_headers_with_common_names_do_not_hide_those_of_a_program(environ, tmp_path):

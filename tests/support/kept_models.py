@@ -1,0 +1,32 @@
+"""Small models that take seconds to make are kept; the libraries that make them are not even loaded then."""
+
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+
+from tests.support.kept import kept
+
+
+def tiny_gguf(demo: Path) -> Path:
+    """What tiny_gguf.py makes of the demo model's file."""
+
+    def make(path: Path) -> None:
+        import_module("tests.support.tiny_gguf").make_tiny_gguf(demo, path)
+
+    return _kept("tiny_gguf.py", ("gguf",), str(demo.stat().st_size), "tiny.gguf", make)
+
+
+def pipeline(kind: str) -> Path:
+    """The folder of one of KINDS in pipelines.py."""
+
+    def make(folder: Path) -> None:
+        import_module("tests.support.pipelines").KINDS[kind](folder)
+
+    return _kept("pipelines.py", ("diffusers", "transformers"), kind, "made", make) / "pipeline"
+
+
+def _kept(source: str, libraries: tuple[str, ...], of: str, name: str, make: Callable[[Path], None]) -> Path:
+    """`source`: the file beside this one that says how."""
+    versions = [version(library).encode() for library in libraries]
+    return kept([Path(__file__).with_name(source).read_bytes(), of.encode(), *versions], name, make)
