@@ -1,5 +1,6 @@
 #include "pool.hpp"
 
+#include <algorithm>
 #include <climits>
 
 #if defined(__linux__)
@@ -11,9 +12,14 @@
 namespace kvl {
 namespace {
 
-// About 50 us: longer than the gap between phases and between steps of a busy engine, short enough not to steal a core
-// from the server's other threads while the engine is idle or another process holds the core of a late thread.
-constexpr int kSpins = 2000;
+// About 25 us: longer than the gap between phases and between steps of a busy engine, short enough not to steal a core
+// from the server's other threads while the engine is idle.
+constexpr int kMostSpins = 2000;
+constexpr int kLeastSpins = 400;  // 5 us, longer than most waits of threads that nobody disturbs, so that those do not go on sleeping
+
+// Of this thread, before it sleeps in a barrier. A wait that ended in sleep makes the next one short, since whoever was late
+// has lost its core, and may want this one; a wait that ended in time lets the next one be twice as long.
+thread_local int barrier_spins = kMostSpins;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -44,11 +50,15 @@ void Pool::Signal::advance() {
     if (sleepers.load() > 0) wake_all(value);
 }
 
-void Pool::Signal::wait_while(int old) {
-    for (int i = 0; i < kSpins; i++) {
-        if (value.load(std::memory_order_acquire) != old) return;
+bool Pool::Signal::changes_soon(int old, int spins) const {
+    for (int i = 0; i < spins; i++) {
+        if (value.load(std::memory_order_acquire) != old) return true;
         pause_cpu();
     }
+    return false;
+}
+
+void Pool::Signal::sleep(int old) {
     sleepers.fetch_add(1);
     while (value.load() == old) sleep_while(value, old);
     sleepers.fetch_sub(1);
@@ -80,8 +90,11 @@ void Pool::barrier() {
     if (arrived_.fetch_add(1) + 1 == size_) {
         arrived_.store(0);
         phase_.advance();
+    } else if (phase_.changes_soon(phase, barrier_spins)) {
+        barrier_spins = std::min(barrier_spins * 2, kMostSpins);
     } else {
-        phase_.wait_while(phase);
+        barrier_spins = kLeastSpins;
+        phase_.sleep(phase);
     }
 }
 
@@ -89,7 +102,7 @@ void Pool::barrier() {
 void Pool::work(int thread) {
     const TinyIsZero tiny;
     for (int seen = 0;; seen++) {
-        region_.wait_while(seen);
+        if (!region_.changes_soon(seen, kMostSpins)) region_.sleep(seen);
         if (body_ == nullptr) return;
         (*body_)(thread);
         barrier();

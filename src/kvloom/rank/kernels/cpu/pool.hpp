@@ -48,12 +48,13 @@ class Pool {
     void barrier();
 
   private:
-    // A number that threads wait on to change: spin first, sleep in the kernel after.
+    // A number that threads wait on to change: they spin first, and sleep in the kernel then.
     struct Signal {
         std::atomic<int> value{0};
         std::atomic<int> sleepers{0};
         void advance();
-        void wait_while(int old);
+        bool changes_soon(int old, int spins) const;
+        void sleep(int old);
     };
 
     void work(int thread);
