@@ -22,6 +22,7 @@ from kvloom.pool.storage.entries import Block, Geometry, NoRoom, Reservation, Wr
 from kvloom.pool.storage.evict import Lru, S3Fifo
 from kvloom.pool.storage.native.library import INDEX, functions
 from kvloom.pool.storage.native.pool import NativePool
+from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool
 from kvloom.pool.storage.store import TenantPool
 from tests.support.kept import kept
@@ -141,6 +142,50 @@ class SideBySideMachine(RuleBasedStateMachine):
         elif self.reserved[0]:
             for pool, reserved in zip(self.pools, self.reserved, strict=True):
                 pool.abandon(reserved.pop())
+
+    @rule(
+        keys=st.lists(KEYS, min_size=1, max_size=12),
+        lengths=st.lists(LENGTHS, min_size=12, max_size=12),
+        parents=st.lists(KEYS, min_size=12, max_size=12) | st.none(),
+        damaged=st.sets(st.integers(0, 11), max_size=2) | st.none(),
+        is_copy=st.booleans(),
+        is_held=st.booleans(),
+    )
+    def arrive(self, keys, lengths, parents, damaged, is_copy, is_held) -> None:
+        """Blocks of another node. damaged: those of which other bytes come; None: the connection breaks."""
+        lengths, data = lengths[: len(keys)], [bytes([key[0]]) * n for key, n in zip(keys, lengths, strict=False)]
+        sums, before = list(map(xxhash.xxh3_128_digest, data)), b"".join(parents or [])[: 32 * len(keys)]
+        arrivals = [pool.arrive(Announced(keys, lengths, b"".join(sums), before, is_copy)) for pool in self.pools]
+        wanted = [[view is not None for view in arrival.spans.views()] for arrival in arrivals]
+        assert wanted[0] == wanted[1]
+        if damaged is None:
+            for arrival in arrivals:
+                arrival.give_up()
+            return
+        for i in damaged & set(range(len(keys))):
+            sums[i] = bytes(16)
+        found = []
+        for arrival in arrivals:
+            for view, each in zip(arrival.spans.views(), data, strict=True):
+                if view is not None:
+                    view[:] = np.frombuffer(each, np.uint8)
+            found.append(arrival.settle(np.frombuffer(b"".join(sums), np.uint8).reshape(-1, 16)))
+        assert found[0].statuses == found[1].statuses
+        assert found[0].lengths == found[1].lengths == [block.length for block in found[0].held.blocks()]
+        blocks = [arrived.held.blocks() for arrived in found]
+        assert list(map(named, blocks[0])) == list(map(named, blocks[1]))
+        assert [block.is_home for block in blocks[0]] == [block.is_home for block in blocks[1]]
+        self.hold(blocks, is_held)
+
+    @rule(keys=st.lists(KEYS, max_size=6))
+    def offer(self, keys) -> None:
+        said = []
+        for pool in self.pools:
+            offered = pool.offer(keys)
+            data = [None if view is None else bytes(view) for view in offered.spans.views()]
+            said.append((offered.lengths, offered.sums, data))
+            offered.release()
+        assert said[0] == said[1]
 
     @rule(size=st.integers(1, 1 << 16))
     def evict(self, size) -> None:

@@ -138,6 +138,10 @@ def answering(lengths: list[int], sums: list[bytes], tail: bytes, is_closed: boo
         thread.join()
 
 
+def keys_in(fetch: Fetch) -> list[bytes]:
+    return [entry.key for held in fetch.held for entry in held.blocks()]
+
+
 def truth(key: bytes, size: int = SIZE) -> tuple[bytes, bytes]:
     data = data_of(key, size).tobytes()
     return xxhash.xxh3_128_digest(data), data
@@ -154,11 +158,11 @@ def test_of_an_answer_that_ends_too_early_nothing_is_kept(num_sent):
             fetch.run(to, soon())
         with answering([SIZE] * 5, list(sums), tail) as to, pytest.raises(TimeoutError):
             fetch.run(to, time.monotonic() + 0.1)
-        assert fetch.entries == []
+        assert keys_in(fetch) == []
         assert pool.usage()["used_bytes"] == 0
         with answering([SIZE] * 5, list(sums), b"".join(data)) as channel:
             assert fetch.run(channel, soon()) is Cause.NONE, "the part is taken up again on a new connection"
-        assert [entry.key for entry in fetch.entries] == keys
+        assert keys_in(fetch) == keys
         pool.check()
 
 
@@ -170,7 +174,7 @@ def test_a_block_that_fits_into_no_pool_is_read_past():
         fetch = Fetch(pool, keys, Wanted(keys, has_end=True))
         with answering(sizes, list(sums), b"".join(data)) as channel:
             assert fetch.run(channel, soon()) is Cause.NO_ROOM
-        assert [entry.key for entry in fetch.entries] == [keys[0], keys[2]]
+        assert keys_in(fetch) == [keys[0], keys[2]]
         assert pool.counts["refused_too_large"] == 1
 
 

@@ -60,7 +60,8 @@ class Pair(NamedTuple):
 
     def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = True) -> tuple[Cause, list[bytes]]:
         """What went wrong, and which keys came; each with its true bytes, and pinned until now."""
-        problem, entries = self.a.peers.fetch(self.here, keys, deadline_s, has_end)
+        problem, held, _block_bytes = self.a.peers.fetch(self.here, keys, deadline_s, has_end)
+        entries = [entry for each in held for entry in each.blocks()]
         for entry in entries:
             assert (self.here.view(entry.offset, entry.length) == data_of(entry.key, entry.length)).all()
             assert entry.is_home

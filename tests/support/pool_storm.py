@@ -10,19 +10,21 @@ import threading
 import time
 
 import numpy as np
-import xxhash
 
 from ems.common.channel import Channel
 from ems.native.tensors import native_tensors
 from ems.runs import Areas, Blocks
 from ems.tensors import as_tensor
+from kvloom.pool.cluster.arrivals import receive_blocks
 from kvloom.pool.cluster.block_stream import receive_summed, send_blocks
 from kvloom.pool.cluster.native.library import functions
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.opening import PoolOptions, open_pool
+from kvloom.pool.storage.passing import UNSOUND, Announced
 from kvloom.pool.storage.pool import Batch
+from kvloom.pool.storage.spans import Spans
 from tests.support.pool_sessions import Sessions
 
 SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60
@@ -45,39 +47,46 @@ class Storm:
             with sock:
                 draw, channel = random.Random(9), Channel(sock)
                 for _ in range(ROUNDS):
-                    found = self.pool.pin_each([draw.randint(0, 60).to_bytes(4, "big") * 8 for _ in range(9)])
-                    blocks = [block for block in found if block is not None]
-                    views = [self.pool.view(block.offset, block.length) for block in blocks]
-                    told = np.array([[block.length, block.key[3]] for block in blocks], np.int64).reshape(-1, 2)
-                    sizes = np.array([len(blocks)], np.int64)
-                    send_blocks(channel, [sizes.view(np.uint8), told.reshape(-1).view(np.uint8), *views], _soon())
-                    self.pool.unpin(blocks)
+                    keys = [_key(draw) for _ in range(9)]
+                    offered = self.pool.offer(keys)
+                    lengths = offered.lengths
+                    told = np.array([*lengths, *(key[3] for key in keys)], np.int64).view(np.uint8)
+                    send_blocks(channel, Spans.of([told], [len(told)]), _soon())
+                    send_blocks(channel, Spans.of([np.frombuffer(offered.sums, np.uint8)], [9 * 16]), _soon())
+                    send_blocks(channel, offered.spans, _soon())
+                    offered.release()
         except BaseException as error:
             self.errors.append(error)
 
     def receive(self, sock: socket.socket) -> None:
-        """What `send` sends, but for every third block, which is read past."""
+        """What `send` sends, under keys of its own: into the pool, where there is room."""
         try:
             with sock:
                 channel = Channel(sock)
-                for _ in range(ROUNDS):
-                    (count,) = self.numbers(channel, 1)
-                    told = self.numbers(channel, 2 * count).reshape(-1, 2)
-                    sizes = [int(size) for size, _byte in told]
-                    targets = [np.empty(size, np.uint8) if i % 3 else None for i, size in enumerate(sizes)]
-                    sums = receive_summed(channel, targets, sizes, _soon())
-                    for target, found, (_size, byte) in zip(targets, sums, told, strict=True):
-                        if target is not None:
-                            assert (target == byte).all(), "wrong bytes"
-                            assert found == xxhash.xxh3_128_digest(target), "a wrong sum"
+                for turn in range(ROUNDS):
+                    told, sums = self.some(channel, 18 * 8).view(np.int64), self.some(channel, 9 * 16).reshape(9, 16)
+                    here = [i for i in range(9) if told[i]]
+                    keys = [bytes([100 + turn, 0, 0, told[9 + i], i]) + bytes(27) for i in here]
+                    announced = [sums[i].tobytes() for i in here]
+                    if turn % 5 == 0 and announced:
+                        announced[0] = bytes(16)
+                    self.arrive(channel, Announced(keys, [int(told[i]) for i in here], b"".join(announced)))
         except BaseException as error:
             self.errors.append(error)
 
+    def arrive(self, channel: Channel, blocks: Announced) -> None:
+        is_damaged = blocks.sums[:16] == bytes(16)
+        for statuses, held, _lengths in receive_blocks(channel, self.pool, blocks, _soon()):
+            assert is_damaged or UNSOUND not in statuses, "a wrong sum"
+            for block in held.blocks():
+                assert (self.pool.view(block.offset, block.length) == block.key[3]).all(), "wrong bytes"
+            held.release()
+
     @staticmethod
-    def numbers(channel: Channel, count: int) -> np.ndarray:
-        memory = np.empty(8 * count, np.uint8)
-        receive_summed(channel, [memory], [len(memory)], _soon())
-        return memory.view(np.int64)
+    def some(channel: Channel, count: int) -> np.ndarray:
+        memory = np.empty(count, np.uint8)
+        receive_summed(channel, Spans.of([memory], [count]), _soon())
+        return memory
 
     def run(self, seed: int) -> None:
         """One thread's calls."""
@@ -94,7 +103,7 @@ class Storm:
 
     def turn(self, draw, moving) -> None:
         size, count = draw.choice(SIZES), draw.randint(1, 8)
-        keys = [draw.randint(0, 60).to_bytes(4, "big") * 8 for _ in range(count)]
+        keys = [_key(draw) for _ in range(count)]
         arena = np.zeros(count * size, np.uint8)
         areas = Areas({0: arena}, [0] * count, [i * size for i in range(count)], [size] * count)
         moving.gather(
@@ -121,6 +130,10 @@ class Storm:
             self.pool.make_room_ahead(8192, 4)
         elif chance < 0.5:
             self.pool.unpin([block for block in self.pool.pin_each(keys) if block is not None])
+
+
+def _key(draw: random.Random) -> bytes:
+    return draw.randint(0, 60).to_bytes(4, "big") * 8
 
 
 def _soon() -> float:

@@ -359,6 +359,8 @@ class PeerPut(Message):
         _check_lengths(self.lengths)
         if len(self.sums) != SUM_BYTES * count:
             raise ValueError("sums: not one a key")
+        if len(self.parent) not in (0, KEY_BYTES):
+            raise ValueError("parent: neither empty nor a key")
 
 
 def split_keys(keys: bytes) -> list[bytes]:

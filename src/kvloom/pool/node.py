@@ -18,6 +18,7 @@ from kvloom.pool.staging import Staging
 from kvloom.pool.storage.budget import Budget, RateLimit
 from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.storage.segments import Bytes
@@ -44,10 +45,19 @@ class Outgoing(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What was brought into the pool. problem: why some could not be asked for, NONE when all were; entries: pinned."""
+    """What was brought into the pool, pinned. problem: why some could not be asked for, NONE when all were.
+
+    block_bytes: of the largest.
+    """
 
     problem: Cause
-    entries: list[Block]
+    held: list[Held]
+    block_bytes: int = 0
+
+    def release(self) -> None:
+        """Ends the pins."""
+        for held in self.held:
+            held.release()
 
 
 Came = Callable[[int], bool]  # so many bytes of blocks more are in the pool; whether the rest is still wanted

@@ -6,7 +6,8 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.node import Node
 from kvloom.pool.reading import PEER_SHARE, Reader
-from kvloom.pool.storage.pool import HeldEntries, Pool
+from kvloom.pool.storage.held import HeldEntries
+from kvloom.pool.storage.pool import Pool
 
 
 class Picker:
@@ -31,7 +32,7 @@ class Picker:
                 cause = fetched.problem or cause
                 came = iter(self._pool.pin_each([key for key, e in zip(keys, entries, strict=True) if e is None]))
                 entries = [next(came) if entry is None else entry for entry in entries]
-                self._pool.unpin(fetched.entries)
+                fetched.release()
         found = [entry for entry in entries if entry is not None]
         self._reader.count(len(keys), len(found), cause)
         lease = self._reader.lend([HeldEntries(self._pool, found)])

@@ -6,7 +6,8 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.cluster.coming import Coming
 from kvloom.pool.node import Fetched, Node
-from kvloom.pool.storage.pool import Held, Pool
+from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.pool import Pool
 
 PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
 _MAX_LEASES = 1024
@@ -102,12 +103,12 @@ class Reader:
 
     def _bring(self, wanted: list[bytes], deadline_s: float) -> tuple[Held, Cause]:
         """The prefix of these keys, when other nodes have sent what they have."""
-        here = [entry for entry in self._pool.pin_each(wanted) if entry is not None]  # what comes evicts others
+        here = self._pool.offer(wanted)  # what comes evicts others
         fetched = self.fetch(wanted, deadline_s, has_end=True)
-        if fetched.entries:
-            self._last_bytes = max(entry.length for entry in fetched.entries)
+        self._last_bytes = fetched.block_bytes or self._last_bytes
         more = self._pool.hold_prefix(wanted)
-        self._pool.unpin(here + fetched.entries)
+        here.release()
+        fetched.release()
         return more, fetched.problem
 
     def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:

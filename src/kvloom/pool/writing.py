@@ -17,7 +17,8 @@ from kvloom.pool.node import Node, Outgoing, Route
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
-from kvloom.pool.storage.pool import Batch, Held, Pool, Saved
+from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.pool import Batch, Pool, Saved
 from kvloom.pool.storage.segments import SharedMemory
 
 _PUSH_SHARE = 0.5  # of a batch's time, to wait until its blocks can be sent home

@@ -5,10 +5,8 @@ Inside TLS the bytes come record by record through Python's `ssl`; their sums ar
 
 import errno
 import os
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from ems.common.channel import Channel
@@ -16,48 +14,45 @@ from ems.runs import address_of
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.cluster.native.library import CLOSED, Functions, functions
 from kvloom.pool.cluster.tls_channel import TlsChannel
+from kvloom.pool.storage.passing import Sums
 from kvloom.pool.storage.segments import Bytes
+from kvloom.pool.storage.spans import Spans
 
 _UNWANTED_BYTES = 64 << 10  # of bytes that nobody wants, at a time
 _FOR_EVER_NS = 2**63 - 1
 
 
-def receive_summed(
-    channel: Channel, targets: Sequence[Bytes | None], lengths: Sequence[int], deadline_s: float
-) -> list[bytes]:
+def receive_summed(channel: Channel, spans: Spans, deadline_s: float) -> Sums:
     """Fills memory with raw block bytes, block by block; the sums of what came.
 
-    None instead of memory: those bytes come and are dropped; what stands in place of their sum is no sum of theirs.
+    Bytes that have no memory come and are dropped; what stands in place of their sum is no sum of theirs.
     Raises as the channel does; then nobody knows what the memory holds.
     """
-    native = functions()
+    native, rows, sums = functions(), spans.rows, np.zeros((len(spans.rows), SUM_BYTES), np.uint8)
     if native is None or isinstance(channel, TlsChannel):
-        return [_receive_one(channel, *each, deadline_s, native) for each in zip(targets, lengths, strict=True)]
-    sums = np.zeros((len(targets), SUM_BYTES), np.uint8)
-    pieces = _pieces(targets, lengths)
-    _check(
-        native.library.stream_receive(
-            channel.sock.fileno(), native.xxh3, address_of(pieces), len(pieces), _ns(deadline_s), address_of(sums)
-        )
+        for i, (view, length) in enumerate(zip(spans.views(), spans.lengths, strict=True)):
+            if view is None:
+                _drop(channel, length, deadline_s)
+            else:
+                channel.receive_into(view.data, deadline_s)
+                _sum(view, sums[i], native)
+        return sums
+    problem = native.library.stream_receive(
+        channel.sock.fileno(), native.xxh3, address_of(rows), len(rows), _ns(deadline_s), address_of(sums)
     )
-    return [row.tobytes() for row in sums]
+    _check(problem)
+    return sums
 
 
-def send_blocks(channel: Channel, blocks: Sequence[Bytes], deadline_s: float) -> None:
+def send_blocks(channel: Channel, spans: Spans, deadline_s: float) -> None:
     """Sends raw block bytes, block by block. Raises as the channel does."""
-    native = functions()
+    native, rows = functions(), spans.rows
     if native is None or isinstance(channel, TlsChannel):
-        for block in blocks:
-            channel.send_bytes(block.data, deadline_s)
+        for view in spans.views():
+            if view is not None:
+                channel.send_bytes(view.data, deadline_s)
         return
-    pieces = _pieces(blocks, list(map(len, blocks)))
-    _check(native.library.stream_send(channel.sock.fileno(), address_of(pieces), len(pieces), _ns(deadline_s)))
-
-
-def _pieces(memories: Sequence[Bytes | None], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Address, 0 for None, and bytes of each: [pieces, 2]."""
-    rows = [(0 if memory is None else address_of(memory), n) for memory, n in zip(memories, lengths, strict=True)]
-    return np.array(rows, np.uint64).reshape(-1, 2)
+    _check(native.library.stream_send(channel.sock.fileno(), address_of(rows), len(rows), _ns(deadline_s)))
 
 
 def _ns(deadline_s: float) -> int:
@@ -74,18 +69,11 @@ def _check(problem: int) -> None:
         raise OSError(problem, os.strerror(problem))
 
 
-def _receive_one(
-    channel: Channel, target: Bytes | None, length: int, deadline_s: float, native: Functions | None
-) -> bytes:
-    if target is None:
-        _drop(channel, length, deadline_s)
-        return b""
-    channel.receive_into(target.data, deadline_s)
+def _sum(view: Bytes, out: Bytes, native: Functions | None) -> None:
     if native is None:
-        return xxhash.xxh3_128_digest(target.data)
-    out = np.empty(SUM_BYTES, np.uint8)
-    native.library.stream_sum(native.xxh3, address_of(target), length, address_of(out))
-    return out.tobytes()
+        out[:] = np.frombuffer(xxhash.xxh3_128_digest(view.data), np.uint8)
+    else:
+        native.library.stream_sum(native.xxh3, address_of(view), len(view), address_of(out))
 
 
 def _drop(channel: Channel, length: int, deadline_s: float) -> None:

@@ -5,8 +5,9 @@ import time
 
 from ems.wire.messages import Cause
 from kvloom.pool.node import Others
-from kvloom.pool.storage.entries import Block
-from kvloom.pool.storage.pool import Held, Pool
+from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.passing import Offered
+from kvloom.pool.storage.pool import Pool
 
 
 class Coming:
@@ -22,7 +23,7 @@ class Coming:
         self._changed = threading.Condition()
         self._num_bytes = 0  # that came and nobody has been told of
         self._is_awaited = self._is_stopped = self._is_over = False
-        self._pinned: list[Block] = []
+        self._pinned: list[Offered | Held] = []
         self.problem = Cause.NONE
         self.block_bytes = 0  # of the largest that came
         threading.Thread(target=self._run, name="ems-coming", daemon=True).start()
@@ -59,20 +60,20 @@ class Coming:
         self._is_stopped = True
 
     def _run(self) -> None:
-        here, problem = list[Block](), Cause.PEER_DOWN
+        pinned, problem = list[Offered | Held](), Cause.PEER_DOWN
         try:
             # What is here behind a hole stays meanwhile: what comes evicts others.
-            here += [entry for entry in self._pool.pin_each(self._keys) if entry is not None]
-            missing = self._pool.missing(self._keys)
+            pinned.append(here := self._pool.offer(self._keys))
+            missing = [key for key, length in zip(self._keys, here.lengths, strict=True) if not length]
             if time.monotonic() >= self._deadline_s:
                 problem = Cause.TIMEOUT
             else:
-                problem, entries = self._others.fetch(self._pool, missing, self._deadline_s, True, self._came)
-                here += entries
-                self.block_bytes = max((entry.length for entry in entries), default=0)
+                fetched = self._others.fetch(self._pool, missing, self._deadline_s, True, self._came)
+                problem, self.block_bytes = fetched.problem, fetched.block_bytes
+                pinned += fetched.held
         finally:
             with self._changed:
-                self._pinned, self.problem, self._is_over = here, problem, True
+                self._pinned, self.problem, self._is_over = pinned, problem, True
                 is_awaited = self._is_awaited
                 self._changed.notify_all()
             if not is_awaited:
@@ -87,4 +88,5 @@ class Coming:
     def _unpin(self) -> None:
         with self._changed:
             pinned, self._pinned = self._pinned, []
-        self._pool.unpin(pinned)
+        for each in pinned:
+            each.release()

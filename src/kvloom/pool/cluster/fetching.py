@@ -12,10 +12,11 @@ from collections.abc import Iterable
 from ems.common.channel import Channel, remaining_ms
 from ems.wire import messages as m
 from ems.wire.frames import WireError
-from ems.wire.messages import Cause
-from kvloom.pool.cluster.arrivals import Incoming, receive_blocks
+from ems.wire.messages import Cause, Status
+from kvloom.pool.cluster.arrivals import receive_blocks
 from kvloom.pool.node import Came
-from kvloom.pool.storage.entries import Block
+from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.passing import UNSOUND, Announced
 from kvloom.pool.storage.pool import Pool
 
 _FIRST_KEYS = 16  # of a load's first part; the next are larger
@@ -76,7 +77,8 @@ class Fetch:
         self._wanted = wanted
         self._parts = _parts(keys)
         self._lock = threading.Lock()
-        self.entries: list[Block] = []  # that came, pinned
+        self.held: list[Held] = []  # what came, pinned
+        self.block_bytes = 0  # of the largest of these
 
     @property
     def num_parts(self) -> int:
@@ -122,26 +124,33 @@ class Fetch:
         answer = channel.receive(deadline_s).message
         if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
             raise WireError("expected blocks")
-        announced = []
-        for key, length, checksum in zip(keys, answer.lengths, m.split_sums(answer.sums), strict=True):
-            if length:
-                announced.append(Incoming(key, length, checksum, is_rcache=True))
-            else:
-                self._wanted.lacks(key)
-        problem, keys[:] = Cause.NONE, [block.key for block in announced]
-        for batch in receive_blocks(channel, self._pool, announced, deadline_s):
-            for one in batch:
-                problem = one.problem or problem
-                if one.entry is not None:
-                    one.entry.is_home = True
-                elif one.problem is Cause.NO_ROOM:
-                    self._wanted.found_no_room(keys[0])
-                del keys[0]
-            came = [one.entry for one in batch if one.entry is not None]
+        blocks = self._announced(keys, answer)
+        problem, keys[:] = Cause.NONE, blocks.keys
+        for statuses, held, lengths in receive_blocks(channel, self._pool, blocks, deadline_s):
+            for key, status in zip(keys, statuses, strict=False):
+                if status == UNSOUND:
+                    problem = Cause.CORRUPT
+                elif status > Status.CONFLICT:
+                    problem = Cause.NO_ROOM
+                    self._wanted.found_no_room(key)
+            del keys[: len(statuses)]
             with self._lock:
-                self.entries += came
-            self._wanted.came(sum(entry.length for entry in came))
+                self.held.append(held)
+                self.block_bytes = max(self.block_bytes, *lengths, 0)
+            self._wanted.came(sum(lengths))
         return problem
+
+    def _announced(self, keys: list[bytes], answer: m.PeerBlocks) -> Announced:
+        """Those that the other node has."""
+        if all(answer.lengths):
+            return Announced(keys.copy(), answer.lengths, answer.sums, is_rcache=True)
+        here = [i for i, length in enumerate(answer.lengths) if length]
+        for key, length in zip(keys, answer.lengths, strict=True):
+            if not length:
+                self._wanted.lacks(key)
+        sums = m.split_sums(answer.sums)
+        found, lengths = [keys[i] for i in here], [answer.lengths[i] for i in here]
+        return Announced(found, lengths, b"".join(sums[i] for i in here), is_rcache=True)
 
 
 def _parts(keys: list[bytes]) -> list[list[bytes]]:

@@ -21,6 +21,7 @@ from kvloom.pool.config import Address
 from kvloom.pool.node import Outgoing
 from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.pool import Pool
+from kvloom.pool.storage.spans import Spans
 
 _PUSH_S = 5.0
 _PAUSE_S = 0.001  # between two turns of a load at a connection that others wait for
@@ -88,20 +89,21 @@ class PeerLink:
 
     def put(self, tenant: str, blocks: list[Outgoing], deadline_s: float) -> list[bool]:
         """Stores blocks on the peer. Of each, whether it has it now."""
-        statuses = b""
+        statuses, lengths = b"", [len(block.data) for block in blocks]
+        spans = Spans.of([block.data for block in blocks], lengths)
 
         def send(channel: Channel) -> Cause:
             nonlocal statuses
             message = m.PeerPut(
                 tenant,
                 b"".join(block.key for block in blocks),
-                [len(block.data) for block in blocks],
+                lengths,
                 b"".join(block.checksum for block in blocks),
                 blocks[0].parent,
                 b"".join(block.parent or bytes(KEY_BYTES) for block in blocks),
             )
             channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
-            send_blocks(channel, [block.data for block in blocks], deadline_s)
+            send_blocks(channel, spans, deadline_s)
             answer = channel.receive(deadline_s).message
             if not isinstance(answer, m.Saved):
                 raise WireError("expected the result of a save")

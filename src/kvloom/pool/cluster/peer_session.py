@@ -5,13 +5,14 @@ from collections.abc import Callable
 
 from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
-from ems.keys import NONCE_BYTES, proof, same
+from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same
 from ems.wire import messages as m
 from ems.wire.frames import WireError
-from kvloom.pool.cluster.arrivals import Incoming, receive_blocks
+from kvloom.pool.cluster.arrivals import receive_blocks
 from kvloom.pool.cluster.block_stream import send_blocks
 from kvloom.pool.cluster.peer_line import session_keys
 from kvloom.pool.node import Node
+from kvloom.pool.storage.passing import UNSOUND, Announced
 
 _HANDSHAKE_S = 5.0
 _MIN_BUDGET_S = 0.05
@@ -64,25 +65,24 @@ class PeerSession:
 
     def _get(self, message: m.PeerGet, deadline_s: float) -> None:
         pool = self._node.pool(message.tenant)
-        entries = pool.pin_each(m.split_keys(message.keys))
+        offered = pool.offer(m.split_keys(message.keys))
         try:
-            sums = b"".join(entry.checksum if entry else bytes(m.SUM_BYTES) for entry in entries)
-            self._channel.send(m.PeerBlocks([entry.length if entry else 0 for entry in entries], sums), deadline_s)
+            lengths = offered.lengths
+            self._channel.send(m.PeerBlocks(lengths, offered.sums), deadline_s)
             if not message.has_only:
-                views = [pool.view(entry.offset, entry.length) for entry in entries if entry is not None]
-                send_blocks(self._channel, views, deadline_s)
-                pool.counts.add("peer_reads", len(views))
+                send_blocks(self._channel, offered.spans, deadline_s)
+                pool.counts.add("peer_reads", len(lengths) - lengths.count(0))
         finally:
-            pool.unpin([entry for entry in entries if entry is not None])
+            offered.release()
 
     def _put(self, message: m.PeerPut, deadline_s: float) -> None:
         pool = self._node.pool(message.tenant)
         keys = m.split_keys(message.keys)
-        parents = m.split_keys(message.parents) or [message.parent, *keys[:-1]]
-        blocks = list(map(Incoming, keys, message.lengths, m.split_sums(message.sums), parents))
-        statuses = bytearray()
-        for batch in receive_blocks(self._channel, pool, blocks, deadline_s):
-            pool.unpin([one.entry for one in batch if one.entry is not None])
-            statuses += bytes(one.status for one in batch)
-            pool.counts.add("peer_writes", sum(one.status == m.Status.STORED for one in batch))
-        self._channel.send(m.Saved(bytes(statuses)), deadline_s)
+        parents = message.parents or b"".join([message.parent or bytes(KEY_BYTES), *keys[:-1]])
+        blocks = Announced(keys, message.lengths, message.sums, parents)
+        told = b""
+        for statuses, held, _lengths in receive_blocks(self._channel, pool, blocks, deadline_s):
+            held.release()
+            told += statuses.replace(bytes([UNSOUND]), bytes([m.Status.NO_ROOM]))
+            pool.counts.add("peer_writes", statuses.count(m.Status.STORED))
+        self._channel.send(m.Saved(told), deadline_s)

@@ -89,7 +89,8 @@ class Peers:
         link, fetch, line = tasks[0]  # in this thread, which has nothing else to do
         problems = [link.get(fetch, line, deadline_s), *(call.result() for call in calls)]
         problem = next((each for each in problems if each), Cause.NONE)
-        return Fetched(problem, [entry for fetch in fetches for entry in fetch.entries])
+        block_bytes = max(fetch.block_bytes for fetch in fetches)
+        return Fetched(problem, [held for fetch in fetches for held in fetch.held], block_bytes)
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """Which of `keys` other nodes have; those that did not say so in time have none."""

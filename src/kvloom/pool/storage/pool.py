@@ -18,61 +18,9 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.budget import Budget, Refusal
 from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, Published, Reservation, Written
+from kvloom.pool.storage.held import Held
+from kvloom.pool.storage.passing import Announced, Arrival, Offered
 from kvloom.pool.storage.segments import Bytes, SharedMemory
-
-
-class Located(NamedTuple):
-    """Where pinned blocks lie, [blocks] each: segment, offset within it, bytes; and their sums, 16 bytes each."""
-
-    segments: list[int]
-    offsets: list[int]
-    lengths: list[int]
-    sums: bytes
-
-
-class Held(Protocol):
-    """Pinned blocks, in order, until `release`."""
-
-    def __len__(self) -> int: ...
-
-    def located(self) -> Located: ...
-
-    def blocks(self) -> list[Block]:
-        """Each, for who looks at them one by one; who takes them ends their pins."""
-        ...
-
-    def release(self) -> None:
-        """Ends the pins."""
-        ...
-
-
-class HeldEntries:
-    """Pinned blocks, looked at one by one."""
-
-    def __init__(self, pool: "Pool", entries: list[Block]) -> None:
-        self._pool = pool
-        self._entries = entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def located(self) -> Located:
-        """Where they lie."""
-        places = [self._pool.locate(entry.offset) for entry in self._entries]
-        return Located(
-            [segment for segment, _offset in places],
-            [offset for _segment, offset in places],
-            [entry.length for entry in self._entries],
-            b"".join(entry.checksum for entry in self._entries),
-        )
-
-    def blocks(self) -> list[Block]:
-        """Each; who takes them ends their pins."""
-        return self._entries
-
-    def release(self) -> None:
-        """Ends the pins."""
-        self._pool.unpin(self._entries)
 
 
 class Batch(NamedTuple):
@@ -223,6 +171,18 @@ class Pool(ABC):
     @abstractmethod
     def abandon(self, reservation: Reservation) -> None:
         """Gives memory back unwritten."""
+
+    # Between nodes
+
+    @abstractmethod
+    def offer(self, keys: list[bytes]) -> Offered:
+        """As `pin_each`, as a batch."""
+
+    @abstractmethod
+    def arrive(self, blocks: Announced) -> Arrival:
+        """Memory for blocks of another node. One that finds no room does not keep out those behind it."""
+
+    # Damage
 
     def distrust(self, entry: Block) -> bool:
         """Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again."""

@@ -15,9 +15,11 @@ from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Begun, Block, Entry, Geometry, NoRoom, Published, Reservation, Written
 from kvloom.pool.storage.evict import Classes, Order, S3Fifo
+from kvloom.pool.storage.held import HeldEntries
 from kvloom.pool.storage.index import Index
 from kvloom.pool.storage.memory import TenantMemory
-from kvloom.pool.storage.pool import Batch, HeldEntries, Pool, Saved
+from kvloom.pool.storage.passing import Announced, EntryArrival, EntryOffer
+from kvloom.pool.storage.pool import Batch, Pool, Saved
 from kvloom.pool.storage.segments import Bytes
 
 log = logging.getLogger(__name__)
@@ -69,6 +71,12 @@ class TenantPool(Pool):
                     entry.pins += 1
                     self._index.touch(entry)
             return list(entries)
+
+    def offer(self, keys: list[bytes]) -> EntryOffer:
+        return EntryOffer(self, keys)
+
+    def arrive(self, blocks: Announced) -> EntryArrival:
+        return EntryArrival(self, blocks)
 
     def pin_again(self, entry: Block) -> None:
         assert isinstance(entry, Entry)

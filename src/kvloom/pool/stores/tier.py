@@ -21,6 +21,7 @@ from ems.common.breaker import Breaker
 from ems.wire.messages import SUM_BYTES, Cause
 from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.storage.held import HeldEntries
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.stores.engine import Engine, EngineError
 
@@ -81,9 +82,9 @@ class EngineTier:
             is_wanted = came is None or came(sum(entry.length for entry in found))
             if not is_wanted or (has_end and (one or len(found) < len(part))):
                 break
-        return Fetched(problem, entries)
+        return Fetched(problem, [HeldEntries(pool, entries)], max((entry.length for entry in entries), default=0))
 
-    def _fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> Fetched:
+    def _fetch(self, pool: Pool, keys: list[bytes], deadline_s: float) -> tuple[Cause, list[Block]]:
         names = _names(pool.tenant, keys)
         problem, values = self._call(lambda: self._engine.get(names), deadline_s)
         entries: list[Block] = []
@@ -94,7 +95,7 @@ class EngineTier:
                 if entry is not None:
                     entry.is_home = True
                     entries.append(entry)
-        return Fetched(problem, entries)
+        return problem, entries
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
         """Which of `keys` the store has; none when it does not say so in time."""

@@ -31,6 +31,12 @@ struct Described {
     uint8_t has_parent;
 };
 
+// A block's memory in this process, as the library that sends and receives has it.
+struct Span {
+    uint8_t* data;
+    uint64_t size;
+};
+
 struct Usage {
     int64_t num_blocks;
     int64_t used_bytes;
@@ -51,8 +57,9 @@ Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
 // Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
 int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) { return pool::write(handle, *xxh3, *save); }
 
-// The first half of a save, for who writes the bytes himself: `offsets` where a status is kStored.
-int pool_begin(PoolHandle* handle, Save* save) {
+// The first half of a save, for who writes the bytes himself: `offsets` where a status is kStored. spans: null, or [num],
+// where that is, without an address for the others.
+int pool_begin(PoolHandle* handle, Save* save, Span* spans) {
     if (pool::begin_or_stop(handle, *save) == pool::kNeedsMemory) {
         return pool::kNeedsMemory;
     }
@@ -61,6 +68,9 @@ int pool_begin(PoolHandle* handle, Save* save) {
         save->statuses[i] = begun.status;
         save->ids[i] = begun.id;
         save->offsets[i] = begun.offset;
+        if (spans != nullptr) {
+            spans[i] = {begun.memory, static_cast<uint64_t>(save->lengths[i])};
+        }
     }
     pool::end(*save);
     return pool::kDone;
@@ -68,6 +78,12 @@ int pool_begin(PoolHandle* handle, Save* save) {
 
 // Gives up a batch that was told to come again.
 void pool_abandon_batch(PoolHandle* handle, Save* save) { pool::abandon(handle, *save); }
+
+// The second half, of blocks that another node has sent.
+void pool_settle(PoolHandle* handle, const pool::Arrival* arrival) {
+    const Held held(handle);
+    arrival->found != nullptr ? pool::settle(handle->pool, *arrival) : pool::give_up(handle->pool, *arrival);
+}
 
 // Makes reserved memory that holds its block's bytes readable: its status and the block of its key, pinned.
 int pool_publish(PoolHandle* handle, const Described* block, const Key* parent, Id* id) {
@@ -102,13 +118,19 @@ int64_t pool_pin_prefix(PoolHandle* handle, const Key* keys, int64_t num, Id* id
     return num;
 }
 
-// Pins each block that is here; kNone for the others.
-void pool_pin_each(PoolHandle* handle, const Key* keys, int64_t num, Id* ids) {
+// Pins each block that is here; kNone for the others. spans, sums: null, or [num] each; of those that are here.
+void pool_pin_each(PoolHandle* handle, const Key* keys, int64_t num, Id* ids, Span* spans, Sum* sums) {
     const Held held(handle);
     for (int64_t i = 0; i < num; i++) {
         ids[i] = handle->pool.find(keys[i]);
-        if (ids[i] != kNone) {
-            handle->pool.pin(ids[i]);
+        if (ids[i] == kNone) {
+            continue;
+        }
+        handle->pool.pin(ids[i]);
+        if (spans != nullptr) {
+            const Entry& entry = handle->pool.entries[ids[i]];
+            spans[i] = {handle->pool.memory.at(entry.offset), entry.length};
+            sums[i] = entry.sum;
         }
     }
 }

@@ -15,7 +15,8 @@ using ems::Xxh3;
 struct Batch {
     std::vector<Begun> begun;
     std::vector<uint64_t> free;  // offsets that were emptied together, for the keys to come
-    int64_t num_new = -1;
+    int64_t num_new = 0;         // keys to come that want memory, about
+    bool is_counted = false;     // whether `num_new` is known
 };
 
 // A batch of blocks to write, as native.py has it. Arrays have `num` elements.
@@ -29,37 +30,40 @@ struct Save {
     Id* ids;            // of the blocks, pinned; kNone where there is none
     uint64_t* offsets;  // of the memory that was reserved
     int64_t num;
-    int64_t num_done;     // of the arrays above, what is filled: up to the first key without room
+    int64_t num_done;     // of the arrays above, what is filled: up to the first key without room, unless it `goes_on`
     double copies_limit;  // bytes of copies that there may be
     int64_t may_grow;
     int64_t is_chain;  // each block follows the one before it
+    int64_t goes_on;   // a key without room does not keep out those behind it
     Batch* batch;
 };
 
-inline bool is_alike(const Save& save) {
-    for (int64_t i = 0; i < save.num; i++) {
-        if (save.lengths[i] != save.lengths[0] || save.is_rcache[i] != 0) {
+// Of the blocks from `start` on.
+inline bool is_alike(const Save& save, int64_t start) {
+    for (int64_t i = start; i < save.num; i++) {
+        if (save.lengths[i] != save.lengths[start] || save.is_rcache[i] != 0) {
             return false;
         }
     }
     return true;
 }
 
-inline int64_t count_missing(const Pool& pool, const Save& save) {
+inline int64_t count_missing(const Pool& pool, const Save& save, int64_t start) {
     int64_t count = 0;
-    for (int64_t i = 0; i < save.num; i++) {
+    for (int64_t i = start; i < save.num; i++) {
         count += pool.find(save.keys[i]) == kNone;
     }
     return count;
 }
 
-// Memory for each key in order, or the block that is there, pinned; ends after the first that finds no room.
+// Memory for each key in order, or the block that is there, pinned; ends after the first that finds no room, or goes on.
 inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
-    if (batch.num_new < 0) {
-        batch.num_new = is_alike(save) ? count_missing(pool, save) : 1;
-    }
     while (static_cast<int64_t>(batch.begun.size()) < save.num) {
         const int64_t i = static_cast<int64_t>(batch.begun.size());
+        if (!batch.is_counted) {
+            batch.num_new = is_alike(save, i) ? count_missing(pool, save, i) : 1;
+            batch.is_counted = true;
+        }
         const Id found = pool.find(save.keys[i]);
         if (found != kNone) {
             pool.entries[found].pins++;
@@ -77,7 +81,11 @@ inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
         }
         if (batch.free.empty()) {
             batch.begun.push_back({kNoRoom, kNone, 0, nullptr});
-            break;
+            if (save.goes_on == 0) {
+                break;
+            }
+            batch.is_counted = false;
+            continue;
         }
         const uint64_t offset = batch.free.back();
         batch.begun.push_back({kStored, kNone, offset, pool.memory.at(offset)});
@@ -148,6 +156,62 @@ inline Outcome write(PoolHandle* handle, const Xxh3& xxh3, Save& save) {
     }
     end(save);
     return kDone;
+}
+
+// Blocks that another node announced and sent, after memory was reserved for them; as held.py has it. [num] each.
+struct Arrival {
+    const Key* keys;
+    int64_t* lengths;  // announced; then of the blocks that are here
+    const Sum* announced;
+    const Key* parents;  // before each in its chain, or null
+    const Sum* found;    // of the bytes that came; null = they did not all come
+    const uint64_t* offsets;
+    uint8_t* statuses;  // what each met: kStored where memory is reserved; then what became of it
+    Id* ids;            // pinned
+    int64_t num;
+    int64_t is_rcache;  // their home is the node that sent them
+};
+
+// Publishes those that came as they were announced; the memory of the others is free again.
+inline void settle(Pool& pool, const Arrival& arrival) {
+    std::vector<uint64_t> unsound;
+    for (int64_t i = 0; i < arrival.num; i++) {
+        uint8_t& status = arrival.statuses[i];
+        Id& id = arrival.ids[i];
+        const uint32_t length = static_cast<uint32_t>(arrival.lengths[i]);
+        if (status == kStored && arrival.found[i] != arrival.announced[i]) {
+            unsound.push_back(arrival.offsets[i]);
+            status = kUnsound;
+        } else if (status == kStored) {
+            const Key* parent = arrival.parents != nullptr ? arrival.parents + i : nullptr;
+            const Published done = pool.publish({arrival.keys[i], arrival.offsets[i], length, slot_bytes(length),
+                                                 arrival.is_rcache != 0, arrival.announced[i], parent});
+            status = done.status;
+            id = done.id;
+        } else if (status == kDuplicate) {
+            const Entry& entry = pool.entries[id];
+            status = entry.length == length && entry.sum == arrival.announced[i] ? kDuplicate : kConflict;
+        }
+        if (id != kNone) {
+            Entry& entry = pool.entries[id];
+            entry.is_home |= arrival.is_rcache != 0;
+            arrival.lengths[i] = entry.length;
+        }
+    }
+    for (uint64_t offset : unsound) {
+        pool.memory.free(offset);
+    }
+}
+
+// Keeps nothing of blocks that did not all come.
+inline void give_up(Pool& pool, const Arrival& arrival) {
+    for (int64_t i = 0; i < arrival.num; i++) {
+        if (arrival.statuses[i] == kStored) {
+            pool.memory.free(arrival.offsets[i]);
+        } else if (arrival.statuses[i] == kDuplicate) {
+            pool.unpin(arrival.ids[i]);
+        }
+    }
 }
 
 // Gives up a batch that was told to come again.

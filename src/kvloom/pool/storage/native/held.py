@@ -1,4 +1,4 @@
-"""Pinned blocks of a NativePool: a batch of them as arrays, and one by one."""
+"""Blocks of a NativePool: pinned ones, as arrays and one by one; and those that pass between nodes."""
 
 import ctypes
 from typing import Protocol
@@ -9,8 +9,10 @@ import numpy.typing as npt
 from ems.runs import address_of
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.storage.entries import Block, Geometry
+from kvloom.pool.storage.held import Located
 from kvloom.pool.storage.native import library as c
-from kvloom.pool.storage.pool import Located
+from kvloom.pool.storage.passing import Announced, Arrived, Sums
+from kvloom.pool.storage.spans import Spans
 
 Ids = npt.NDArray[np.uint32]
 
@@ -24,6 +26,10 @@ class Owner(Protocol):
 
     def unpin_all(self, ids: Ids) -> None:
         """Ends a pin of each."""
+        ...
+
+    def settle(self, arrival: c.Arrival, blocks: Announced, statuses: npt.NDArray[np.uint8]) -> bytes:
+        """Ends what `arrive` began. Returns what became of each; statuses: what `arrival` has for that."""
         ...
 
 
@@ -82,16 +88,16 @@ class HeldBlocks:
         self._owner = owner
         self.ids: Ids = np.empty(most, np.uint32)
         self.offsets = np.empty(most, np.int64)
-        self._lengths = np.empty(most, np.int64)
+        self.lengths = np.empty(most, np.int64)
         self._sums = b""
 
     def pin(self, keys: bytes) -> None:
         """The prefix of `keys` that is here; there is room for as many."""
         sums, most = ctypes.create_string_buffer(SUM_BYTES * len(self.ids)), len(self.ids)
-        ids, offsets, lengths = address_of(self.ids), address_of(self.offsets), address_of(self._lengths)
+        ids, offsets, lengths = address_of(self.ids), address_of(self.offsets), address_of(self.lengths)
         short = self._owner.functions.short
         count = short.pool_pin_prefix(self._owner.handle, keys, most, ids, offsets, lengths, sums)
-        self.ids, self.offsets, self._lengths = self.ids[:count], self.offsets[:count], self._lengths[:count]
+        self.ids, self.offsets, self.lengths = self.ids[:count], self.offsets[:count], self.lengths[:count]
         self._sums = sums.raw[: SUM_BYTES * count]
 
     def keep(self, count: int) -> None:
@@ -105,7 +111,7 @@ class HeldBlocks:
     def located(self) -> Located:
         """Where they lie; of blocks that `pin` found."""
         segments, offsets = np.divmod(self.offsets, self._owner.geometry.segment_bytes)
-        return Located(segments.tolist(), offsets.tolist(), self._lengths.tolist(), self._sums)
+        return Located(segments.tolist(), offsets.tolist(), self.lengths.tolist(), self._sums)
 
     def blocks(self) -> list[Block]:
         """Each; who takes them ends their pins."""
@@ -114,3 +120,68 @@ class HeldBlocks:
     def release(self) -> None:
         """Ends the pins."""
         self._owner.unpin_all(self.ids)
+
+
+class NativeOffer:
+    """What is here of some keys, pinned."""
+
+    def __init__(self, owner: Owner, keys: list[bytes]) -> None:
+        self._owner = owner
+        self._ids: Ids = np.empty(len(keys), np.uint32)
+        self._sums = np.zeros((len(keys), SUM_BYTES), np.uint8)
+        self.spans = Spans(np.zeros((len(keys), 2), np.uint64))
+        ids, rows, sums = address_of(self._ids), address_of(self.spans.rows), address_of(self._sums)
+        owner.functions.short.pool_pin_each(owner.handle, b"".join(keys), len(keys), ids, rows, sums)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of each key."""
+        return self.spans.lengths
+
+    @property
+    def sums(self) -> bytes:
+        """Of each key."""
+        return self._sums.tobytes()
+
+    def release(self) -> None:
+        """Ends the pins."""
+        self._owner.unpin_all(self._ids[self._ids != c.NONE])
+
+
+class NativeArrival:
+    """Memory for blocks that another node announced."""
+
+    def __init__(self, owner: Owner, blocks: Announced, begun: tuple[HeldBlocks, bytearray, Spans]) -> None:
+        """begun: what `pool_begin` has filled in, for all of the blocks."""
+        self._owner = owner
+        self._blocks = blocks
+        self._held, self._statuses, self.spans = begun
+
+    def settle(self, sums: Sums) -> Arrived:
+        """Publishes those whose sums hold."""
+        statuses, held = self._end(address_of(sums)), self._held
+        lengths = held.lengths[held.ids != c.NONE].tolist()
+        held.keep(len(statuses))
+        return Arrived(statuses, held, lengths)
+
+    def give_up(self) -> None:
+        """Keeps nothing of them."""
+        self._end(None)
+
+    def _end(self, found: int | None) -> bytes:
+        """found: where the sums are of what came; None = it did not all come."""
+        blocks, held, statuses = self._blocks, self._held, np.array(self._statuses, np.uint8)
+        keys = b"".join(blocks.keys)
+        arrival = c.Arrival(
+            c.address(keys),
+            address_of(held.lengths),
+            c.address(blocks.sums),
+            c.address(blocks.parents),
+            found,
+            address_of(held.offsets),
+            address_of(statuses),
+            address_of(held.ids),
+            len(blocks.keys),
+            blocks.is_rcache,
+        )
+        return self._owner.settle(arrival, blocks, statuses)

@@ -104,7 +104,25 @@ class Save(ctypes.Structure):
         ("copies_limit", c_double),
         ("may_grow", c_int64),
         ("is_chain", c_int64),
+        ("goes_on", c_int64),
         ("batch", c_void_p),
+    ]
+
+
+class Arrival(ctypes.Structure):
+    """Blocks of another node that came, or did not; as batch.hpp has it. Arrays by address, `num` elements each."""
+
+    _fields_ = [
+        ("keys", c_void_p),
+        ("lengths", c_void_p),
+        ("announced", c_void_p),
+        ("parents", c_void_p),
+        ("found", c_void_p),
+        ("offsets", c_void_p),
+        ("statuses", c_void_p),
+        ("ids", c_void_p),
+        ("num", c_int64),
+        ("is_rcache", c_int64),
     ]
 
 
@@ -175,12 +193,13 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_close": (None, [c_void_p]),
     "pool_glance": (POINTER(Glance), [c_void_p]),
     "pool_save": (c_int, [c_void_p, POINTER(Xxh3), POINTER(Save)]),
-    "pool_begin": (c_int, [c_void_p, POINTER(Save)]),
+    "pool_begin": (c_int, [c_void_p, POINTER(Save), c_void_p]),
+    "pool_settle": (None, [c_void_p, POINTER(Arrival)]),
     "pool_abandon_batch": (None, [c_void_p, POINTER(Save)]),
     "pool_publish": (c_int, [c_void_p, POINTER(Described), c_void_p, POINTER(c_uint32)]),
     "pool_abandon": (None, [c_void_p, c_uint64]),
     "pool_pin_prefix": (c_int64, [c_void_p, c_void_p, c_int64, *[c_void_p] * 4]),
-    "pool_pin_each": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "pool_pin_each": (None, [c_void_p, c_void_p, c_int64, *[c_void_p] * 3]),
     "pool_pin_again": (None, [c_void_p, c_uint32]),
     "pool_unpin": (None, [c_void_p, c_void_p, c_int64]),
     "pool_has": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
@@ -205,6 +224,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "serving_has_frame": (c_int, [c_void_p]),
     "serving_close": (None, [c_void_p]),
 }
+
+
+def address(data: bytes) -> c_void_p:
+    """Where bytes lie, for as long as they are kept; null for none at all."""
+    return ctypes.cast(ctypes.c_char_p(data or None), c_void_p)
 
 
 def declare(library: ctypes.CDLL) -> None:

@@ -14,8 +14,9 @@
 
 namespace pool {
 
-// Of ems.wire.messages; kLeft: its memory is being given back meanwhile, so that it is not kept.
-enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLocal = 6, kLeft = 255 };
+// Of ems.wire.messages; kUnsound: other bytes came than were announced; kLeft: its memory is being given back meanwhile,
+// so that it is not kept.
+enum Status : uint8_t { kStored = 0, kDuplicate = 1, kConflict = 2, kNoRoom = 3, kLocal = 6, kUnsound = 254, kLeft = 255 };
 inline bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 enum Cause : uint8_t { kCold = 1, kEvicted = 2, kCorrupt = 3 };
 enum Outcome : int { kDone = 0, kMore = 1, kNeedsMemory = 2 };

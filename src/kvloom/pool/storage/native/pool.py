@@ -8,23 +8,26 @@ import logging
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ems.common.channel import Channel
 from ems.keys import KEY_BYTES
-from ems.runs import Areas, address_of
+from ems.runs import Areas, Numbers, address_of
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, NoRoom, Published, Reservation, Written
 from kvloom.pool.storage.native import library as c
-from kvloom.pool.storage.native.held import HeldBlocks, NativeBlock
+from kvloom.pool.storage.native.held import HeldBlocks, NativeArrival, NativeBlock, NativeOffer
 from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
+from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool, Saved, Terms
 from kvloom.pool.storage.segments import Bytes, SharedMemory
+from kvloom.pool.storage.spans import Spans
 
 log = logging.getLogger(__name__)
 _AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
@@ -88,8 +91,11 @@ class NativePool(Pool):
 
     def pin_each(self, keys: list[bytes]) -> list[Block | None]:
         ids: Ids = np.empty(len(keys), np.uint32)
-        self._short.pool_pin_each(self.handle, b"".join(keys), len(keys), address_of(ids))
+        self._short.pool_pin_each(self.handle, b"".join(keys), len(keys), address_of(ids), None, None)
         return [NativeBlock(self, id) if id != c.NONE else None for id in ids.tolist()]
+
+    def offer(self, keys: list[bytes]) -> NativeOffer:
+        return NativeOffer(self, keys)
 
     def pin_again(self, entry: Block) -> None:
         self._short.pool_pin_again(self.handle, _id(entry))
@@ -151,12 +157,14 @@ class NativePool(Pool):
         statuses = self._write(held, batch, address_of(areas))
         num_stored = statuses.count(Status.STORED)
         held.keep(len(statuses))
-        if statuses and statuses[-1] == Status.NO_ROOM:
-            i = len(statuses) - 1
-            statuses[i] = self._refuse(batch.keys[i], slot_bytes(batch.areas.lengths[i]))
-        for i in [i for i, status in enumerate(statuses) if status == c.LEFT]:
-            statuses[i] = self._refuse(batch.keys[i], slot_bytes(batch.areas.lengths[i]))
+        for lost in (Status.NO_ROOM, c.LEFT):
+            self._refuse_all(lost, statuses, batch.keys, batch.areas.lengths)
         return Saved(statuses, held, num_stored)
+
+    def _refuse_all(self, lost: int, statuses: bytearray, keys: list[bytes], lengths: Sequence[int] | Numbers) -> None:
+        """Says of those with that status why they found no room."""
+        for i in [i for i, status in enumerate(statuses) if status == lost]:
+            statuses[i] = self._refuse(keys[i], slot_bytes(lengths[i]))
 
     def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
         held = HeldBlocks(self, len(keys))
@@ -172,17 +180,20 @@ class NativePool(Pool):
                 found.append(NativeBlock(self, int(held.ids[i])))
         return found
 
-    def _write(self, held: HeldBlocks, batch: Batch, areas: int | None) -> bytearray:
-        """A status a key; what it met into `held`. areas: where the bytes are; None = memory is only reserved."""
+    def _write(self, held: HeldBlocks, batch: Batch, areas: int | None, spans: Spans | None = None) -> bytearray:
+        """A status a key; what it met into `held`. areas: where the bytes are; None = memory is only reserved.
+
+        spans: where that is; then a key without room does not keep out those behind it.
+        """
         count = len(batch.keys)
-        keys, lengths = b"".join(batch.keys), np.array(batch.areas.lengths, np.int64)
+        keys, held.lengths[:] = b"".join(batch.keys), batch.areas.lengths
         is_rcache, statuses = np.array(batch.is_rcache, np.uint8), np.empty(count, np.uint8)
         save = c.Save(
-            ctypes.cast(ctypes.c_char_p(keys), ctypes.c_void_p),
-            address_of(lengths),
+            c.address(keys),
+            address_of(held.lengths),
             address_of(is_rcache),
             areas,
-            ctypes.cast(ctypes.c_char_p(batch.parent or None), ctypes.c_void_p),
+            c.address(batch.parent or b""),
             address_of(statuses),
             address_of(held.ids),
             address_of(held.offsets),
@@ -191,10 +202,11 @@ class NativePool(Pool):
             self._budget.quota(self.tenant) * self._rcache_share,
             self._budget.has_room(self.tenant),
             batch.parent is not None,
+            spans is not None,
             None,
         )
         try:
-            while self._call(save, areas is None) == c.NEEDS_MEMORY:
+            while self._call(save, spans) == c.NEEDS_MEMORY:
                 save.may_grow = self._grow()
         except BaseException:
             if save.batch:
@@ -203,10 +215,26 @@ class NativePool(Pool):
         self._close_left()
         return bytearray(statuses[: save.num_done].tobytes())
 
-    def _call(self, save: c.Save, is_reserved_only: bool) -> int:
-        if is_reserved_only:
-            return int(self._long.pool_begin(self.handle, save))
+    def _call(self, save: c.Save, spans: Spans | None) -> int:
+        if not save.areas:
+            return int(self._long.pool_begin(self.handle, save, None if spans is None else address_of(spans.rows)))
         return int(self._long.pool_save(self.handle, self.functions.xxh3, save))
+
+    def arrive(self, blocks: Announced) -> NativeArrival:
+        count = len(blocks.keys)
+        held, spans = HeldBlocks(self, count), Spans(np.empty((count, 2), np.uint64))
+        batch = Batch(blocks.keys, Areas({}, [], [], blocks.lengths), b"", [blocks.is_rcache] * count)
+        statuses = self._write(held, batch, None, spans)
+        self._refuse_all(Status.NO_ROOM, statuses, blocks.keys, blocks.lengths)
+        return NativeArrival(self, blocks, (held, statuses, spans))
+
+    def settle(self, arrival: c.Arrival, blocks: Announced, statuses: npt.NDArray[np.uint8]) -> bytes:
+        """Ends what `arrive` began. Returns what became of each; statuses: what `arrival` has for that."""
+        self._short.pool_settle(self.handle, arrival)
+        self._close_left()
+        told = bytearray(statuses.tobytes())
+        self._refuse_all(c.LEFT, told, blocks.keys, blocks.lengths)
+        return bytes(told)
 
     def publish(self, written: Written) -> Published:
         key, offset, length, slot, is_rcache = written.reservation

@@ -113,6 +113,7 @@ bool Serving::save(const Frame& frame) {
                   0,
                   0,
                   wanted.is_chain,
+                  0,
                   nullptr};
         store(part);
         done += static_cast<size_t>(part.num_done);

@@ -1,0 +1,39 @@
+"""Spans: where the bytes of blocks lie in this process, one block after the other."""
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from ems.runs import address_of
+from kvloom.pool.storage.segments import Bytes
+
+
+class Spans:
+    """rows [blocks, 2] uint64: the address, 0 where there is none, and how many bytes."""
+
+    def __init__(self, rows: npt.NDArray[np.uint64]) -> None:
+        """Whoever makes it sees to it that the memory stays."""
+        self.rows = rows
+        self._kept: Sequence[Bytes | None] = ()
+
+    @classmethod
+    def of(cls, memories: Sequence[Bytes | None], lengths: Sequence[int]) -> "Spans":
+        """Of arrays, which stay as long as it does. None: there is no memory for a block of that length."""
+        rows = [
+            (0 if memory is None else address_of(memory), length)
+            for memory, length in zip(memories, lengths, strict=True)
+        ]
+        made = cls(np.array(rows, np.uint64).reshape(-1, 2))
+        made._kept = memories
+        return made
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(length) for length in self.rows[:, 1].tolist()]
+
+    def views(self) -> list[Bytes | None]:
+        """Each block's memory; None where there is none."""
+        rows = self.rows.tolist()
+        return [np.ctypeslib.as_array((ctypes.c_uint8 * n).from_address(at)) if at else None for at, n in rows]
