@@ -145,24 +145,24 @@ static void test_attention(int dim, int length, int window) {
         }
     }
     for (int rows = 1; rows <= kAttentionRows; rows++) {
-        std::vector<uint16_t> q(size_t(rows * dim));
+        std::vector<typename Cache::Factor> q(size_t(rows * dim));
         std::vector<float> sums(q.size());
         std::vector<Query> queries;
-        std::vector<Partial> partials(static_cast<size_t>(rows));
+        Partials partials;
         for (int m = 0; m < rows; m++) {
             const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
             const int64_t until = std::max(1, length - rows + 1 + m);
             queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
-            partials[size_t(m)].sums = sums.data() + m * dim;
+            partials.sums[m] = sums.data() + m * dim;
         }
         for (int64_t chunk = queries[0].from / kChunkKeys; chunk * kChunkKeys < length; chunk++)
-            chunk_kernel<Cache>(rows)(head, queries.data(), chunk, length, partials.data());
+            chunk_kernel<Cache>(rows)(head, queries.data(), Chunk(head, chunk, length), partials);
         std::vector<double> want(static_cast<size_t>(dim));
         const double tolerance = format == KVL_KV_INT8 ? 0.001 : 0.02;  // what bf16 probabilities lose, 15 bits keep
         for (int m = 0; m < rows; m++) {
             scalar::attend(head, format, queries[size_t(m)], want.data());
             for (int d = 0; d < dim; d++)
-                near(sums[size_t(m * dim + d)] / partials[size_t(m)].weight, want[size_t(d)], tolerance, "attend", length, d);
+                near(sums[size_t(m * dim + d)] / partials.weight[m], want[size_t(d)], tolerance, "attend", length, d);
         }
     }
 }
@@ -173,7 +173,7 @@ static void test_extreme_heads() {
     for (float size : {0.0f, 1e-38f, 1e-9f, 1e30f}) {
         std::vector<uint8_t> tile(size_t(kv_tile_bytes(KVL_KV_INT8, dim)));
         std::vector<float> head(size_t(dim), size);
-        std::vector<uint16_t> q(static_cast<size_t>(dim));
+        std::vector<int16_t> q(static_cast<size_t>(dim));
         const int32_t table = 0;
         const PagedHead cached{tile.data(), tile.data(), &table, 0, dim, 0};
         Int8Cache::store_key(tile.data(), head.data(), dim, 3);
@@ -253,11 +253,10 @@ static void test_groups() {
 static void test_sinks() {
     for (float score : {-40.0f, 0.0f, 2.5f, 60.0f})
         for (float peak : {-30.0f, 3.0f}) {
-            const Partial of{peak, 1.7f, nullptr};
             const double sink = std::exp2(double(score * kLog2E) - double(peak));
-            near(double(share_beside(&score, of)) * (1.7 + sink), 1, 1e-5, "sink", int64_t(score), int64_t(peak));
+            near(double(share_beside(&score, peak, 1.7f)) * (1.7 + sink), 1, 1e-5, "sink", int64_t(score), int64_t(peak));
         }
-    near(share_beside(nullptr, {2.0f, 1.7f, nullptr}), 1.0f / 1.7f, 0, "no sink", 0, 0);
+    near(share_beside(nullptr, 2.0f, 1.7f), 1.0f / 1.7f, 0, "no sink", 0, 0);
 }
 
 static void test_pool() {

@@ -27,6 +27,7 @@ from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 BLOCK_SIZE = 16
+_SUMS = "s2"  # counts the orders in which attention has added: other sums are other keys and values of the next layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class CpuBackend:
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
         self.isa = self._lib.kvl_isa().decode()
-        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{weight_format}-{self.isa}"  # with the tile unit as without
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{self.isa}"  # with the tile unit as without
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:

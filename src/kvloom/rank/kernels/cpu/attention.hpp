@@ -19,148 +19,213 @@ struct PagedHead {
     const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
 };
 
-// A query row: 16-bit elements [head_dim] as the cache's form wants them; times `scale`, the query times
+// A query row: factors [head_dim] as the cache's form wants them; times `scale`, the query times
 // log2(e) / sqrt(head_dim). Sees keys in [from, until).
 struct Query {
-    const uint16_t* q;
+    const void* factors;
     float scale;
     int64_t from, until;
+    template <class Factor>
+    const Factor* as() const {
+        return static_cast<const Factor*>(factors);
+    }
 };
 
-// Softmax over what was seen so far: weighted values, not divided by `weight` yet; peak is in log2 units.
-struct Partial {
-    float peak = kMasked, weight = 0;
-    float* sums;  // [head_dim]
+// Softmax of up to kLanes rows over what was seen so far: weighted values, not divided by `weight` yet; peaks are in
+// log2 units.
+struct Partials {
+    Partials() {
+        store(peak, splat(kMasked));
+        store(weight, splat(0));
+    }
+    alignas(64) float peak[kLanes];
+    alignas(64) float weight[kLanes];
+    float* sums[kLanes];  // [head_dim] each
 };
 
-// Scores of ROWS queries against one block, masked, into scores[m * kChunkKeys + ...].
-template <class Cache, int ROWS>
-void score_block(const PagedHead& head, const Query* queries, int64_t block, float* scores) {
-    const uint8_t* const tile = head.key_tile(block);
-    const int64_t first_key = block * kBlockTokens;
-    const int head_dim = head.head_dim;
-    typename Cache::Sum acc[ROWS];
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) acc[m] = Cache::zero();
-#pragma GCC unroll 2
-    for (int pair = 0; pair < head_dim / 2; pair++) {
-        const auto keys = Cache::load_tile(tile, pair * kBlockTokens * 2);
-#pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) {
-            int32_t q;
-            std::memcpy(&q, queries[m].q + 2 * pair, 4);
-            acc[m] = Cache::dot(acc[m], keys, q);
+// The blocks of one chunk that somebody sees: keys [first_key, first_key + num_keys).
+struct Chunk {
+    Chunk(const PagedHead& head, int64_t chunk, int64_t until) : first_key(chunk * kChunkKeys) {
+        const int64_t first_block = first_key / kBlockTokens, last_block = (until + kBlockTokens - 1) / kBlockTokens;
+        num_blocks = int(min_of(last_block - first_block, int64_t(kChunkBlocks)));
+        num_keys = num_blocks * kBlockTokens;
+        for (int b = 0; b < num_blocks; b++) {
+            keys[b] = head.key_tile(first_block + b);
+            values[b] = head.value_tile(first_block + b);
         }
     }
+    static constexpr int kChunkBlocks = kChunkKeys / kBlockTokens;
+    int64_t first_key;
+    int num_blocks, num_keys;
+    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
+};
+
+// Scores of ROWS queries against one K tile, into scores[m * kChunkKeys + ...].
+template <class Cache, int ROWS>
+void score_block(const uint8_t* tile, int head_dim, const Query* queries, float* scores) {
+    constexpr int kStretch = 16;  // pairs of dims
+    typename Cache::Sum sums[ROWS];
+    const typename Cache::Factor* q[ROWS];
+#pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
-        const int64_t seen = queries[m].until - first_key, hidden = queries[m].from - first_key;
-        F32 value = Cache::scores(acc[m], tile, queries[m].scale);
-        if (head.softcap > 0) value = softcap(value, head.softcap);
-        if (seen < kBlockTokens) value = first_lanes(value, int(max_of(seen, 0)), kMasked);
-        if (hidden > 0) {  // keys that have left the sliding window: what is not among the first `hidden`
-            const F32 late = first_lanes(splat(kMasked), int(min_of(hidden, kBlockTokens)), 0.0f);
+        sums[m] = Cache::zero();
+        q[m] = queries[m].as<typename Cache::Factor>();
+    }
+    for (int stretch = 0; stretch < head_dim / 2; stretch += kStretch) {
+#pragma GCC unroll 2
+        for (int pair = stretch; pair < stretch + kStretch; pair++) {
+            const auto keys = Cache::load_tile(tile, pair * kBlockTokens * 2);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) Cache::add_pair(sums[m], keys, q[m] + 2 * pair);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) Cache::close(sums[m]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) store(scores + m * kChunkKeys, Cache::scores(sums[m], tile, queries[m].scale));
+}
+
+// Scores of keys that the query must not see become kMasked, in place; returns whether there are any.
+inline bool mask_scores(const Query& query, const Chunk& chunk, float* scores) {
+    const int64_t seen = query.until - chunk.first_key, hidden = query.from - chunk.first_key;
+    if (seen >= chunk.num_keys && hidden <= 0) return false;
+    for (int k = 0; k < chunk.num_keys; k += kLanes) {
+        F32 value = first_lanes(load(scores + k), int(max_of(min_of(seen - k, kLanes), 0)), kMasked);
+        if (hidden > k) {  // keys that have left the sliding window: what is not among the first `hidden`
+            const F32 late = first_lanes(splat(kMasked), int(min_of(hidden - k, kLanes)), 0.0f);
             value = max(add(value, late), splat(kMasked));
         }
-        store(scores + m * kChunkKeys, value);
-    }
-}
-
-// Turns `count` scores into probabilities relative to the chunk's own peak, in place; returns peak and total weight.
-inline Partial softmax_chunk(float* scores, int count) {
-    F32 peak = splat(kMasked);
-    for (int k = 0; k < count; k += kLanes) peak = max(peak, load(scores + k));
-    Partial result{largest(peak), 0, nullptr};
-    if (result.peak <= kMasked / 2) {  // nothing visible in this chunk
-        for (int k = 0; k < count; k += kLanes) store(scores + k, splat(0));
-        result.peak = kMasked;
-        return result;
-    }
-    F32 weight = splat(0);
-    for (int k = 0; k < count; k += kLanes) {
-        const F32 score = load(scores + k);
-        F32 value = exp2(sub(score, splat(result.peak)));
-        value = zero_where_masked(value, score);
-        weight = add(weight, value);
         store(scores + k, value);
     }
-    result.weight = sum(weight);
-    return result;
+    return true;
 }
 
-// Adds VECS * 16 dims of the values of `blocks` tiles, weighted, into out[m][dim..]; old sums are scaled by keep[m],
-// the new ones by gain[m].
+// Turns VECS * 16 scores into probabilities relative to their own peak, in place; returns the peak, and their sum in `weight`.
+template <int VECS>
+inline float softmax_row(float* scores, bool is_masked, float* weight) {
+    F32 score[VECS], peaks = splat(kMasked), total = splat(0);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) {
+        score[v] = load(scores + v * kLanes);
+        peaks = max(peaks, score[v]);
+    }
+    const float peak = largest(peaks);
+    if (peak <= kMasked / 2) {  // nothing visible in this chunk
+        for (int v = 0; v < VECS; v++) store(scores + v * kLanes, splat(0));
+        *weight = 0;
+        return kMasked;
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) {
+        F32 value = exp2(sub(score[v], splat(peak)));
+        if (is_masked) value = zero_where_masked(value, score[v]);
+        total = add(total, value);
+        store(scores + v * kLanes, value);
+    }
+    *weight = sum(total);
+    return peak;
+}
+
+// The same for any number of them: a multiple of 16, at most a chunk.
+template <int VECS = kChunkKeys / kLanes>
+float softmax_row(float* scores, int count, bool is_masked, float* weight) {
+    if constexpr (VECS > 1)
+        if (count < VECS * kLanes) return softmax_row<VECS - 1>(scores, count, is_masked, weight);
+    return softmax_row<VECS>(scores, is_masked, weight);
+}
+
+// What the sums of up to kLanes rows are to be scaled by when a chunk joins them: the old ones, its own.
+struct Shares {
+    alignas(64) float keep[kLanes];
+    alignas(64) float gain[kLanes];
+};
+
+// Softmax of `rows` queries over a chunk, merged into `out`: scores [rows][kChunkKeys] become `factors`, as Form wants them.
+template <class Form>
+Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Query* queries, int rows, float* scores,
+                  typename Form::Factor* factors, Partials& out) {
+    alignas(64) float peak[kLanes], weight[kLanes], scale[kLanes];
+    store(peak, splat(kMasked));
+    store(weight, splat(0));
+    store(scale, splat(0));
+    for (int m = 0; m < rows; m++) {
+        float* const row = scores + m * kChunkKeys;
+        if (head.softcap > 0)
+            for (int k = 0; k < chunk.num_keys; k += kLanes) store(row + k, softcap(load(row + k), head.softcap));
+        const bool is_masked = mask_scores(queries[m], chunk, row);
+        peak[m] = softmax_row(row, chunk.num_keys, is_masked, weight + m);
+        scale[m] = Form::store_probabilities(factors + m * kChunkKeys, row, chunk.num_keys, chunk.values);
+    }
+    const F32 old = load(out.peak), own = load(peak), top = max(old, own);
+    const F32 keep = exp2(sub(old, top)), gain = exp2(sub(own, top));
+    store(out.weight, fma(load(out.weight), keep, mul(load(weight), gain)));
+    store(out.peak, top);
+    Shares shares;
+    store(shares.keep, keep);
+    store(shares.gain, mul(gain, load(scale)));
+    return shares;
+}
+
+// New sums of row m to the old ones at `to`.
+inline void join(float* to, F32 sums, const Shares& shares, int m) {
+    store(to, fma(load(to), splat(shares.keep[m]), mul(sums, splat(shares.gain[m]))));
+}
+
+// Adds VECS * 16 dims of the chunk's values, weighted, into sums[m][dim ..].
 template <class Cache, int ROWS, int VECS>
-void weigh_values(const uint8_t* const* tiles, int blocks, int head_dim, int dim, const uint16_t* probabilities,
-                  const float* keep, const float* gain, Partial* out) {
-    typename Cache::Sum acc[ROWS][VECS];
+void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cache::Factor* factors, const Shares& shares,
+                  Partials& out) {
+    typename Cache::Sum sums[ROWS][VECS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < VECS; v++) acc[m][v] = Cache::zero();
-    for (int b = 0; b < blocks; b++) {
+        for (int v = 0; v < VECS; v++) sums[m][v] = Cache::zero();
+    for (int b = 0; b < chunk.num_blocks; b++) {
 #pragma GCC unroll 2
         for (int pair = 0; pair < kBlockTokens / 2; pair++) {
             decltype(Cache::load_tile(nullptr, 0)) values[VECS];
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) values[v] = Cache::load_tile(tiles[b], (pair * head_dim + dim + v * kLanes) * 2);
+            for (int v = 0; v < VECS; v++)
+                values[v] = Cache::load_tile(chunk.values[b], (pair * head_dim + dim + v * kLanes) * 2);
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) {
-                int32_t p;
-                std::memcpy(&p, probabilities + m * kChunkKeys + b * kBlockTokens + pair * 2, 4);
+            for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 4
-                for (int v = 0; v < VECS; v++) acc[m][v] = Cache::dot(acc[m][v], values[v], p);
-            }
+                for (int v = 0; v < VECS; v++)
+                    Cache::add_pair(sums[m][v], values[v], factors + m * kChunkKeys + b * kBlockTokens + pair * 2);
         }
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) Cache::close(sums[m][v]);
     }
     for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECS; v++) {
-            float* at = out[m].sums + dim + v * kLanes;
-            store(at, fma(load(at), splat(keep[m]), mul(Cache::sums(acc[m][v]), splat(gain[m]))));
-        }
+        for (int v = 0; v < VECS; v++) join(out.sums[m] + dim + v * kLanes, Cache::sums(sums[m][v]), shares, m);
 }
 
-// One chunk (which one: keys [chunk * kChunkKeys, ...) up to `until`) of ROWS queries, merged into out.
+// One chunk of ROWS queries, merged into out.
 template <class Cache, int ROWS>
-void attend_chunk(const PagedHead& head, const Query* queries, int64_t chunk, int64_t until, Partial* out) {
-    constexpr int kBlocks = kChunkKeys / kBlockTokens;
+void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chunk, Partials& out) {
     alignas(64) float scores[ROWS * kChunkKeys];
-    alignas(64) uint16_t probabilities[ROWS * kChunkKeys];
-    const int64_t first_block = chunk * kBlocks, last_block = (until + kBlockTokens - 1) / kBlockTokens;
-    const int blocks = int(min_of(last_block - first_block, kBlocks));
-    const uint8_t* tiles[kBlocks];
-    for (int b = 0; b < blocks; b++) {
-        tiles[b] = head.value_tile(first_block + b);
-        score_block<Cache, ROWS>(head, queries, first_block + b, scores + b * kBlockTokens);
-    }
-    float keep[ROWS], gain[ROWS];
-    for (int m = 0; m < ROWS; m++) {
-        float* const p = scores + m * kChunkKeys;
-        const Partial own = softmax_chunk(p, blocks * kBlockTokens);
-        const float scale = Cache::store_probabilities(probabilities + m * kChunkKeys, p, blocks * kBlockTokens, tiles);
-        const float peak = own.peak > out[m].peak ? own.peak : out[m].peak;
-        keep[m] = exp2_scalar(max_of(out[m].peak - peak, -126.0f));
-        gain[m] = exp2_scalar(max_of(own.peak - peak, -126.0f));
-        out[m].weight = out[m].weight * keep[m] + own.weight * gain[m];
-        out[m].peak = peak;
-        gain[m] *= scale;
-    }
-    constexpr int kWide = kAttentionRows >= 4 ? 4 : 2;  // value registers that ROWS queries share
+    alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
+    for (int b = 0; b < chunk.num_blocks; b++)
+        score_block<Cache, ROWS>(chunk.keys[b], head.head_dim, queries, scores + b * kBlockTokens);
+    const Shares shares = weigh_keys<Cache>(head, chunk, queries, ROWS, scores, factors, out);
     int dim = 0;
-    for (; dim + kWide * kLanes <= head.head_dim; dim += kWide * kLanes)
-        weigh_values<Cache, ROWS, kWide>(tiles, blocks, head.head_dim, dim, probabilities, keep, gain, out);
+    for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)
+        weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.head_dim, dim, factors, shares, out);
     for (; dim < head.head_dim; dim += kLanes)
-        weigh_values<Cache, ROWS, 1>(tiles, blocks, head.head_dim, dim, probabilities, keep, gain, out);
+        weigh_values<Cache, ROWS, 1>(chunk, head.head_dim, dim, factors, shares, out);
 }
 
 // What the sums are to be multiplied by, in the company of a sink, which takes its share of the softmax; null = none.
-inline float share_beside(const float* sink, const Partial& of) {
-    if (sink == nullptr) return 1.0f / of.weight;
-    const float score = *sink * kLog2E, peak = max_of(of.peak, score);
-    const float keep = exp2_scalar(max_of(of.peak - peak, -126.0f));
-    return keep / (of.weight * keep + exp2_scalar(max_of(score - peak, -126.0f)));
+inline float share_beside(const float* sink, float peak, float weight) {
+    if (sink == nullptr) return 1.0f / weight;
+    const float score = *sink * kLog2E, top = max_of(peak, score);
+    const float keep = exp2_scalar(max_of(peak - top, -126.0f));
+    return keep / (weight * keep + exp2_scalar(max_of(score - top, -126.0f)));
 }
 
-using ChunkKernel = void (*)(const PagedHead&, const Query*, int64_t, int64_t, Partial*);
+using ChunkKernel = void (*)(const PagedHead&, const Query*, const Chunk&, Partials&);
 
 // The kernel for 1 <= rows <= kAttentionRows.
 template <class Cache, int ROWS = kAttentionRows>

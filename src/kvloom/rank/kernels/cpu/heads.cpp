@@ -45,7 +45,7 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
         if (rope.dim > 0) rotate(row, rope.at + int64_t(position) * rope.dim, rope.dim);
         if (is_query) {
             const int64_t at = token * shape_.num_heads + h;
-            scratch_.query_scale[at] = Cache::store_query(scratch_.queries + at * dim, row, dim, scale);
+            scratch_.query_scale[at] = Cache::store_query(reinterpret_cast<typename Cache::Factor*>(scratch_.queries + at * dim), row, dim, scale);
         } else {
             Cache::store_key(cache(instruction.layer, 0) + block + (h - shape_.num_heads) * tile_bytes_, row, dim, slot);
         }
@@ -68,8 +68,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kAttentionRows];
-    Partial partials[kAttentionRows];
-    float* outputs[kAttentionRows];
+    Partials partials;
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
         const int row = task.first_row + m;
@@ -80,20 +79,21 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
         queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
                       window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
-        outputs[m] = scratch_.attended.row(token) + own * dim;
-        std::fill(outputs[m], outputs[m] + dim, 0.0f);
-        partials[m].sums = outputs[m];
+        partials.sums[m] = scratch_.attended.row(token) + own * dim;
+        std::fill(partials.sums[m], partials.sums[m] + dim, 0.0f);
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
     const ChunkKernel kernel =
         shape_.kv_format == KVL_KV_INT8 ? chunk_kernel<Int8Cache>(rows) : chunk_kernel<Bf16Cache>(rows);
-    for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++) kernel(head, queries, chunk, until, partials);
+    for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++)
+        kernel(head, queries, Chunk(head, chunk, until), partials);
     const float* sinks = vector(instruction.vector);
     for (int m = 0; m < rows; m++) {
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
-        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, partials[m]));
-        for (int i = 0; i < dim; i += kLanes) store(outputs[m] + i, mul(load(outputs[m] + i), inverse));
+        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, partials.peak[m], partials.weight[m]));
+        float* const to = partials.sums[m];
+        for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(to + i), inverse));
     }
 }
 

@@ -4,6 +4,10 @@
 // Both forms multiply pairs: of bf16 into floats, or of int8 (widened to words as it is loaded) with 15-bit queries and
 // probabilities into exact integers. int8 halves the bytes that attention streams; the rounding of a cached number is
 // its only loss that can be measured. Largest sum: 256 dims * 32767 * 127 < 2^31.
+//
+// Floats are added in the order of the processor's tile unit, so that it gives the same bits (attention_tiles.hpp): the
+// first halves of the pairs of a stretch one after the other, the second halves likewise, then both to what is there.
+// A stretch is 32 dims of a key, or the 16 keys of a block.
 #pragma once
 
 #include "quant.hpp"
@@ -36,21 +40,30 @@ void scatter_value(T* tile, const T* elements, int count, int first_dim, int slo
     for (int j = 0; j < count; j++) row[(first_dim + j) * 2] = elements[j];
 }
 
+// What a query, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them over tiles, a lane for
+// each key or dim: Sum, to be closed at the end of each stretch. kVectors: of values that share a load of the factors.
 struct Bf16Cache {
-    static constexpr int kFormat = KVL_KV_BF16;
-    using Sum = F32;
-    static Sum zero() { return splat(0); }
-    static Pairs load_tile(const uint8_t* tile, int64_t element) {
-        return load_pairs(reinterpret_cast<const uint16_t*>(tile) + element);
+    static constexpr int kFormat = KVL_KV_BF16, kVectors = 1;
+    using Factor = float;  // a bf16, widened
+    struct Sum {
+        F32 first, second, whole;
+    };
+    static Sum zero() { return {splat(0), splat(0), splat(0)}; }
+    static PairHalves load_tile(const uint8_t* tile, int64_t element) {
+        return load_halves(reinterpret_cast<const uint16_t*>(tile) + element);
     }
-    static Sum dot(Sum acc, Pairs tile, int32_t pair) { return dot_pairs(acc, tile, pair); }
+    static void add_pair(Sum& sum, const PairHalves& tile, const Factor* pair) {
+        sum.first = fma(tile.first, splat(pair[0]), sum.first);
+        sum.second = fma(tile.second, splat(pair[1]), sum.second);
+    }
+    static void close(Sum& sum) { sum = {splat(0), splat(0), add(sum.whole, add(sum.first, sum.second))}; }
     // Sums of a query over a K tile as scores; `scale` is the query's.
-    static F32 scores(Sum sums, const uint8_t*, float) { return sums; }
-    static F32 sums(Sum sums) { return sums; }
+    static F32 scores(const Sum& sum, const uint8_t*, float) { return sum.whole; }
+    static F32 sums(const Sum& sum) { return sum.whole; }
 
     // A query head times `scale`; returns the scale that is left to apply.
-    static float store_query(uint16_t* to, const float* head, int dim, float scale) {
-        for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, mul(load(head + i), splat(scale)));
+    static float store_query(Factor* to, const float* head, int dim, float scale) {
+        for (int i = 0; i < dim; i += kLanes) store(to + i, round_bf16(mul(load(head + i), splat(scale))));
         return 1.0f;
     }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
@@ -69,24 +82,30 @@ struct Bf16Cache {
     }
     // Probabilities of `count` keys (whose V tiles begin with tiles[0 ..]) as factors of the tiles' elements; returns
     // what the sums are to be multiplied by.
-    static float store_probabilities(uint16_t* to, const float* p, int count, const uint8_t* const*) {
-        for (int k = 0; k < count; k += kLanes) store_bf16(to + k, load(p + k));
+    static float store_probabilities(Factor* to, const float* p, int count, const uint8_t* const*) {
+        for (int k = 0; k < count; k += kLanes) store(to + k, round_bf16(load(p + k)));
         return 1.0f;
     }
 };
 
 struct Int8Cache {
-    static constexpr int kFormat = KVL_KV_INT8;
+    static constexpr int kFormat = KVL_KV_INT8, kVectors = kAttentionRows >= 4 ? 4 : 2;
+    using Factor = int16_t;
     using Sum = I32;
     static Sum zero() { return splat_int(0); }
     static Words load_tile(const uint8_t* tile, int64_t element) {
         return load_words(reinterpret_cast<const int8_t*>(tile) + kBlockTokens * 2 + element);
     }
-    static Sum dot(Sum acc, Words tile, int32_t pair) { return dot_words(acc, tile, pair); }
-    static F32 scores(Sum sums, const uint8_t* tile, float scale) { return mul(to_float(sums), mul(scales(tile), splat(scale))); }
-    static F32 sums(Sum sums) { return to_float(sums); }
+    static void add_pair(Sum& sum, const Words& tile, const Factor* pair) {
+        int32_t both;
+        std::memcpy(&both, pair, 4);
+        sum = dot_words(sum, tile, both);
+    }
+    static void close(Sum&) {}
+    static F32 scores(const Sum& sums, const uint8_t* tile, float scale) { return mul(to_float(sums), mul(scales(tile), splat(scale))); }
+    static F32 sums(const Sum& sum) { return to_float(sum); }
 
-    static float store_query(uint16_t* to, const float* head, int dim, float scale) {
+    static float store_query(Factor* to, const float* head, int dim, float scale) {
         return store_scaled(to, head, dim) * scale;
     }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
@@ -106,7 +125,7 @@ struct Int8Cache {
         }
     }
     // The values' scales go into the probabilities, so that one sum runs over all keys of a chunk.
-    static float store_probabilities(uint16_t* to, const float* p, int count, const uint8_t* const* tiles) {
+    static float store_probabilities(Factor* to, const float* p, int count, const uint8_t* const* tiles) {
         alignas(64) float weighed[kChunkKeys];
         for (int k = 0; k < count; k += kLanes) store(weighed + k, mul(load(p + k), scales(tiles[k / kBlockTokens])));
         return store_scaled(to, weighed, count);
@@ -117,7 +136,7 @@ struct Int8Cache {
     static int8_t* elements(uint8_t* tile) { return reinterpret_cast<int8_t*>(tile) + kBlockTokens * 2; }
 
     // x[count] as words, the largest at kWordPeak; returns the scale.
-    static float store_scaled(uint16_t* to, const float* x, int count) {
+    static float store_scaled(Factor* to, const float* x, int count) {
         const float peak = peak_size(x, count);
         const F32 inverse = splat(peak > kNothing ? kWordPeak / peak : 0.0f);
         for (int i = 0; i < count; i += kLanes) store_words(to + i, to_int(mul(load(x + i), inverse)));

@@ -124,7 +124,7 @@ struct Scratch {
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
     Rows branch;                        // what is normed before it is added to the residual stream
-    uint16_t* queries;                  // [tokens][num_heads][head_dim], as kvcache.hpp stores them
+    float* queries;                     // [tokens][num_heads][head_dim] of room for what kvcache.hpp stores
     float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed

@@ -22,6 +22,9 @@ struct I32 {
 };
 using Bytes = I32;
 using Pairs = I32;
+struct PairHalves {
+    F32 first, second;
+};
 struct Words {
     __m256i lo, hi;
 };
@@ -165,6 +168,16 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return {dot_pairs_half(acc.lo, a.lo, even, odd), dot_pairs_half(acc.hi, a.hi, even, odd)};
 }
 
+inline __m256 first_half(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+inline __m256 second_half(__m256i pairs) {
+    return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000u))));
+}
+inline PairHalves load_halves(const uint16_t* from) {
+    const Pairs pairs = load_pairs(from);
+    return {{first_half(pairs.lo), first_half(pairs.hi)}, {second_half(pairs.lo), second_half(pairs.hi)}};
+}
+inline F32 round_bf16(F32 a) { return {first_half(rounded_bf16(a.lo)), first_half(rounded_bf16(a.hi))}; }
+
 inline Words load_words(const int8_t* from) {
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)),
             _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(from + 16)))};
@@ -173,7 +186,7 @@ inline I32 dot_words(I32 acc, Words a, int32_t pair) {
     const __m256i x = _mm256_set1_epi32(pair);
     return {_mm256_add_epi32(acc.lo, _mm256_madd_epi16(a.lo, x)), _mm256_add_epi32(acc.hi, _mm256_madd_epi16(a.hi, x))};
 }
-inline void store_words(uint16_t* to, I32 a) {
+inline void store_words(int16_t* to, I32 a) {
     _mm256_storeu_si256((__m256i*)to, _mm256_permute4x64_epi64(_mm256_packs_epi32(a.lo, a.hi), 0b11011000));
 }
 

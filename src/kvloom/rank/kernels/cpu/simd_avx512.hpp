@@ -26,6 +26,9 @@ struct Bytes {
 struct Pairs {
     __m512bh v;
 };
+struct PairHalves {
+    F32 first, second;
+};
 struct Words {
     __m512i v;
 };
@@ -93,8 +96,19 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return {_mm512_dpbf16_ps(acc.v, a.v, (__m512bh)_mm512_set1_epi32(pair))};
 }
 
+// The first and the second of each pair of bf16, as floats.
+inline PairHalves load_halves(const uint16_t* from) {
+    const __m512i pairs = _mm512_loadu_si512(from);
+    const __m512i second = _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000u)));
+    return {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16))}, {_mm512_castsi512_ps(second)}};
+}
+inline F32 round_bf16(F32 a) {
+    const __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(a.v));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+
 inline Words load_words(const int8_t* from) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from))}; }
 inline I32 dot_words(I32 acc, Words a, int32_t pair) { return {_mm512_dpwssd_epi32(acc.v, a.v, _mm512_set1_epi32(pair))}; }
-inline void store_words(uint16_t* to, I32 a) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(a.v)); }
+inline void store_words(int16_t* to, I32 a) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(a.v)); }
 
 }  // namespace kvl

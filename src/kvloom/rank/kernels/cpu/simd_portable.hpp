@@ -170,6 +170,17 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return each([&](int i) { return acc.lane[i] + bf16_to_float(a.at[2 * i]) * even + bf16_to_float(a.at[2 * i + 1]) * odd; });
 }
 
+// The first and the second of each pair of bf16, as floats.
+struct PairHalves {
+    F32 first, second;
+};
+inline PairHalves load_halves(const uint16_t* from) {
+    return {each([&](int i) { return bf16_to_float(from[2 * i]); }), each([&](int i) { return bf16_to_float(from[2 * i + 1]); })};
+}
+inline F32 round_bf16(F32 a) {
+    return each([&](int i) { return bf16_to_float(float_to_bf16(a.lane[i])); });
+}
+
 // Adds, in each lane, the product of two pairs of words: the lane's own (bytes in memory) and the broadcast one.
 struct Words {
     const int8_t* at;
@@ -180,8 +191,8 @@ inline I32 dot_words(I32 acc, Words a, int32_t pair) {
     for (int i = 0; i < kLanes; i++) acc.lane[i] += a.at[2 * i] * even + a.at[2 * i + 1] * odd;
     return acc;
 }
-inline void store_words(uint16_t* to, I32 a) {
-    for (int i = 0; i < kLanes; i++) to[i] = uint16_t(int16_t(a.lane[i]));
+inline void store_words(int16_t* to, I32 a) {
+    for (int i = 0; i < kLanes; i++) to[i] = int16_t(a.lane[i]);
 }
 
 }  // namespace kvl
