@@ -1,5 +1,6 @@
 """Where the tokens of blocks lie in the registered cache, and where their bytes lie in shared memory."""
 
+import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import TypeAlias, overload
@@ -114,5 +115,8 @@ def addresses_of(areas: Iterable[Bytes]) -> Numbers:
 
 def address_of(memory: npt.NDArray[np.generic]) -> int:
     """Where an array begins in this process."""
-    address: int = memory.__array_interface__["data"][0]
-    return address
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a third of the time of what follows
+    except (TypeError, ValueError, BufferError):  # it is empty, read-only, has gaps, or elements that no buffer has
+        address: int = memory.__array_interface__["data"][0]
+        return address

@@ -173,10 +173,10 @@ class NativeArrival:
         blocks, held, statuses = self._blocks, self._held, np.array(self._statuses, np.uint8)
         keys = b"".join(blocks.keys)
         arrival = c.Arrival(
-            c.address(keys),
+            keys,
             address_of(held.lengths),
-            c.address(blocks.sums),
-            c.address(blocks.parents),
+            blocks.sums,
+            blocks.parents or None,
             found,
             address_of(held.offsets),
             address_of(statuses),

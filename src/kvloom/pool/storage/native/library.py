@@ -1,7 +1,7 @@
 """The C++ library of `NativePool`: its structures and functions, as api.cpp and batch.hpp have them."""
 
 import ctypes
-from ctypes import POINTER, c_double, c_int, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_int, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,11 +91,11 @@ class Save(ctypes.Structure):
     num_done: int
     may_grow: int
     _fields_ = [
-        ("keys", c_void_p),
+        ("keys", c_char_p),
         ("lengths", c_void_p),
         ("is_rcache", c_void_p),
         ("areas", c_void_p),
-        ("parent", c_void_p),
+        ("parent", c_char_p),
         ("statuses", c_void_p),
         ("ids", c_void_p),
         ("offsets", c_void_p),
@@ -113,10 +113,10 @@ class Arrival(ctypes.Structure):
     """Blocks of another node that came, or did not; as batch.hpp has it. Arrays by address, `num` elements each."""
 
     _fields_ = [
-        ("keys", c_void_p),
+        ("keys", c_char_p),
         ("lengths", c_void_p),
-        ("announced", c_void_p),
-        ("parents", c_void_p),
+        ("announced", c_char_p),
+        ("parents", c_char_p),
         ("found", c_void_p),
         ("offsets", c_void_p),
         ("statuses", c_void_p),
@@ -216,7 +216,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "pool_take_left": (c_int64, [c_void_p]),
     "pool_usage": (None, [c_void_p, POINTER(Usage)]),
     "pool_keys": (c_int64, [c_void_p, c_void_p, c_int64]),
-    "pool_check": (ctypes.c_char_p, [c_void_p]),
+    "pool_check": (c_char_p, [c_void_p]),
     "serving_open": (c_void_p, [c_void_p, c_int, POINTER(Xxh3), POINTER(Callbacks), POINTER(Terms)]),
     "serving_feed": (None, [c_void_p, c_void_p, c_int64]),
     "serving_use_arena": (None, [c_void_p, c_void_p, c_int64]),
@@ -224,11 +224,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "serving_has_frame": (c_int, [c_void_p]),
     "serving_close": (None, [c_void_p]),
 }
-
-
-def address(data: bytes) -> c_void_p:
-    """Where bytes lie, for as long as they are kept; null for none at all."""
-    return ctypes.cast(ctypes.c_char_p(data or None), c_void_p)
 
 
 def declare(library: ctypes.CDLL) -> None:

@@ -189,11 +189,11 @@ class NativePool(Pool):
         keys, held.lengths[:] = b"".join(batch.keys), batch.areas.lengths
         is_rcache, statuses = np.array(batch.is_rcache, np.uint8), np.empty(count, np.uint8)
         save = c.Save(
-            c.address(keys),
+            keys,
             address_of(held.lengths),
             address_of(is_rcache),
             areas,
-            c.address(batch.parent or b""),
+            batch.parent or None,
             address_of(statuses),
             address_of(held.ids),
             address_of(held.offsets),
