@@ -117,7 +117,7 @@ static void test_stretches(int threads) {
 }
 
 // Keys and values through the cache's form, each number of query rows, lengths around every limit.
-template <class Cache>
+template <class Cache, class Tiles>
 static void test_attention(int dim, int length, int window) {
     const int blocks = (length + kBlockTokens - 1) / kBlockTokens, format = Cache::kFormat;
     const int64_t stride = kv_tile_bytes(format, dim);
@@ -144,6 +144,7 @@ static void test_attention(int dim, int length, int window) {
             near(scalar::value_at(head, format, key, d), b, is_int8 ? value_step : std::fabs(b) / 256, "value", key, d);
         }
     }
+    test_attention_in_tiles<Cache, Tiles>(head, length, window);
     for (int rows = 1; rows <= kAttentionRows; rows++) {
         std::vector<typename Cache::Factor> q(size_t(rows * dim));
         std::vector<float> sums(q.size());
@@ -357,12 +358,12 @@ static void test_every_kernel() {
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {
-            test_attention<Bf16Cache>(dim, length, 0);
-            test_attention<Int8Cache>(dim, length, 0);
+            test_attention<Bf16Cache, Bf16Tiles>(dim, length, 0);
+            test_attention<Int8Cache, Int8Tiles>(dim, length, 0);
         }
     for (int window : {1, 16, 37, 128, 500}) {
-        test_attention<Bf16Cache>(64, 300, window);
-        test_attention<Int8Cache>(64, 300, window);
+        test_attention<Bf16Cache, Bf16Tiles>(64, 300, window);
+        test_attention<Int8Cache, Int8Tiles>(64, 300, window);
     }
     test_extreme_heads();
     for (int count : {1, 3, 4, 5, 16, 17, 33}) test_experts(count, count % 2 ? 64 : 192);

@@ -1,6 +1,7 @@
 """The tile unit (AMX) beside AVX-512: the same bits of every step, and who may not use it has AVX-512."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -53,6 +54,33 @@ def test_a_step_has_the_bits_of_avx512(name, lengths):
     tiles, words = kept_pair(name)
     args = ragged(parts_of(lengths))
     assert torch.equal(all_logits(tiles, *args).clone(), all_logits(words, *args).clone())
+
+
+@functools.cache
+def attending(name: str, kv_dtype: str) -> list[CpuBackend]:
+    weights = random_weights(SPECS[name])
+    options = [CpuOptions("w8a8", kv_dtype, num_threads=2, isa=isa) for isa in ("amx", "avx512")]
+    return [CpuBackend(SPECS[name], weights, 64, each) for each in options]
+
+
+@needs_tiles
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("name", ["smollm2 heads", "mistral", "gemma2", "qwen3", "gelu, uneven sizes", "gpt-oss"])
+@given(data=st.data())
+def test_a_prompt_cut_anywhere_attends_with_the_bits_of_avx512(name, kv_dtype, data):
+    """Of one, two or four heads a key, with windows, soft caps and sinks; beside a sequence that decodes."""
+    length = data.draw(st.integers(1, 290))
+    cuts = sorted({0, length, *data.draw(st.lists(st.integers(0, length), max_size=3))})
+    tokens = torch.randint(0, 96, (290,), generator=torch.Generator().manual_seed(5)).tolist()
+    blocks, others = list(range(30, 50)), list(range(20))
+    found = []
+    for backend in attending(name, kv_dtype):
+        pieces = []
+        for i, (start, end) in enumerate(itertools.pairwise(cuts)):
+            parts = [(tokens[start:end], start, blocks), ([tokens[i]], i, others)]
+            pieces.append(all_logits(backend, *ragged(parts)).clone())
+        found.append(torch.cat(pieces))
+    assert torch.equal(*found)
 
 
 @needs_tiles

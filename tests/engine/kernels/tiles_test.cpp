@@ -1,6 +1,7 @@
 // The tile unit, where this processor has one: every number of rows, against the same rows one by one by dot products.
 #include <algorithm>
 
+#include "attention_tiles.hpp"
 #include "check.hpp"
 #include "model.hpp"
 #include "tiles.hpp"
@@ -29,4 +30,34 @@ static void test_in_tiles(const Linear& linear) {
             for (int i = 0; i < count * kPanel; i++)
                 near(out[size_t(i)], want[size_t(first * kPanel + i)], 0, "in tiles", count, i);
         }
+}
+
+// Query rows of a few tokens, three heads each, together in tiles: the bits of each row alone by dot products.
+template <class Cache, class Tiles>
+static void test_attention_in_tiles(const PagedHead& head, int64_t length, int64_t window) {
+    if (!can_attend_in_tiles(Cache::kFormat)) return;
+    const TinyIsZero as_in_a_step;
+    const int dim = head.head_dim;
+    for (int rows : {1, 2, 4, 7, 15, 16}) {
+        std::vector<typename Cache::Factor> q(size_t(rows * dim));
+        std::vector<float> together(q.size()), alone(q.size());
+        std::vector<Query> queries;
+        Partials of_all;
+        for (int m = 0; m < rows; m++) {
+            const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
+            const int64_t until = std::max<int64_t>(1, length - (rows - 1 - m) / 3);
+            queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
+            of_all.sums[m] = together.data() + m * dim;
+        }
+        attend_in_tiles<Tiles>(head, queries.data(), rows, queries[0].from, length, of_all);
+        for (int m = 0; m < rows; m++) {
+            const Query& query = queries[size_t(m)];
+            Partials own;
+            own.sums[0] = alone.data() + m * dim;
+            attend_rows<Cache, Tiles>(head, &query, 1, query.from, query.until, false, own);
+            near(of_all.weight[m], own.weight[0], 0, "weight in tiles", rows, m);
+            near(of_all.peak[m], own.peak[0], 0, "peak in tiles", rows, m);
+            for (int d = 0; d < dim; d++) near(together[size_t(m * dim + d)], alone[size_t(m * dim + d)], 0, "sum in tiles", rows, d);
+        }
+    }
 }

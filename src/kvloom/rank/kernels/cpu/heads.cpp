@@ -67,7 +67,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
-    Query queries[kAttentionRows];
+    Query queries[kTileQueries];
     Partials partials;
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
@@ -84,10 +84,8 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
-    const ChunkKernel kernel =
-        shape_.kv_format == KVL_KV_INT8 ? chunk_kernel<Int8Cache>(rows) : chunk_kernel<Bf16Cache>(rows);
-    for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++)
-        kernel(head, queries, Chunk(head, chunk, until), partials);
+    const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
+    attend(head, queries, rows, from, until, attends_in_tiles_, partials);
     const float* sinks = vector(instruction.vector);
     for (int m = 0; m < rows; m++) {
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;

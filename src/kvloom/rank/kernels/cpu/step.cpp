@@ -10,6 +10,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
       heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
       tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)),
+      attends_in_tiles_(model.uses_tiles && can_attend_in_tiles(model.shape.kv_format)),
       candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
     for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
@@ -54,12 +55,13 @@ void Step::reserve() {
     scratch_.capacity = capacity;
 }
 
-// Rows of a kv head (tokens x heads of its group) in tiles of kAttentionRows; last tiles of a prompt see most keys, so
-// they come first and the short ones fill the gaps at the end.
+// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come first
+// and the short tasks fill the gaps at the end.
 void Step::plan_attention() {
+    const int at_once = attends_in_tiles_ ? kTileQueries : kAttentionRows;
     for (int s = 0; s < batch_.num_seqs; s++) {
         const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
-        const int tiles = (rows + kAttentionRows - 1) / kAttentionRows;
+        const int tiles = (rows + at_once - 1) / at_once;
         for (int tile = tiles - 1; tile >= 0; tile--) {
             const int first = int(int64_t(rows) * tile / tiles), end = int(int64_t(rows) * (tile + 1) / tiles);
             for (int head = 0; head < shape_.num_kv_heads; head++) tasks_.push_back({s, head, first, end - first});

@@ -1,7 +1,7 @@
 // One ragged step: every thread runs the program from its first instruction to its last, with a barrier where needed.
 #pragma once
 
-#include "attention.hpp"
+#include "attention_tiles.hpp"
 #include "candidates.hpp"
 #include "gates.hpp"
 #include "gemm.hpp"
@@ -95,6 +95,7 @@ class Step {
     Scratch& scratch_;
     const int heads_per_kv_;
     const int64_t tile_bytes_;  // of a block of one kv head, keys or values
+    const bool attends_in_tiles_;
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
