@@ -37,8 +37,8 @@ inline I32 total(I32 (&sums)[SUMS]) {
     return sums[0];
 }
 
-// What group `g` adds to one row: scale * (weights . x), and where the form has minimums, minimum * (sum of x). Sums of
-// integers are exact, so that is all the rounding there is.
+// What a group adds to one row, a and b being weights . x: scale * that, and where the form has minimums, minimum *
+// (sum of x). Sums of integers are exact, so that is all the rounding there is.
 template <int FORMAT>
 struct Scales {
     explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
@@ -47,15 +47,15 @@ struct Scales {
     explicit Scales(const float* at) : scale_a(load(at)), scale_b(load(at + kLanes)) {
         if constexpr (has_min(FORMAT)) min_a = load(at + kPanel), min_b = load(at + kPanel + kLanes);
     }
-    void add_to(F32& lo, F32& hi, I32 a, I32 b, float x_scale, int32_t x_sum) const {
+    void add_to(F32& lo, F32& hi, F32 a, F32 b, float x_scale, int32_t x_sum) const {
         const F32 row_scale = splat(x_scale);
         if constexpr (has_min(FORMAT)) {
             const F32 row_sum = splat(float(x_sum));
-            lo = fma(fma(to_float(a), scale_a, mul(row_sum, min_a)), row_scale, lo);
-            hi = fma(fma(to_float(b), scale_b, mul(row_sum, min_b)), row_scale, hi);
+            lo = fma(fma(a, scale_a, mul(row_sum, min_a)), row_scale, lo);
+            hi = fma(fma(b, scale_b, mul(row_sum, min_b)), row_scale, hi);
         } else {
-            lo = fma(to_float(a), mul(scale_a, row_scale), lo);
-            hi = fma(to_float(b), mul(scale_b, row_scale), hi);
+            lo = fma(a, mul(scale_a, row_scale), lo);
+            hi = fma(b, mul(scale_b, row_scale), hi);
         }
     }
     F32 scale_a, scale_b, min_a, min_b;
@@ -119,7 +119,7 @@ void tile_bytes(const Pass& pass) {
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) {
             const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
-            of_group.add_to(lo[m], hi[m], total(a[m]), total(b[m]), scale[m * groups + g], sum);
+            of_group.add_to(lo[m], hi[m], to_float(total(a[m])), to_float(total(b[m])), scale[m * groups + g], sum);
         }
     }
     store_rows(lo, hi, pass.out);
@@ -191,7 +191,7 @@ void tile_nibbles(const Pass& pass) {
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++) {
                 const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
-                of_part.add_to(lo[m], hi[m], a[m], b[m], scale[m * groups + g], sum);
+                of_part.add_to(lo[m], hi[m], to_float(a[m]), to_float(b[m]), scale[m * groups + g], sum);
             }
         }
     }
