@@ -40,13 +40,15 @@ def computes(seq: Seq, num_tokens: int = 1) -> SeqStep:
 # -- which steps may be planned ahead
 
 
-def test_a_step_may_follow_decodes_and_nothing_else():
+def test_a_step_may_follow_decodes_with_or_without_prompts_beside_them():
     seq, prefilling, guessing, suspect = decoding(), decoding(length=9), decoding(may_run_ahead=False), decoding()
     prefilling.num_computed = 4
     accuse([suspect])
+    for beside in ((), (computes(decoding(1)),), (computes(prefilling, 3),), (computes(prefilling, 5),)):
+        assert may_follow(Plan((computes(seq), *beside)))
     assert may_follow(Plan())
-    assert may_follow(Plan((computes(seq), computes(decoding(1)))))
-    for other in (computes(prefilling, 5), computes(prefilling, 1), computes(guessing), computes(suspect)):
+    assert not may_follow(Plan((computes(prefilling, 5),)))
+    for other in (computes(guessing), computes(suspect)):
         assert not may_follow(Plan((computes(seq), other)))
 
 
@@ -137,6 +139,49 @@ def test_a_sequence_that_ends_while_two_steps_are_under_way_gets_nothing_of_the_
     commit_step(second, {0: [101]}, pool, BLOCK)
     assert (seq.token_ids[-1], pool.num_free) == (100, 8)
     pool.check()
+
+
+def test_the_parts_of_a_prompt_follow_each_other_and_its_first_decode_the_last_of_them():
+    pool, limits = BlockPool(8), replace(LIMITS, max_tokens=5)
+    seq = Seq(0, list(range(12)), 12, max_len=30)
+    plans = []
+    for _ in range(4):
+        plans.append(plan_step([seq], pool, limits))
+        apply_step(plans[-1], pool)
+        check([seq], pool, BLOCK)
+    assert [(s.start, s.num_tokens) for plan in plans for s in plan.steps] == [(0, 5), (5, 5), (10, 2), (12, 1)]
+    assert seq.num_pending == 1
+    found = []
+    for plan, sampled in zip(plans, ({}, {}, {0: [99]}, {0: [100]}), strict=True):
+        commit_step(plan, sampled, pool, BLOCK)
+        check([seq], pool, BLOCK)
+        found.append((seq.num_computed, seq.num_computing, seq.num_published))
+    assert found == [(5, 8, 1), (10, 3, 2), (12, 1, 3), (13, 0, 3)]
+    assert seq.token_ids[-2:] == [99, 100]
+
+
+def test_a_prompt_that_is_aborted_under_way_leaves_nothing_behind():
+    pool, limits = BlockPool(8), replace(LIMITS, max_tokens=5)
+    seq = Seq(0, list(range(12)), 12, max_len=30)
+    plans = []
+    for _ in range(2):
+        plans.append(plan_step([seq], pool, limits))
+        apply_step(plans[-1], pool)
+    release_seq(seq, pool, Status.FINISHED)
+    for plan in plans:
+        assert is_stale(plan.steps[0])
+        assert commit_step(plan, {}, pool, BLOCK) == []
+    assert (pool.num_free, pool.num_cached) == (8, 0)
+    pool.check()
+
+
+def test_a_prompt_alone_ends_with_its_last_part():
+    """Of one that is scored or pooled nothing more is asked."""
+    pool = BlockPool(8)
+    seq = Seq(0, list(range(6)), 6, max_len=6)
+    apply_step(plan_step([seq], pool, LIMITS), pool)
+    assert seq.is_ending
+    assert plan_step([seq], pool, LIMITS) == Plan()
 
 
 def test_nothing_is_planned_behind_a_last_token():

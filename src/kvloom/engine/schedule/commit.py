@@ -75,7 +75,8 @@ def commit_step(
         if is_stale(step):
             continue
         tokens, seq.draft = sampled.get(seq.id), []
-        seq.num_computing = 0 if tokens is None else seq.num_computing - step.num_tokens
+        is_void = tokens is None and step.start + step.num_tokens >= len(seq.token_ids)
+        seq.num_computing = 0 if is_void else seq.num_computing - step.num_tokens
         known = len(seq.token_ids) - (tokens is None)  # the last is computed again when the rank chose none after it
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
         seq.token_ids += tokens or ()

@@ -82,14 +82,14 @@ class StepCost:
     def prompt_s(self, seq: Seq, count: int) -> float:
         """What the next `count` tokens of a prompt add to a step."""
         _, token_s, sample_s, kilopair_s = self._parts
-        return count * (token_s + seq.is_scored * sample_s) + pairs_of(seq.num_computed, count) / 1000 * kilopair_s
+        return count * (token_s + seq.is_scored * sample_s) + pairs_of(seq.next_start, count) / 1000 * kilopair_s
 
     def num_fitting(self, seq: Seq, room_s: float) -> int:
         """The most tokens of a prompt that add no more than `room_s` to a step; all that are pending at most."""
         if room_s <= 0:
             return 0
         _, token_s, sample_s, kilopair_s = self._parts
-        linear_s = token_s + seq.is_scored * sample_s + kilopair_s * (seq.num_computed + 0.5) / 1000
+        linear_s = token_s + seq.is_scored * sample_s + kilopair_s * (seq.next_start + 0.5) / 1000
         square_s = kilopair_s / 2000
         root = linear_s + math.sqrt(linear_s**2 + 4 * square_s * room_s)  # of linear n + square n² = room
         return seq.num_pending if 2 * room_s >= root * seq.num_pending else int(2 * room_s / root)

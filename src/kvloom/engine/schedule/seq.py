@@ -57,8 +57,8 @@ class Seq:
 
     @property
     def num_pending(self) -> int:
-        """Tokens known but not computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens known but neither computed nor under way; 1 while decoding."""
+        return max(1, len(self.token_ids) - self.next_start)
 
     @property
     def next_start(self) -> int:
@@ -68,7 +68,7 @@ class Seq:
     @property
     def is_ending(self) -> bool:
         """Whether the token under way is its last by length, so that nothing is left to compute."""
-        return self.num_computing > 0 and len(self.token_ids) + self.num_computing >= self.max_len
+        return self.num_computing > 0 and self.next_start >= max(len(self.token_ids), self.max_len - 1)
 
     @property
     def is_suspect(self) -> bool:

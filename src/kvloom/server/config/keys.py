@@ -73,7 +73,7 @@ _SERVE: dict[str, Key] = {
         _NUMBER, "seconds that requests wait for a model that died; 0 = they end", 0, MAX_CRASH_PATIENCE_S,
         setting="crash_patience_s",
     ),
-    "runAhead": Key(bool, "the step after a decode is planned and sent while that one runs", setting="run_ahead"),
+    "runAhead": Key(bool, "the step after one that decodes is sent while that one runs", setting="run_ahead"),
     "fairTokenMicroseconds": Key(
         int, "what a token costs a key's holder; 0 = keys are not told apart", 0, 10**6, setting="fair_token_us"
     ),

@@ -43,7 +43,7 @@ def serve(
     weight_cache: Annotated[str | None, typer.Option(help="Folder that packed weights are kept in, or off.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: auto, bf16 or int8.")] = None,
     speculate: Annotated[int | None, typer.Option(help="Tokens guessed ahead by prompt lookup; 0 is off.")] = None,
-    run_ahead: Annotated[bool | None, typer.Option(help="Send the step after a decode while that one runs.")] = None,
+    run_ahead: Annotated[bool | None, typer.Option(help="Send the step after one that decodes while it runs.")] = None,
     max_seq_len: Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most requests computed in one step.")] = None,
     max_gap_ms: Annotated[
