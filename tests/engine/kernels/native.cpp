@@ -6,6 +6,7 @@
 #include "experts.cpp"
 #include "heads.cpp"
 #include "lora.cpp"
+#include "memory.cpp"
 #include "pack.cpp"
 #include "pool.cpp"
 #include "step.cpp"

@@ -10,18 +10,14 @@
 namespace kvl {
 namespace {
 
-std::vector<uint16_t> packed_a(const float* a, int64_t rank, int64_t cols, int64_t padded_cols) {
-    std::vector<uint16_t> packed(size_t(rank * padded_cols), 0);
-    for (int64_t r = 0; r < rank; r++)
-        std::transform(a + r * cols, a + (r + 1) * cols, packed.begin() + r * padded_cols, float_to_bf16);
-    return packed;
+void pack_a(uint16_t* to, const float* a, int64_t rank, int64_t cols, int64_t padded_cols) {
+    for (int64_t r = 0; r < rank; r++) std::transform(a + r * cols, a + (r + 1) * cols, to + r * padded_cols, float_to_bf16);
 }
 
 // Rows [0, count) of B to the channels that pack.cpp gives to the module's own rows.
-void pack_b(LoraLinear& to, const LoraPart& part, const float* b, int64_t count, int64_t first, int32_t interleave) {
+void pack_b(LoraLinear& to, uint16_t* at, const float* b, int64_t count, int64_t first, int32_t interleave) {
+    const LoraPart& part = to.parts.back();
     const int64_t num_halves = round_up(count, kLanes) / kLanes;
-    to.b.emplace_back(size_t(num_halves * part.rank * kLanes), 0);
-    uint16_t* at = to.b.back().data();
     for (int64_t half = 0; half < num_halves; half++, at += part.rank * kLanes) {
         to.halves[size_t(interleave < 0 ? first / kLanes + half : 2 * half + interleave)] = {at, part.first, part.rank};
         for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, count - half * kLanes); lane++)
@@ -31,6 +27,19 @@ void pack_b(LoraLinear& to, const LoraPart& part, const float* b, int64_t count,
 }
 
 }  // namespace
+
+uint16_t* Adapter::take(int64_t count) {
+    const int64_t room = round_up(count, kLine);
+    if (room > left_) {
+        left_ = round_up(2 * room, kHugePage) / 2;
+        memory_.emplace_back(2 * left_);
+        next_ = memory_.back().as<uint16_t>();
+    }
+    uint16_t* const taken = next_;
+    next_ += room;
+    left_ -= room;
+    return taken;
+}
 
 // Leaves everything empty in a step without adapters.
 void Step::find_adapters() {
@@ -46,6 +55,13 @@ void Step::find_adapters() {
         std::stable_sort(by_adapter_.begin(), by_adapter_.end(), [this](int32_t a, int32_t b) {
             return batch_.adapters[scratch_.sequence[size_t(a)]] < batch_.adapters[scratch_.sequence[size_t(b)]];
         });
+        next_of_adapter_.assign(size_t(batch_.num_tokens), batch_.num_tokens);
+        for (size_t i = 0; i < by_adapter_.size(); i++) {
+            const Adapter* adapter = adapters_[size_t(scratch_.sequence[size_t(by_adapter_[i])])];
+            const bool is_first = i == 0 || adapter != adapters_[size_t(scratch_.sequence[size_t(by_adapter_[i - 1])])];
+            if (!is_first) next_of_adapter_[size_t(by_adapter_[i - 1])] = by_adapter_[i];
+            if (is_first && adapter) step_adapters_.push_back(adapter);
+        }
     }
     const size_t wanted = size_t((batch_.num_tokens + int64_t(model_.pool.size()) * kOwnTokens) * lora_stride_);
     if (scratch_.lora.size() < wanted) scratch_.lora.resize(wanted);
@@ -72,16 +88,20 @@ int64_t kvl_adapter_add(kvl_model* model, int32_t id, int32_t linear, const floa
     const kvl::Linear& of = model->linears[size_t(linear)];
     kvl::Adapter& adapter = *model->adapters[size_t(id)];
     kvl::LoraLinear& to = adapter.linears[size_t(linear)];
+    const int64_t num_a = rank * of.padded_cols, num_b = kvl::round_up(count, kvl::kLanes) * rank;
     try {
         to.halves.resize(size_t(of.panels * 2));
-        to.parts.push_back({to.rank, rank, scale, kvl::packed_a(a, rank, of.cols, of.padded_cols)});
-        kvl::pack_b(to, to.parts.back(), b, count, first, interleave);
+        uint16_t* const own_a = adapter.take(num_a);
+        uint16_t* const own_b = adapter.take(num_b);
+        kvl::pack_a(own_a, a, rank, of.cols, of.padded_cols);
+        to.parts.push_back({to.rank, rank, scale, own_a});
+        kvl::pack_b(to, own_b, b, count, first, interleave);
     } catch (const std::bad_alloc&) {
         return -1;
     }
     to.rank += rank;
     adapter.widest = std::max(adapter.widest, to.rank);
-    return int64_t(to.parts.back().a.size() + to.b.back().size()) * 2;
+    return (num_a + num_b) * 2;
 }
 
 void kvl_adapter_free(kvl_model* model, int32_t id) { model->adapters[size_t(id)].reset(); }

@@ -5,20 +5,27 @@
 // adapter's own shape fixes: a row's bits never depend on the others.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
+#include "memory.hpp"
 #include "simd.hpp"
 
 namespace kvl {
 
 constexpr int kShrinkRows = 4;  // rows of A that share each load of x
 constexpr int kLoraTokens = 4;  // tokens of one adapter that share each load of A and of B
+constexpr int kLine = 32;       // 16-bit elements of a line of the cache
+
+inline void prefetch(const uint16_t* at, int64_t count) {
+    for (int64_t i = 0; i < count; i += kLine) prefetch(at + i);
+}
 
 // A of one module; its h is [first, first + rank) of the linear's.
 struct LoraPart {
     int64_t first, rank;
     float scale;
-    std::vector<uint16_t> a;  // bf16 [rank][padded_cols], padded with zeros
+    const uint16_t* a;  // bf16 [rank][padded_cols], padded with zeros
 };
 
 // B for 16 output channels: bf16 [rank][16] at `b`. All channels of a half panel belong to one module.
@@ -31,16 +38,34 @@ struct LoraHalf {
 struct LoraLinear {
     int64_t rank = 0;  // of all parts together
     std::vector<LoraPart> parts;
-    std::vector<LoraHalf> halves;          // [panels * 2]
-    std::vector<std::vector<uint16_t>> b;  // what the halves point into
+    std::vector<LoraHalf> halves;  // [panels * 2]
+
+    // Asks for what is read next: the first rows of A, of which the others follow; B of a panel.
+    void prefetch_a(int64_t cols) const {
+        for (const LoraPart& part : parts) prefetch(part.a, std::min<int64_t>(part.rank, kShrinkRows) * cols);
+    }
+    void prefetch_b(int64_t panel) const {
+        for (size_t half = size_t(2 * panel); half < halves.size() && half < size_t(2 * panel + 2); half++)
+            prefetch(halves[half].b, halves[half].rank * kLanes);
+    }
 };
 
 struct Adapter {
     std::vector<LoraLinear> linears;  // as the model's
     int64_t widest = 0;               // largest rank of a linear
+
+    // Room for `count` of its numbers, zeros, behind those before: a step reads them in the order in which they came. Throws
+    // std::bad_alloc.
+    uint16_t* take(int64_t count);
+
+  private:
+    std::vector<HugeBuffer> memory_;
+    uint16_t* next_ = nullptr;
+    int64_t left_ = 0;  // numbers
 };
 
-// h[m][0, ROWS) = scale * rows of A times x[m][cols], for some tokens m of one adapter: A is read once for all of them.
+// h[m][0, ROWS) = scale * rows of A times x[m][cols], for some tokens m of one adapter: A is read once for all of them. What
+// lies behind these rows is asked for meanwhile.
 template <int ROWS, int TOKENS>
 inline void shrink_tile(const uint16_t* a, const float* const* x, int64_t cols, float scale, int64_t first, float* const* h) {
     F32 sums[TOKENS][ROWS];
@@ -48,7 +73,9 @@ inline void shrink_tile(const uint16_t* a, const float* const* x, int64_t cols, 
     for (int m = 0; m < TOKENS; m++)
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) sums[m][r] = splat(0);
-    for (int64_t k = 0; k < cols; k += kLanes) {
+    const uint16_t* behind = a + ROWS * cols;
+    for (int64_t k = 0; k < cols; k += kLanes, behind += ROWS * kLanes) {
+        prefetch(behind, ROWS * kLanes);
         F32 value[TOKENS];
 #pragma GCC unroll 4
         for (int m = 0; m < TOKENS; m++) value[m] = load(x[m] + k);
@@ -68,7 +95,7 @@ inline void shrink_tile(const uint16_t* a, const float* const* x, int64_t cols, 
 template <int TOKENS>
 inline void shrink_tokens(const LoraLinear& linear, const float* const* x, int64_t cols, float* const* h) {
     for (const LoraPart& part : linear.parts) {
-        const uint16_t* a = part.a.data();
+        const uint16_t* a = part.a;
         int64_t r = 0;
         for (; r + kShrinkRows <= part.rank; r += kShrinkRows, a += kShrinkRows * cols)
             shrink_tile<kShrinkRows, TOKENS>(a, x, cols, part.scale, part.first + r, h);

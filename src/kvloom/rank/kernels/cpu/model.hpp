@@ -4,40 +4,16 @@
 #include <atomic>
 #include <cstdlib>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "experts.hpp"
 #include "layout.hpp"
 #include "lora.hpp"
+#include "memory.hpp"
 #include "pool.hpp"
 #include "quant.hpp"
 
 namespace kvl {
-
-constexpr int64_t kHugePage = 2 << 20;
-
-// Memory in huge pages where the system has them, given back when this goes. Fresh pages read as zero.
-class HugeBuffer {
-  public:
-    HugeBuffer() = default;
-    explicit HugeBuffer(int64_t bytes);  // throws std::bad_alloc
-    ~HugeBuffer();
-    HugeBuffer(HugeBuffer&& other) noexcept : at_(other.at_), bytes_(other.bytes_) { other.at_ = nullptr; }
-    HugeBuffer& operator=(HugeBuffer&& other) noexcept {
-        std::swap(at_, other.at_);
-        std::swap(bytes_, other.bytes_);
-        return *this;
-    }
-    template <class T = uint8_t>
-    T* as() const {
-        return reinterpret_cast<T*>(at_);
-    }
-
-  private:
-    uint8_t* at_ = nullptr;
-    int64_t bytes_ = 0;
-};
 
 // Panels from `first` on, to where the next stretch begins, are held in one form.
 struct Stretch {

@@ -142,7 +142,8 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
     const bool in_order = asked_only || by_adapter_.empty();
     for (int64_t i = begin; i < end;) {
-        const LoraLinear* lora = nullptr;
+        const LoraLinear* lora = in_order ? nullptr : lora_of(by_adapter_[size_t(i)], instruction.linear);
+        if (lora) lora->prefetch_a(linear.padded_cols);
         const float* from[kLoraTokens];
         float* h[kLoraTokens];
         int count = 0;
@@ -150,7 +151,6 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
             const int64_t r = in_order ? i : by_adapter_[size_t(i)];
             from[count] = float_row(instruction, r, scratch_.row[size_t(thread)] + count * scratch_.widest);
             store_activations(to, r, from[count], linear.padded_cols, linear.activation_format());
-            lora = in_order ? nullptr : lora_of(r, instruction.linear);
             h[count++] = lora_row(r, thread);
         } while (++i < end && lora && count < kLoraTokens && lora == lora_of(by_adapter_[size_t(i)], instruction.linear));
         if (lora) shrink(*lora, from, count, linear.padded_cols, h);
@@ -216,10 +216,12 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
     const Way way(linear.format(index), rows, model_.uses_tiles);
+    const bool has_low_rank = lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS;
+    for (size_t i = 0; has_low_rank && i < step_adapters_.size(); i++)  // while the panel's own weights are worked on
+        step_adapters_[i]->linears[size_t(instruction.linear)].prefetch_b(index);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
         way.multiply({x, begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
-        const bool has_low_rank = lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS;
         for (int64_t r = begin; has_low_rank && r < end; r += kLowRankRows)
             add_low_rank(instruction, index, r, std::min(end, r + kLowRankRows), sums + (r - begin) * kPanel, thread);
         for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
@@ -231,13 +233,13 @@ void Step::add_low_rank(const kvl_instruction& instruction, int64_t panel, int64
                         int thread) {
     uint32_t done = 0;
     for (int64_t r = begin; r < end; r++) {
+        if (done >> (r - begin) & 1) continue;
         const LoraLinear* lora = lora_of(r, instruction.linear);
-        if (lora == nullptr || done >> (r - begin) & 1) continue;
+        if (lora == nullptr) continue;
         const float* h[kLoraTokens];
         float *lo[kLoraTokens], *hi[kLoraTokens];
         int count = 0;
-        for (int64_t other = r; other < end && count < kLoraTokens; other++) {
-            if (done >> (other - begin) & 1 || lora_of(other, instruction.linear) != lora) continue;
+        for (int64_t other = r; other < end && count < kLoraTokens; other = next_of_adapter_[size_t(other)]) {
             done |= uint32_t(1) << (other - begin);
             h[count] = lora_row(other, thread);
             lo[count] = sums + (other - begin) * kPanel;

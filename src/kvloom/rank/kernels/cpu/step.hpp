@@ -101,7 +101,9 @@ class Step {
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
     std::vector<const Adapter*> adapters_;  // of each sequence, null = none; empty when the step has none
-    std::vector<int32_t> by_adapter_;       // [num_tokens] tokens, those of one adapter together; empty as adapters_
+    std::vector<const Adapter*> step_adapters_;  // each of them once
+    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, those of one adapter together; empty as adapters_
+    std::vector<int32_t> next_of_adapter_;       // [num_tokens] the token behind it there; num_tokens = none
     int64_t lora_stride_ = 0;               // floats a row of scratch.lora; 0 when the step has no adapter
 };
 
