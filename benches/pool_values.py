@@ -2,7 +2,8 @@
 
 `KvPool` on an agent of its own and, where it is installed, a Redis or Valkey server on a Unix socket take turns with
 memcpy of the same bytes: put, get and exists of 1 and of 64 values. A JSON line a size and batch: medians in
-microseconds a call, and their ratios. Every call touches memory that was not just used.
+microseconds a call, and their ratios. Every call touches memory that was not just used. The stores are full, so that no page of
+theirs is touched for the first time.
 """
 
 import argparse
@@ -112,6 +113,11 @@ class Turns:
         self._timed(name, "get", lambda: store.get(keys, self._pieces(turn + SLICES // 2)))
         self._timed(name, "exists", lambda: store.exists(keys, self._size))
 
+    def fill(self, store: Store) -> None:
+        """Puts as much as the store has room for: what follows touches none of its memory for the first time."""
+        for number in range(POOL_BYTES // (self._batch * self._size) + 1):
+            store.put([b"fill:%d:%d" % (number, i) for i in range(self._batch)], self._pieces(number))
+
     def median_us(self, store: str, name: str) -> float:
         """Without the first fifth, in which memory is touched for the first time."""
         took = self.took[store, name]
@@ -154,6 +160,8 @@ def lines(arguments: list[str] | None = None) -> Iterator[str]:
             redis = Redis(stack.enter_context(private_server(command, POOL_BYTES)))
             stores[Path(command).name.removesuffix("-server")] = redis
             stack.callback(redis.close)
+        for store in stores.values():
+            Turns(1 << 20, 16).fill(store)
         for size in options.sizes:
             for batch in options.batches:
                 rounds = min(options.rounds, max(10, (options.rounds * (4 << 20)) // (size * batch)))
