@@ -2,8 +2,8 @@
 
 `KvPool` on an agent of its own and, where it is installed, a Redis or Valkey server on a Unix socket take turns with
 memcpy of the same bytes: put, get and exists of 1 and of 64 values. A JSON line a size and batch: medians in
-microseconds a call, and their ratios. Every call touches memory that was not just used. The stores are full, so that no page of
-theirs is touched for the first time.
+microseconds a call, and their ratios. Every call touches memory that was not just used. The stores are full, so that
+no page of theirs is touched for the first time.
 """
 
 import argparse

@@ -159,6 +159,15 @@ def test_targets_that_can_only_be_read_are_refused(pool):
     assert pool.put(["k"], [frozen]) == [STORED], "a value may be read-only"
 
 
+def test_targets_that_overlap_are_refused(pool):
+    memory = bytearray(12)
+    parts = [memoryview(memory)[start : start + 4] for start in (8, 0, 3)]
+    for call in (pool.get, pool.async_get):
+        with pytest.raises(EmsException, match=r"targets\[2\]: overlaps targets\[1\]; each value is written to memory"):
+            call(["k", "l", "m"], parts)
+    assert pool.put(["k", "l", "m"], parts) == [STORED] * 3, "values may be read from the same memory"
+
+
 @pytest.mark.parametrize("length", [0, -1, True, "4", 4.0])
 def test_lengths_are_numbers_of_bytes(pool, length):
     with pytest.raises(EmsException, match=r"lengths\[0\]: must be a number of bytes of at least 1"):

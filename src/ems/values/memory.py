@@ -1,6 +1,7 @@
 """What is taken as the memory of a value: buffers, arrays, tensors and addresses on the host. None of it is copied."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,7 @@ import numpy.typing as npt
 
 from ems.buffer import KvBufferWrapper
 from ems.common.exception import invalid_argument
+from ems.runs import address_of
 from ems.tensors import imported_torch
 
 Bytes = npt.NDArray[np.uint8]
@@ -89,6 +91,24 @@ def _of_array(name: str, array: npt.NDArray[Any]) -> Bytes:
             name, "is not contiguous; call numpy.ascontiguousarray on it, or give its parts as a list"
         )
     return array.reshape(-1).view(np.uint8)
+
+
+def check_apart(name: str, values: Sequence[Sequence[Bytes]]) -> None:
+    """Raises EmsException(EMS_INVALID_ARGUMENT) where two pieces share a byte: what is written there would be of both.
+
+    name: what the values are called.
+    """
+    spans = sorted(
+        (address_of(piece), len(piece), number)
+        for number, pieces in enumerate(values)
+        for piece in pieces
+        if len(piece)
+    )
+    for (start, size, before), (following, _size, number) in pairwise(spans):
+        if following < start + size:
+            one, other = sorted((before, number))
+            whose = f"{name}[{one}]" if one != other else "itself"
+            raise invalid_argument(f"{name}[{other}]", f"overlaps {whose}; each value is written to memory of its own")
 
 
 def copy_in(pieces: Sequence[Bytes], target: Bytes) -> None:

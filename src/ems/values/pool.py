@@ -16,7 +16,7 @@ from ems.keys import ValueNames
 from ems.session import locate_socket
 from ems.transport import Link, LinkPool
 from ems.values import moving
-from ems.values.memory import Bytes, KvBuffer, bytes_of, pieces_of
+from ems.values.memory import Bytes, KvBuffer, bytes_of, check_apart, pieces_of
 from ems.values.moving import Batch, KvStatus
 
 _DEFAULT: Final = CcKvOption()
@@ -90,7 +90,8 @@ class KvPool:
     def get(self, keys: Sequence[object], targets: Sequence[object], option: CcKvOption = _DEFAULT) -> list[bool]:
         """Fills those targets whose values are found, and says of each whether; the others stay as they were.
 
-        A target's length is that of the value asked for; a list of buffers is filled one after the other.
+        A target's length is that of the value asked for; a list of buffers is filled one after the other. No two may
+        overlap.
         """
         return self._get(*self._checked(keys, targets, option, True))
 
@@ -197,6 +198,8 @@ class KvPool:
         encoded = _checked_keys(keys, name, memory)
         pieces: list[list[Bytes]] = [pieces_of(f"{name}[{i}]", one, is_written) for i, one in enumerate(memory)]
         sizes = [sum(map(len, one)) for one in pieces]
+        if is_written:
+            check_apart(name, pieces)
         return encoded, _batch(pieces, sizes, option)
 
     def _checked_lengths(
