@@ -57,6 +57,7 @@ settings.load_profile("kvloom")
 
 # Files of a folder that run in one process, because they share what is long in the making.
 TOGETHER = {
+    "tests/browser": ("test_console.py", "test_fleet.py", "test_pictures.py", "test_sites.py"),
     "tests/images": ("test_pipeline.py", "test_process.py"),  # torch and diffusers
     "tests/real": (
         "test_embeddings.py",
@@ -77,7 +78,7 @@ LONGEST = (
     "tests/server/test_pool_answers.py",
     "tests/engine/kernels/test_cpu_native.py",
     "tests/test_wheel.py",
-    "tests/browser/test_console.py",
+    "tests/browser",
     "tests/tuning/test_guide.py",
     "tests/engine/api/test_cpp.py",
     "tests/bench/test_soak.py",
@@ -98,7 +99,6 @@ LONGEST = (
     "tests/real/test_gewu.py",
     "tests/real/test_demo.py",
     "tests/real/test_gemma.py",
-    "tests/browser/test_pictures.py",
     "tests/net/test_starts.py",
     "tests/gewu/test_neighbours.py",
     "tests/engine/kernels/test_lora.py",

@@ -12,9 +12,12 @@ REBOUND = "evil.example"  # an attacker's name that leads to this machine
 Open = Callable[..., Page]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Not for the whole session: an event loop runs in this thread as long as Playwright is there."""
+    """Not for the whole session: an event loop runs in this thread as long as Playwright is there.
+
+    The files of this folder run one after the other (TOGETHER in tests/conftest.py).
+    """
     path = shutil.which("chromium")
     if path is None:
         if os.environ.get("CI"):
