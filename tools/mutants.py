@@ -28,6 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tools" / "bugs"
 PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process that fails before is 1
+WAIT_S = 30  # what a test has for what a bug may keep from coming
 TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
 SHOWN = 3000  # characters of what pytest said
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -144,7 +145,7 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
     paths = [str(folder / "src"), str(folder)]
     os.chdir(folder)
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "1000"}
-    os.environ["CXX"] = str(folder / "compiler")
+    os.environ |= {"CXX": str(folder / "compiler"), "KVLOOM_TEST_WAIT_S": str(WAIT_S)}
     sys.path[:0] = paths
     options = ["-qx", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from kvloom.gewu import session
 from kvloom.gewu.session import _OnResponse, load_library
+from tests.support.waiting import WAIT_S
 
 if "QOS_LIBRARY" in os.environ:
     session.library = lambda: Path(os.environ["QOS_LIBRARY"])
 library = load_library()
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: whatever a call is at, the app ends with its test
-LONG_S = 120  # for an answer, on a machine as busy as may be
 replies: dict[int, list[dict]] = {}
 arrived = threading.Condition()
 
@@ -43,13 +43,13 @@ def submit(handle: int, request: str, context: int) -> list[int]:
 def wait(context: int) -> list[dict]:
     """All replies up to the final one."""
     with arrived:
-        arrived.wait_for(lambda: replies.get(context, [{}])[-1].get("finish_reason"), LONG_S)
+        arrived.wait_for(lambda: replies.get(context, [{}])[-1].get("finish_reason"), WAIT_S)
         return replies.get(context, [])
 
 
 def started(context: int) -> bool:
     with arrived:
-        return arrived.wait_for(lambda: bool(replies.get(context)), LONG_S)
+        return arrived.wait_for(lambda: bool(replies.get(context)), WAIT_S)
 
 
 def num_replies(context: int) -> int:
