@@ -125,6 +125,10 @@ REFUSED = {
     "group_size must be -1 or a multiple of 32, got 0": {"quant_method": "gptq", "group_size": 0},
     "group_size must be -1 or a multiple of 32, got 'x'": {"quant_method": "gptq", "group_size": "x"},
     "bits 2 is not supported; known: 4, 8": {"quant_method": "gptq", "bits": 2},
+    "dynamic: '+:.*down_proj' has settings of its own, which is not supported": {
+        "quant_method": "gptq", "dynamic": {"-:lm_head": {}, "+:.*down_proj": {"bits": 8}},
+    },
+    "dynamic must be an object, got [1]": {"quant_method": "gptq", "dynamic": [1]},
     "checkpoint_format 'marlin' is not supported": {"quant_method": "gptq", "checkpoint_format": "marlin"},
     "format 'nvfp4-pack-quantized' is not supported": {
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
@@ -147,6 +151,13 @@ REFUSED = {
     "fmt 'e5m2' is not supported": {"quant_method": "fp8", "fmt": "e5m2"},
     "weight_block_size must be two sizes, got [0, 128]": {"quant_method": "fp8", "weight_block_size": [0, 128]},
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", [None, {}, {"-:lm_head": {}}, {"+:.*down_proj": {}}])
+def test_rules_that_change_nothing_but_leave_matrices_out_are_read(rules):
+    assert scheme_of({"quantization_config": {**GPTQ, "dynamic": rules}}, "config.json") == scheme_of(
+        {"quantization_config": GPTQ}, "config.json"
+    )
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -1,6 +1,6 @@
 """A folder's `quantization_config` -> how its matrices are packed. What is not known is refused by name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,9 @@ class _Fields:
             raise ModelError(f"{self._where}: {name} must be -1 or a multiple of {_GROUP}, got {value!r:.80}")
         return value
 
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._values.items()
+
     def inner(self, name: str) -> "_Fields":
         value = self._values.get(name) or {}
         if not isinstance(value, Mapping):
@@ -103,6 +106,12 @@ def _awq(fields: _Fields) -> Scheme:
 def _gptq(fields: _Fields) -> Scheme:
     version = fields.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     bits = fields.one_of("bits", (4, 8), 4)
+    for rule, settings in fields.inner("dynamic").items():
+        if settings and not rule.startswith("-:"):  # "-:" leaves matrices as they are, which their tensors tell
+            raise ModelError(
+                f"{fields._where}: dynamic: {rule!r:.80} has settings of its own, which is not supported; all matrices "
+                "that are quantised must have the same"
+            )
     return Scheme("gptq", bits, fields.group("group_size", 128), True, zero_shift=1 if version == "gptq" else 0)
 
 
