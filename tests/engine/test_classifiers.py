@@ -68,7 +68,7 @@ def test_it_labels_texts_and_nothing_else(tmp_path: Path):
     runner = runner_of(tmp_path, REFERENCE)
     assert (runner.info.labels, runner.info.activation) == (["LABEL_0"], "sigmoid")
     with pytest.raises(BadRequest, match="its checkpoint has no head for text, it labels texts"):
-        check_capable(runner.info.lacks, NOTHING, {"generation": True})
+        check_capable(runner.info.lacks, Request("a", (1,), NOTHING), None)
 
 
 @pytest.mark.parametrize(

@@ -87,10 +87,10 @@ def test_company_and_small_steps_do_not_show(runner: ModelRunner, limits: dict[s
 
 def test_it_makes_embeddings_and_nothing_else(folder: Path):
     lacks = runner_of(folder, "bf16").info.lacks
-    for beside in ("generation", "kv_transfer"):
+    for asked in (Request("a", (1,), NOTHING), Request("a", (1,), NOTHING, pooling="mean", gives_kv=True)):
         with pytest.raises(BadRequest, match="cannot do it: its tokens see those behind them"):
-            check_capable(lacks, NOTHING, {beside: True})
-    check_capable(lacks, NOTHING, {"pooling": "mean"})
+            check_capable(lacks, asked, None)
+    check_capable(lacks, Request("a", (1,), NOTHING, pooling="mean"), None)
 
 
 def test_a_prompt_longer_than_the_context_is_refused(folder: Path):

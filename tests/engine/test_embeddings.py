@@ -90,9 +90,9 @@ def test_a_checkpoint_without_a_head_makes_embeddings_and_nothing_else(kind, tmp
     with pytest.raises(
         BadRequest, match="cannot do it: its checkpoint has no head for text, it makes embeddings"
     ) as caught:
-        check_capable(runner.info.lacks, NOTHING, {"generation": True})
+        check_capable(runner.info.lacks, Request("a", (1,), NOTHING), None)
     assert caught.value.field == "prompt"
-    check_capable(runner.info.lacks, NOTHING, {"pooling": "last"})
+    check_capable(runner.info.lacks, Request("a", (1,), NOTHING, pooling="last"), None)
     with pytest.raises(BadRequest, match="its checkpoint has no head for text, it makes embeddings"):
         engine_of(runner).add(Request("text", PROMPTS[0], SamplingParams(max_tokens=1)))
 

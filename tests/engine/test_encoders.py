@@ -116,7 +116,7 @@ def test_scores_of_pairs_are_those_of_transformers(family: str, tmp_path: Path):
 def test_it_generates_nothing(tmp_path: Path):
     save(tiny_encoder("Bert"), tmp_path)
     with pytest.raises(BadRequest, match="its tokens see those behind them, it makes embeddings"):
-        check_capable(runner_of(tmp_path, "bf16").info.lacks, NOTHING, {"generation": True})
+        check_capable(runner_of(tmp_path, "bf16").info.lacks, Request("a", (1,), NOTHING), None)
 
 
 @pytest.mark.parametrize(

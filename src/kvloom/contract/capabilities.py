@@ -4,9 +4,10 @@ An engine says in RankInfo.lacks which of FEATURES it has not, and why. Pure.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from kvloom.contract.errors import BadRequest
-from kvloom.contract.request import Request, SamplingParams
+from kvloom.contract.request import SamplingParams
 
 # SamplingParams that every engine has: the server's own work, or the least that a model does
 ALWAYS = frozenset({"temperature", "max_tokens", "include_stop", "skip_special_tokens"})
@@ -32,8 +33,36 @@ _ASKED: Mapping[str, Callable[[SamplingParams], object]] = {
     "reasoning_end": lambda p: p.reasoning_end,
     "max_reasoning_tokens": lambda p: p.max_reasoning_tokens is not None,
 }
-# what is asked beside SamplingParams
-BESIDE = ("generation", "pooling", "adapter", "priority", "cache_salt", "kv_transfer")
+
+
+class Asked(Protocol):
+    """A Request, or a Generation of the server."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def pooling(self) -> str: ...
+    @property
+    def is_look(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
+    @property
+    def gives_kv(self) -> bool: ...
+    @property
+    def kv_place(self) -> object: ...
+
+
+# what is asked beside SamplingParams; an adapter is named in ways of its own
+_BESIDE: Mapping[str, Callable[[Asked], object]] = {
+    "generation": lambda a: not (a.pooling or a.is_look),
+    "pooling": lambda a: a.pooling,
+    "priority": lambda a: a.priority,
+    "cache_salt": lambda a: a.cache_salt,
+    "kv_transfer": lambda a: a.gives_kv or a.kv_place,
+}
+BESIDE = (*_BESIDE, "adapter")
 FEATURES = (*_ASKED, *BESIDE)
 _NAMES = {
     "grammar": "response_format",
@@ -46,26 +75,15 @@ _NAMES = {
 }  # what is closer to the caller's word for it
 
 
-def check_capable(lacks: Mapping[str, str], params: SamplingParams, beside: Mapping[str, object]) -> None:
+def check_capable(lacks: Mapping[str, str], asked: Asked, adapter: object) -> None:
     """Raises BadRequest naming the first thing that is asked for and is one of `lacks`, with the reason given there.
 
-    `beside`: of BESIDE, each with something true when it is asked for.
+    `adapter`: something true when one is asked for.
     """
     for name, why in lacks.items():
-        asked = _ASKED[name](params) if name in _ASKED else beside.get(name)
-        if asked:
+        if name in _ASKED:
+            is_asked = _ASKED[name](asked.params)
+        else:
+            is_asked = adapter if name == "adapter" else _BESIDE[name](asked)
+        if is_asked:
             raise BadRequest(_NAMES.get(name, name), f"the engine of this model cannot do it: {why}")
-
-
-def check_request_capable(lacks: Mapping[str, str], request: Request) -> None:
-    """check_capable for what an engine is handed itself, whoever handed it."""
-    if lacks:
-        beside = {
-            "generation": not (request.pooling or request.is_look),
-            "pooling": request.pooling,
-            "adapter": request.adapter,
-            "priority": request.priority,
-            "cache_salt": request.cache_salt,
-            "kv_transfer": request.gives_kv or request.kv_place,
-        }
-        check_capable(lacks, request.params, beside)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from kvloom.contract.capabilities import check_request_capable
+from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig, Limits
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.messages import Batch, NewSeq, Sample
@@ -110,7 +110,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
         check_request(request, self.max_seq_len, self._executor.info.vocab_size)
-        check_request_capable(self._executor.info.lacks, request)
+        check_capable(self._executor.info.lacks, request, request.adapter)
         check_giving(request, self._executor.info, self._transfers.pool if self.config.kv_tier else None)
         if request.id in self._by_request:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-from kvloom.contract.capabilities import check_request_capable
+from kvloom.contract.capabilities import check_capable
 from kvloom.contract.errors import BadRequest, GenerationFailed, ServingError, Unavailable
 from kvloom.contract.messages import AdapterInfo, RankInfo
 from kvloom.contract.request import Delta, FinishReason, Request, check_request
@@ -130,7 +130,7 @@ class FleetEngine:
             if request.id in self._tasks:
                 raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
             check_request(request, self.max_seq_len, self.info.vocab_size)
-            check_request_capable(self.info.lacks, request)
+            check_capable(self.info.lacks, request, request.adapter)
         feed = Feed(requests, self._drop)
         for request in requests:
             journey = Journey(with_seed(request, lambda: secrets.randbits(63)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from kvloom.contract.capabilities import check_request_capable
+from kvloom.contract.capabilities import check_capable
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.hosted import Abort, Answers, Brought, Figures, HostReport, Start
@@ -95,7 +95,7 @@ class HostedEngine:
         """Accept a request. Raises BadRequest when it can never run, NotFound when its adapter is gone."""
         info = self._host.info
         check_request(request, self.max_seq_len, info.vocab_size)
-        check_request_capable(info.lacks, request)
+        check_capable(info.lacks, request, request.adapter)
         if request.id in self._ids:
             raise BadRequest("request_id", f"{request.id!r} is in use by a running request")
         if request.pooling and request.pooling != info.pooling:

@@ -39,6 +39,11 @@ class Generation:
     seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
 
     @property
+    def is_look(self) -> bool:
+        """Nothing of a look comes here: it asks an engine about a prompt, see engine.request.Request."""
+        return False
+
+    @property
     def num_choices(self) -> int:
         """Answers that are made."""
         return len(self.prompts) * self.best_of

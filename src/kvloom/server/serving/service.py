@@ -94,19 +94,6 @@ class GenerationService:
         if why := self.engine.info.lacks.get("generation"):
             raise BadRequest(field, f"the engine of this model cannot do it: {why}")
 
-    def _check_capable(self, generation: Generation) -> None:
-        """Raises BadRequest for what the engine cannot do."""
-        if lacks := self.engine.info.lacks:
-            beside = {
-                "generation": not generation.pooling,
-                "pooling": generation.pooling,
-                "adapter": self.adapter,
-                "priority": generation.priority,
-                "cache_salt": generation.cache_salt,
-                "kv_transfer": generation.gives_kv or generation.kv_place,
-            }
-            check_capable(lacks, generation.params, beside)
-
     def check_ready(self) -> None:
         """Raises Unavailable."""
         self.sleeper.check_awake()
@@ -133,7 +120,7 @@ class GenerationService:
         tally = _Tally(timing or Timing(), generation.num_choices)
         self.meter.received()
         try:
-            self._check_capable(generation)
+            check_capable(self.engine.info.lacks, generation, self.adapter)
             async with self._admitted(generation, tally.timing) as running:
                 self._check_time(running)
                 if running.ticket.is_stopped:  # before the engine has heard of it
