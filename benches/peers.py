@@ -4,10 +4,11 @@
         --peer kvloom=http://127.0.0.1:8101,m --peer llama=http://127.0.0.1:8102,m --rounds 3 --save-json peers.jsonl
 
 The first --peer is compared with the others. A server is running already, or --start gives its command: it is then
-started by this program (all others idle), timed from its start to its first answer, and stopped at the end. Prompts are
-random token ids, answers greedy and of the length asked for, so all servers do the same work. Every round visits every
-server, in an order that turns, so a disturbance of the machine meets all alike. Peak memory is that of the process that
-listens on the port and of its children (Linux).
+started by this program, timed from its start to its first answer, halted (SIGSTOP) while another has its turn, since
+some servers take a part of a core though nobody asks them, and ended at the end. Prompts are random token ids,
+answers greedy and of the length asked for, so all servers do the same work. Every round visits every server, in an
+order that turns, so a disturbance of the machine meets all alike. Peak memory is that of the process that listens on
+the port and of its children (Linux).
 """
 
 import argparse
@@ -16,8 +17,8 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -194,19 +195,22 @@ def compare(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with ExitStack() as stack, Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         steps = bar.add_task("", total=6 * rounds * len(targets))
-        starts = {}
+        starts, servers = {}, dict[str, ServerProcess]()
         for name, command in commands.items():
             bar.update(steps, description=f"{name}: start")
-            server = stack.enter_context(ServerProcess(command))
-            starts[name] = server.first_answer_s(targets[name], START_LIMIT_S, [sizes.token_ids[0]] * 16)
-        for name, target in targets.items():
+            servers[name] = stack.enter_context(ServerProcess(command))
+            starts[name] = servers[name].first_answer_s(targets[name], START_LIMIT_S, [sizes.token_ids[0]] * 16)
+            call(name, warm(targets[name], sizes, f"{seed}-warm"))
+            servers[name].set_running(False)
+        for name in targets.keys() - servers.keys():
             bar.update(steps, description=f"{name}: warm-up")
-            call(name, warm(target, sizes, f"{seed}-warm"))
+            call(name, warm(targets[name], sizes, f"{seed}-warm"))
         for turn in range(rounds):
             names = list(targets)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
                 bar.update(steps, description=f"{name}: round {turn + 1}")
-                values = call(name, one_round(targets[name], sizes, f"{seed}-{turn}", lambda: bar.advance(steps)))
+                with alone(servers.get(name)):
+                    values = call(name, one_round(targets[name], sizes, f"{seed}-{turn}", lambda: bar.advance(steps)))
                 if name in starts:
                     values["start"] = starts[name]
                 pid = listener_pid(urlsplit(targets[name].url).port or 80)
@@ -214,6 +218,19 @@ def compare(
                     values["rss"] = peak_rss_bytes(pid) / 1e6
                 found[name].append(values)
     return found
+
+
+@contextmanager
+def alone(server: ServerProcess | None) -> Iterator[None]:
+    """A server's turn, if this program has started it."""
+    if server is None:
+        yield
+        return
+    server.set_running(True)
+    try:
+        yield
+    finally:
+        server.set_running(False)
 
 
 def call(name: str, work: Coroutine[Any, Any, T]) -> T:

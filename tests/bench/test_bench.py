@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ from kvloom.bench.client import Answer, BenchError, Target, complete
 from kvloom.cli import app
 from kvloom.server.serving.options import WireOptions
 from tests.support.servers import MODEL, fake_server
+from tests.support.waiting import until
 
 BYTES = (0, 256)  # the fake model's token ids
 
@@ -124,6 +126,21 @@ def test_a_server_that_ends_at_once_is_told_with_its_last_words():
     target = Target("http://127.0.0.1:1", "m")
     with process.ServerProcess(command) as server, pytest.raises(BenchError, match=r"ended before .*: no such port"):
         server.first_answer_s(target, 30, [1])
+
+
+def is_halted(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_a_server_that_is_not_measured_is_halted_with_its_children():
+    script = "import subprocess, sys; subprocess.run(['sleep', '100'])"
+    with process.ServerProcess([sys.executable, "-c", script]) as server:
+        until(lambda: len(process.family(server.pid)) == 2)
+        for is_running in (False, True, False):
+            server.set_running(is_running)
+            wanted = [not is_running] * 2
+            until(lambda wanted=wanted: [is_halted(pid) for pid in process.family(server.pid)] == wanted)
+    assert not Path(f"/proc/{server.pid}").exists(), "halted, it ends as well"
 
 
 def test_the_memory_of_children_is_counted():

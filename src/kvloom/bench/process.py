@@ -40,6 +40,7 @@ class ServerProcess:
         """Ends it: asked first, killed after _STOP_S."""
         try:
             if self._process.poll() is None:
+                self.set_running(True)
                 self._process.terminate()
                 self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -63,8 +64,18 @@ class ServerProcess:
                     raise BenchError(f"no answer within {limit_s:g} s: {error}") from None
             time.sleep(_POLL_S)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def peak_rss_bytes(self) -> int:
-        return peak_rss_bytes(self._process.pid)
+        return peak_rss_bytes(self.pid)
+
+    def set_running(self, is_running: bool) -> None:
+        """Stops it and its descendants where they are, or lets them go on: idle servers, too, take a part of a core."""
+        for pid in family(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT if is_running else signal.SIGSTOP)
 
     def _last_line(self) -> str:
         self._output.seek(0)
@@ -84,19 +95,23 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def peak_rss_bytes(pid: int) -> int:
-    """Highest resident memory (VmHWM) of a process and its living descendants, added up; 0 where there is no /proc."""
+def family(pid: int) -> list[int]:
+    """A process and its living descendants; the process alone where there is no /proc."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         fields = _status(status)
         if "PPid" in fields:
             children.setdefault(int(fields["PPid"]), []).append(int(status.parent.name))
-    total, todo = 0, [pid]
-    while todo:
-        one = todo.pop()
-        total += int(_status(Path(f"/proc/{one}/status")).get("VmHWM", "0 kB").split()[0]) * 1024
-        todo += children.get(one, [])
-    return total
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def peak_rss_bytes(pid: int) -> int:
+    """Highest resident memory (VmHWM) of a process and its living descendants, added up; 0 where there is no /proc."""
+    sizes = (_status(Path(f"/proc/{one}/status")).get("VmHWM", "0 kB") for one in family(pid))
+    return sum(int(size.split()[0]) * 1024 for size in sizes)
 
 
 def listener_pid(port: int) -> int | None:
