@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
+from kvloom.bench.process import end_with_parent
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.fake import fake_answer
 
@@ -57,7 +58,7 @@ def serving(command: list[str], args: dict[str, Any] | None = None) -> Iterator[
         command = [*command, "--fleet", str(path)]
     process = subprocess.Popen(
         [sys.executable, "-m", "kvloom", *command, "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=end_with_parent,
     )  # fmt: skip
     assert process.stdout is not None
     try:

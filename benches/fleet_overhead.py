@@ -31,6 +31,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from kvloom.bench.client import Target, complete
+from kvloom.bench.process import end_with_parent
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.plan import make_plan
 from kvloom.net.listening import listen
@@ -110,7 +111,7 @@ def started(name: str, options: argparse.Namespace) -> Iterator[tuple[Target, in
     times = ["--port", str(port), "--step-ms", str(options.step_ms), "--token-ms", str(options.token_ms)]
     process = subprocess.Popen(
         [sys.executable, "-m", "benches.fleet_overhead", "--be", name, *times],
-        stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=None if options.verbose else subprocess.DEVNULL, preexec_fn=end_with_parent,
     )  # fmt: skip
     target = Target(f"http://127.0.0.1:{port}", "mock")
     try:

@@ -19,6 +19,8 @@ from typing import Any
 
 import httpx
 
+from kvloom.bench.process import end_with_parent
+
 WORDS = "the lighthouse keeper wrote, once more, that 12 ships had passed. "
 MIB = 1 << 20
 SIZE = 39 * MIB  # under the limit of 40
@@ -216,7 +218,7 @@ def served(url: str | None) -> Iterator[tuple[str, int | None]]:
         yield url, None
         return
     command = [sys.executable, "-m", "kvloom.cli", "serve", "--port", "0", "--max-seq-len", "2048"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent)
     try:
         assert process.stdout is not None
         for line in process.stdout:

@@ -22,6 +22,7 @@ import httpx
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
+from kvloom.bench.process import end_with_parent
 from kvloom.checkpoints.demo_models import find_model
 from kvloom.net.listening import is_serving
 
@@ -54,7 +55,7 @@ def environment(source: Path, cache: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def process(command: list[str], environ: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
-    started = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT)
+    started = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=end_with_parent)
     try:
         yield started
     finally:

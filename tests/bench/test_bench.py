@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -141,6 +142,19 @@ def test_a_server_that_is_not_measured_is_halted_with_its_children():
             wanted = [not is_running] * 2
             until(lambda wanted=wanted: [is_halted(pid) for pid in process.family(server.pid)] == wanted)
     assert not Path(f"/proc/{server.pid}").exists(), "halted, it ends as well"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
+def test_a_server_ends_with_the_bench_that_started_it_however_that_ends():
+    program = (
+        "import sys, time; from kvloom.bench.process import ServerProcess\n"
+        "with ServerProcess([sys.executable, '-c', 'import time; time.sleep(600)']) as server:\n"
+        "    print(server._process.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as bench:
+        server = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+    until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_the_memory_of_children_is_counted():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -18,6 +19,8 @@ from kvloom.bench.client import BenchError, Target, complete
 _POLL_S = 0.01
 _LISTENING = "0A"  # as /proc/net/tcp spells the state
 _STOP_S = 15.0
+_PR_SET_PDEATHSIG = 1
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: little is safe between fork and exec
 
 
 class ServerProcess:
@@ -28,7 +31,11 @@ class ServerProcess:
         self._started_s = time.perf_counter()
         try:
             self._process = subprocess.Popen(
-                command, stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
             )
         except OSError as error:
             raise BenchError(f"{shlex.join(command)} cannot be started: {error.strerror}") from None
@@ -81,6 +88,12 @@ class ServerProcess:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
+
+
+def end_with_parent() -> None:
+    """As Popen's preexec_fn: the process gets SIGTERM when its parent ends, even by SIGKILL. Only Linux can do that."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def serve_command(model: str, port: int, options: Sequence[str] = ()) -> list[str]:
