@@ -18,6 +18,7 @@ from kvloom.pool.bench import measure as measuring
 from kvloom.pool.bench.measure import Case, measure
 from kvloom.pool.bench.redis import find_server
 from kvloom.pool.cli import app
+from kvloom.pool.commands import status
 from kvloom.pool.config import Address, AgentConfig, TenantLimits, parse_size, read_secret
 from tests.support.pool import SECRET, config_of, new_kv, running_agent, session, slots_of
 from tests.support.waiting import WAIT_S
@@ -47,8 +48,17 @@ def test_status_shows_the_pools():
         (pool,) = json.loads(answer.output)["stats"]["pools"]
         assert pool["usage"]["blocks"] == 1
         assert (pool["counts"]["load_hits"], pool["counts"]["miss_cold"]) == (1, 1)
-        assert "50.0%" in run("status", *where).output
-    assert run("status", *where).exit_code == 1
+        shown = run("status", *where).output
+        assert shown.startswith(f"agent: serving on {agent.config.socket}\n")
+        assert "50.0%" in shown
+    ended = run("status", *where)
+    assert (ended.exit_code, ended.output.splitlines()[0]) == (1, f"agent: does not answer on {agent.config.socket}")
+
+
+def test_status_says_where_no_socket_is(monkeypatch):
+    monkeypatch.setattr(status, "find_socket", lambda: None)
+    answer = run("status")
+    assert (answer.exit_code, answer.output) == (1, "agent: there is no socket of one; see --socket\n")
 
 
 @pytest.fixture

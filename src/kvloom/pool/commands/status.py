@@ -24,7 +24,7 @@ def status(
     """Say whether the agent serves, and with --http what is in its pools. Exit status 1 when it does not answer."""
     found = path or find_socket()
     is_serving = found is not None and is_answered(found)
-    body: dict[str, Any] = {"serving": is_serving}
+    body: dict[str, Any] = {"serving": is_serving, "socket": None if found is None else str(found)}
     if http:
         try:
             body["stats"] = httpx.get(f"http://{http}/stats", timeout=_PROBE_S).raise_for_status().json()
@@ -39,9 +39,11 @@ def status(
 
 def _print_status(body: dict[str, Any]) -> None:
     console = Console()
-    console.print("agent: serving" if body["serving"] else "agent: does not answer")
+    state = "serving on" if body["serving"] else "does not answer on"
+    lines = [f"agent: {state} {body['socket']}" if body["socket"] else "agent: there is no socket of one; see --socket"]
     if "stats_error" in body:
-        console.print(f"stats: {body['stats_error']}")
+        lines.append(f"stats: {body['stats_error']}")
+    console.print(*lines, sep="\n", markup=False, highlight=False, soft_wrap=True)  # a path stays one line
     if "stats" not in body:
         return
     table = Table("tenant", "blocks", "used MiB", "quota MiB", "hit rate", "misses by cause")
