@@ -55,25 +55,15 @@ settings.register_profile("unshrunk", drawn, phases=[Phase.explicit, Phase.gener
 settings.load_profile("kvloom")
 
 
-# Files of a folder that run in one process, because they share what is long in the making.
-TOGETHER = {
-    "tests/browser": ("test_console.py", "test_fleet.py", "test_pictures.py", "test_sites.py"),
-    "tests/images": ("test_pipeline.py", "test_process.py"),  # torch and diffusers
-    "tests/real": (
-        "test_embeddings.py",
-        "test_equalities.py",
-        "test_lora.py",
-        "test_structured.py",
-        "test_tools.py",
-        "test_transformers.py",
-    ),
-}
+# Folders whose files run in one process, because they share what is long in the making: Chromium; torch and diffusers;
+# the real model, whose threads are better off alone, too.
+TOGETHER = ("tests/browser", "tests/images", "tests/real")
 
 # Begun first, in this order: each takes a quarter of a minute or more, and none is to be what the others wait for at
 # the end.
 LONGEST = (
-    "tests/fleet/test_serve.py",
     "tests/real",
+    "tests/fleet/test_serve.py",
     "tests/engine/kernels/test_cpu.py",
     "tests/server/test_pool_answers.py",
     "tests/engine/kernels/test_cpu_native.py",
@@ -90,15 +80,9 @@ LONGEST = (
     "tests/engine/api/test_cpp_install.py",
     "tests/images",
     "tests/pool/test_faults.py",
-    "tests/images/test_server.py",
     "tests/gewu/test_daemon.py",
     "tests/gewu/test_hostile_apps.py",
     "tests/ems/test_examples.py",
-    "tests/real/test_crashes.py",
-    "tests/real/test_fleet.py",
-    "tests/real/test_gewu.py",
-    "tests/real/test_demo.py",
-    "tests/real/test_gemma.py",
     "tests/net/test_starts.py",
     "tests/gewu/test_neighbours.py",
     "tests/engine/kernels/test_lora.py",
@@ -122,10 +106,10 @@ LONGEST = (
 
 
 def together(nodeid: str) -> str:
-    """What runs in one process: a file, or the folder of those that share something."""
+    """What runs in one process: a file, or a folder."""
     file = nodeid.partition("::")[0]
-    folder, _, name = file.rpartition("/")
-    return folder if name in TOGETHER.get(folder, ()) else file
+    folder = file.rpartition("/")[0]
+    return folder if folder in TOGETHER else file
 
 
 def pytest_configure(config: pytest.Config) -> None:

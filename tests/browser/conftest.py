@@ -16,7 +16,7 @@ Open = Callable[..., Page]
 def browser() -> Iterator[Browser]:
     """Not for the whole session: an event loop runs in this thread as long as Playwright is there.
 
-    The files of this folder run one after the other (TOGETHER in tests/conftest.py).
+    The files of this folder run one after the other: TOGETHER in tests/conftest.py.
     """
     path = shutil.which("chromium")
     if path is None:
