@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -171,6 +172,7 @@ class Client:
 
     def answer(self) -> Any:
         assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], WAIT_S)[0], "the app does not come back from its call"
         return json.loads(self.process.stdout.readline())
 
     def create(self, model: object, **attributes: Any) -> int:
