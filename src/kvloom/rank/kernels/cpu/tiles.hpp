@@ -37,8 +37,8 @@ inline bool has_tiles() {
     return has;
 }
 
-// Fewer rows than this are multiplied sooner by dot products (measured).
-constexpr int tiles_from(int format) { return format == KVL_INT6 || format == KVL_INT8_MIN ? 24 : 12; }
+// Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole steps).
+constexpr int tiles_from(int format) { return format == KVL_INT8 ? 24 : 48; }
 
 // Weights that share a scale.
 constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
