@@ -117,7 +117,7 @@ inline float softmax_row(float* scores, bool is_masked, float* weight) {
     }
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; v++) {
-        F32 value = exp2(sub(score[v], splat(peak)));
+        F32 value = exp2_share(sub(score[v], splat(peak)));
         if (is_masked) value = zero_where_masked(value, score[v]);
         total = add(total, value);
         store(scores + v * kLanes, value);

@@ -151,10 +151,8 @@ struct Int8Tiles {
         for (int b = 0; b < chunk.num_blocks; b += kOnce) {
             const uint8_t* keys[kOnce] = {chunk.keys[b], chunk.keys[min_of(b + 1, chunk.num_blocks - 1)]};
             int8_t* const second = quads + kMaxHeadDim * kBlockTokens;
-            for (int at = 0; at < head_dim * kBlockTokens; at += 64) {
-                interleave(keys[0] + kScales + at, keys[0] + kScales + at + 32, quads + at);
-                interleave(keys[1] + kScales + at, keys[1] + kScales + at + 32, second + at);
-            }
+            take_keys(keys[0], quads);
+            take_keys(keys[1], second);
             zero_sums();
             for (int dim = 0; dim < head_dim; dim += kQuads) {
                 _tile_loadd(4, queries + dim, kRowBytes);
@@ -185,13 +183,18 @@ struct Int8Tiles {
   private:
     static constexpr int kScales = kBlockTokens * 2;  // bytes of a cache's tile before its elements
 
-    // 32 words of two rows of 16 pairs: 16 quads.
-    static void interleave(const uint8_t* first, const uint8_t* second, int8_t* to) {
-        alignas(64) static constexpr int16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)first)),
-                                                _mm256_loadu_si256((const __m256i*)second), 1);
-        _mm512_store_si512(to, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+    // Words k and k + `behind` for k = first, first + 1, ...
+    static __m512i in_turn(int first, int behind) {
+        const __m512i all = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3,
+                                             2, 2, 1, 1, 0, 0);
+        const __m512i odd = _mm512_set1_epi32(behind << 16);
+        return _mm512_add_epi16(all, _mm512_add_epi16(odd, _mm512_set1_epi16(int16_t(first))));
+    }
+    // Two dims of 16 keys, then the next two.
+    void take_keys(const uint8_t* tile, int8_t* to) const {
+        const __m512i order = in_turn(0, 16);
+        for (int at = 0; at < head_dim * kBlockTokens; at += 64)
+            _mm512_store_si512(to + at, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(tile + kScales + at)));
     }
     static void split(const int16_t* words, int count, int8_t* to, int lower) {
         for (int i = 0; i < count; i += 32) {
@@ -200,13 +203,19 @@ struct Int8Tiles {
             _mm256_storeu_si256((__m256i*)(to + lower + i), _mm512_cvtepi16_epi8(both));
         }
     }
+    // Two keys of 32 dims, and the next two, a row each.
     void take_values(const Chunk& chunk) {
-        for (int b = 0; b < chunk.num_blocks; b++)
-            for (int quad = 0; quad < kBlockTokens / 4; quad++) {
-                const uint8_t* from = chunk.values[b] + kScales + quad * head_dim * 4;
-                int8_t* to = quads + (b * kBlockTokens / 4 + quad) * head_dim * 4;
-                for (int i = 0; i < head_dim; i += kLanes) interleave(from + i * 2, from + (head_dim + i) * 2, to + i * 4);
-            }
+        const __m512i first = in_turn(0, 32), second = in_turn(16, 32);
+        int8_t* to = quads;
+        for (int b = 0; b < chunk.num_blocks; b++) {
+            const uint8_t* row = chunk.values[b] + kScales;
+            for (int quad = 0; quad < kBlockTokens / 4; quad++, row += head_dim * 4)
+                for (int at = 0; at < head_dim * 2; at += 64, to += 128) {
+                    const __m512i low = _mm512_loadu_si512(row + at), high = _mm512_loadu_si512(row + head_dim * 2 + at);
+                    _mm512_store_si512(to, _mm512_permutex2var_epi16(low, first, high));
+                    _mm512_store_si512(to + 64, _mm512_permutex2var_epi16(low, second, high));
+                }
+        }
     }
     KVL_IN_ALL_TILES static void zero_sums() {
         _tile_zero(0);
