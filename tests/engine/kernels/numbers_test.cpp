@@ -51,7 +51,7 @@ static void test_norm_and_quantisation(int64_t cols) {
         std::vector<int8_t> data(static_cast<size_t>(padded));
         std::vector<float> scale(static_cast<size_t>(padded / group));
         std::vector<int32_t> sums(size_t(padded) / run);
-        quantize_row(x.data(), padded, group, int(run), data.data(), scale.data(), sums.data());
+        store_activations({data.data(), scale.data(), sums.data()}, 0, x.data(), padded, format);
         for (int64_t k = 0; k < padded; k++)
             near(float(data[size_t(k)]) * scale[size_t(k / group)], x[size_t(k)],
                  1.001 * double(scalar::half_step(x.data(), k, group)), "quantize", group, k);

@@ -44,19 +44,23 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
         store(out + k, fma(mul(sub(load(x + k), mean), factor), load(weight + k), load(bias + k)));
 }
 
-// One row to int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each `run`.
-inline void quantize_row(const float* x, int64_t count, int group, int run, int8_t* data, float* scale, int32_t* sums) {
-    for (int64_t g = 0; g < count / group; g++, x += group, data += group) {
+// Row `row` of `to`: int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each run.
+template <int GROUP, int RUN>
+void quantize_row(const Activations& to, int64_t row, const float* x, int64_t count) {
+    int8_t* data = to.data + row * count;
+    float* scale = to.scale + row * (count / GROUP);
+    int32_t* sums = to.sum + row * (count / RUN);
+    for (int64_t g = 0; g < count / GROUP; g++, x += GROUP, data += GROUP) {
         F32 peak = splat(0);
-        for (int k = 0; k < group; k += kLanes) peak = max(peak, abs(load(x + k)));
+        for (int k = 0; k < GROUP; k += kLanes) peak = max(peak, abs(load(x + k)));
         const float top = largest(peak);
         const F32 inverse = splat(top > 0 ? 127.0f / top : 0.0f);
         I32 total = splat_int(0);
-        for (int k = 0; k < group; k += kLanes) {
+        for (int k = 0; k < GROUP; k += kLanes) {
             const I32 value = to_int(mul(load(x + k), inverse));
             total = add(total, value);
             store_bytes(data + k, value);
-            if ((k + kLanes) % run) continue;
+            if ((k + kLanes) % RUN) continue;
             *sums++ = sum(total);
             total = splat_int(0);
         }
@@ -71,8 +75,8 @@ inline void store_activations(const Activations& to, int64_t row, const float* x
         for (int64_t k = 0; k < count; k += kLanes) store_bf16(data + k, load(x + k));
         return;
     }
-    const int group = group_size(format), run = run_size(format);
-    quantize_row(x, count, group, run, to.data + row * count, to.scale + row * (count / group), to.sum + row * (count / run));
+    format == KVL_INT8 ? quantize_row<group_size(KVL_INT8), run_size(KVL_INT8)>(to, row, x, count)
+                       : quantize_row<kFileGroup, kRun>(to, row, x, count);
 }
 
 }  // namespace kvl
