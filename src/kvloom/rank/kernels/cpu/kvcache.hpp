@@ -33,11 +33,10 @@ void scatter_key(T* tile, const T* elements, int count, int first_dim, int slot)
         std::memcpy(tile + ((first_dim + j) / 2 * kBlockTokens + slot) * 2, elements + j, 2 * sizeof(T));
 }
 
-// A value's elements in a V tile [8][dim][2]: neighbouring keys are a pair.
+// kLanes of a value's elements in a V tile [8][dim][2]: neighbouring keys are a pair.
 template <class T>
-void scatter_value(T* tile, const T* elements, int count, int first_dim, int slot, int dim) {
-    T* row = tile + slot / 2 * dim * 2 + slot % 2;
-    for (int j = 0; j < count; j++) row[(first_dim + j) * 2] = elements[j];
+void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim) {
+    store_apart(tile + (slot / 2 * dim + first_dim) * 2 + slot % 2, elements);
 }
 
 // What a query, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them over tiles, a lane for
@@ -77,7 +76,7 @@ struct Bf16Cache {
         alignas(64) uint16_t half[kLanes];
         for (int i = 0; i < dim; i += kLanes) {
             store_bf16(half, load(head + i));
-            scatter_value(reinterpret_cast<uint16_t*>(tile), half, kLanes, i, slot, dim);
+            scatter_value(reinterpret_cast<uint16_t*>(tile), half, i, slot, dim);
         }
     }
     // Probabilities of `count` keys (whose V tiles begin with tiles[0 ..]) as factors of the tiles' elements; returns
@@ -121,7 +120,7 @@ struct Int8Cache {
         const float inverse = store_scale(tile, head, dim, slot);
         for (int i = 0; i < dim; i += kLanes) {
             to_bytes(bytes, head + i, inverse);
-            scatter_value(elements(tile), bytes, kLanes, i, slot, dim);
+            scatter_value(elements(tile), bytes, i, slot, dim);
         }
     }
     // The values' scales go into the probabilities, so that one sum runs over all keys of a chunk.

@@ -178,6 +178,12 @@ inline PairHalves load_halves(const uint16_t* from) {
 }
 inline F32 round_bf16(F32 a) { return {first_half(rounded_bf16(a.lo)), first_half(rounded_bf16(a.hi))}; }
 
+// 16 elements to every other place; what is between is not written.
+template <class T>
+void store_apart(T* to, const T* from) {
+    for (int i = 0; i < kLanes; i++) to[2 * i] = from[i];
+}
+
 inline Words load_words(const int8_t* from) {
     return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)from)),
             _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(from + 16)))};

@@ -107,6 +107,14 @@ inline F32 round_bf16(F32 a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
+// 16 elements to every other place; what is between is not written.
+inline void store_apart(uint16_t* to, const uint16_t* from) {
+    _mm512_mask_storeu_epi16(to, 0x55555555, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)));
+}
+inline void store_apart(int8_t* to, const int8_t* from) {
+    _mm256_mask_storeu_epi8(to, 0x55555555, _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from)));
+}
+
 inline Words load_words(const int8_t* from) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from))}; }
 inline I32 dot_words(I32 acc, Words a, int32_t pair) { return {_mm512_dpwssd_epi32(acc.v, a.v, _mm512_set1_epi32(pair))}; }
 inline void store_words(int16_t* to, I32 a) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(a.v)); }

@@ -181,6 +181,12 @@ inline F32 round_bf16(F32 a) {
     return each([&](int i) { return bf16_to_float(float_to_bf16(a.lane[i])); });
 }
 
+// 16 elements to every other place; what is between is not written.
+template <class T>
+void store_apart(T* to, const T* from) {
+    for (int i = 0; i < kLanes; i++) to[2 * i] = from[i];
+}
+
 // Adds, in each lane, the product of two pairs of words: the lane's own (bytes in memory) and the broadcast one.
 struct Words {
     const int8_t* at;
