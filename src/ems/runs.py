@@ -3,7 +3,7 @@
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -115,8 +115,9 @@ def addresses_of(areas: Iterable[Bytes]) -> Numbers:
 
 def address_of(memory: npt.NDArray[np.generic]) -> int:
     """Where an array begins in this process."""
+    buffer: Any = memory  # numpy says so itself from Python 3.12 on
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(memory))  # a third of the time of what follows
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # a third of the time of what follows
     except (TypeError, ValueError, BufferError):  # it is empty, read-only, has gaps, or elements that no buffer has
         address: int = memory.__array_interface__["data"][0]
         return address
