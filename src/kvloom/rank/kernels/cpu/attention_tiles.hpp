@@ -12,7 +12,7 @@ constexpr int kTileQueries = 16;
 #ifdef KVL_HAS_TILES
 #define KVL_IN_ALL_TILES __attribute__((target("amx-tile,amx-int8,amx-bf16")))
 
-constexpr int kTileQueriesFrom = 4;  // fewer are sooner done by attention.hpp
+constexpr int kTileQueriesFrom = 3;  // fewer are sooner done by attention.hpp
 constexpr int kMaxHeadDim = 256;
 
 // Whether the unit, where there is one, multiplies bf16 too.

@@ -16,7 +16,7 @@
 
 namespace kvl {
 
-constexpr int kTileRows = 252;  // of one pass, whole blocks: a part of a panel is unpacked once for all of them
+constexpr int kTileRows = 516;  // of one pass, whole blocks: a panel is unpacked once for all of them
 
 #ifdef KVL_HAS_TILES
 
