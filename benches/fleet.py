@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import psutil
 
-from kvloom.bench.process import end_with_parent
+from kvloom.children import end_with_parent
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.fake import fake_answer
 

@@ -31,7 +31,7 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from kvloom.bench.client import Target, complete
-from kvloom.bench.process import end_with_parent
+from kvloom.children import end_with_parent
 from kvloom.fleet.args import FleetArgs, Mock
 from kvloom.fleet.plan import make_plan
 from kvloom.net.listening import listen

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from kvloom.bench.process import end_with_parent
+from kvloom.children import end_with_parent
 
 WORDS = "the lighthouse keeper wrote, once more, that 12 ships had passed. "
 MIB = 1 << 20

@@ -22,8 +22,8 @@ import httpx
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
-from kvloom.bench.process import end_with_parent
 from kvloom.checkpoints.demo_models import find_model
+from kvloom.children import end_with_parent
 from kvloom.net.listening import is_serving
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shlex
 import signal
@@ -15,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.bench.client import BenchError, Target, complete
+from kvloom.children import end_with_parent
 
 _POLL_S = 0.01
 _LISTENING = "0A"  # as /proc/net/tcp spells the state
 _STOP_S = 15.0
-_PR_SET_PDEATHSIG = 1
-_prctl = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: little is safe between fork and exec
 
 
 class ServerProcess:
@@ -88,12 +86,6 @@ class ServerProcess:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "without a word")
-
-
-def end_with_parent() -> None:
-    """As Popen's preexec_fn: the process gets SIGTERM when its parent ends, even by SIGKILL. Only Linux can do that."""
-    if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def serve_command(model: str, port: int, options: Sequence[str] = ()) -> list[str]:

@@ -1,10 +1,8 @@
 """The EMS agent of a node, which holds blocks for all replicas there: the one that serves, or one that is started."""
 
 import contextlib
-import ctypes
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ems.common.sockets import candidates, serving_path
+from kvloom.children import end_with_parent
 from kvloom.contract.config import TierConfig
 from kvloom.contract.errors import ModelError
 from kvloom.pool.doctor import is_answered
@@ -20,7 +19,6 @@ from kvloom.pool.doctor import is_answered
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 _START_S = 60.0  # the first time on a machine it compiles its C++
 _POLL_S = 0.05
-_PR_SET_PDEATHSIG = 1
 
 
 def pool_tier(configured: TierConfig | None) -> TierConfig:
@@ -62,7 +60,7 @@ def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=_end_with_parent,
+            preexec_fn=end_with_parent,  # whatever ends the actor
         )
     deadline_s = time.monotonic() + _START_S
     while not is_answered(serving_path()):
@@ -73,11 +71,6 @@ def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
             raise ModelError(f"the EMS agent did not start: {lines[-1] if lines else f'see {log}'}")
         time.sleep(_POLL_S)
     return process
-
-
-def _end_with_parent() -> None:
-    """Whatever ends the actor ends the agent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager

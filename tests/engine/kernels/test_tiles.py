@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvloom.checkpoints.lora import read_adapter
@@ -50,6 +50,7 @@ def parts_of(lengths: list[int]) -> list[tuple[list[int], int, list[int]]]:
 @needs_tiles
 @pytest.mark.parametrize("name", MODELS)
 @given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=8))
+@example(lengths=[70] * 8)  # more rows than one pass has
 def test_a_step_has_the_bits_of_avx512(name, lengths):
     tiles, words = kept_pair(name)
     args = ragged(parts_of(lengths))

@@ -38,7 +38,7 @@ static void test_attention_in_tiles(const PagedHead& head, int64_t length, int64
     if (!can_attend_in_tiles(Cache::kFormat)) return;
     const TinyIsZero as_in_a_step;
     const int dim = head.head_dim;
-    for (int rows : {1, 2, 4, 7, 15, 16}) {
+    for (int rows : {1, 2, 3, 4, 7, 15, 16}) {
         std::vector<typename Cache::Factor> q(size_t(rows * dim));
         std::vector<float> together(q.size()), alone(q.size());
         std::vector<Query> queries;
