@@ -16,7 +16,7 @@ _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # of private and of shared memory; the othe
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_STEP_BYTES = 8 << 20  # provided at once: how long a full turn of the thread takes
+_STEP_BYTES = 8 << 20  # provided at once, before it is looked again at what is wanted
 _NICENESS = 19
 
 
@@ -39,14 +39,16 @@ class PagesAhead:
 
     def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
         """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: at least and at most so far ahead."""
+        self._layers = layers  # the thread writes to their memory: it is not another's while there is a thread
         self._tensors = list(_tensors(layers))
         self._num_blocks = num_blocks
         block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._tensors) // num_blocks)
         self._least, self._most = (max(1, num_bytes // block_bytes) for num_bytes in ahead_bytes)
         self._step = max(1, _STEP_BYTES // block_bytes)
         self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be there
-        self._provided = 0
-        self._lock = threading.Lock()  # of both
+        self._num_forgotten = (
+            0  # times; no lock: who uses blocks must not wait for a thread that gives way to all others
+        )
         self._has_changed = threading.Event()
         self._has_changed.set()
         if self._tensors:
@@ -62,30 +64,29 @@ class PagesAhead:
 
     def forget(self) -> None:
         """Memory of blocks was given back: begin anew."""
-        with self._lock:
-            self._provided, self.num_wanted = 0, min(self._num_blocks, self._least)
+        self.num_wanted = min(self._num_blocks, self._least)
+        self._num_forgotten += 1
         self._has_changed.set()
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        provided = num_forgotten = 0  # blocks, from the first; how often they had been forgotten then
         while True:
             self._has_changed.wait()
             self._has_changed.clear()
-            while self._provided < self.num_wanted:
-                if not self._provide_more():
+            while True:
+                wanted = self.num_wanted  # read first: what is forgotten from here on costs a step too many, no more
+                if num_forgotten != self._num_forgotten:
+                    provided, num_forgotten = 0, self._num_forgotten
+                if provided >= wanted:
+                    break
+                end = min(wanted, provided + self._step)
+                if not all(self._provide(address, num_bytes, provided, end) for address, num_bytes in self._tensors):
                     return  # the system cannot, or has no more: pages come when they are written
+                provided = end
 
-    def _provide_more(self) -> bool:
-        with self._lock:
-            end = min(self.num_wanted, self._provided + self._step)
-            if end <= self._provided:  # forgotten meanwhile
-                return True
-            is_done = all(self._provide(address, num_bytes, end) for address, num_bytes in self._tensors)
-            self._provided = end
-        return is_done
-
-    def _provide(self, address: int, num_bytes: int, end: int) -> bool:
-        first = address + num_bytes * self._provided // self._num_blocks
+    def _provide(self, address: int, num_bytes: int, start: int, end: int) -> bool:
+        first = address + num_bytes * start // self._num_blocks
         last = address + num_bytes * end // self._num_blocks
         first -= first % mmap.PAGESIZE
         return bool(_libc.madvise(first, last - first, _MADV_POPULATE_WRITE) == 0)
