@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvloom.contract.errors import BadRequest, ModelError
+from kvloom.fleet import plan as plans
 from kvloom.fleet.args import FleetArgs, parse_args, read_fleet_file
-from kvloom.fleet.plan import Plan, make_plan, refusal
+from kvloom.fleet.plan import Plan, layout_of, make_plan, refusal
+from kvloom.rank.kernels.build import ISAS
 from tests.support.configs import mock_document
 
 
@@ -154,6 +156,16 @@ def test_weights_of_another_form_are_refused_by_name():
         "node n3 holds the model as cpu bf16, and node n1 of the same fleet as cpu w8a8; "
         "give both the same files, or set weightFormat"
     )
+
+
+def test_a_processor_with_a_tile_unit_goes_on_with_the_tokens_of_one_without(monkeypatch):
+    layouts = {}
+    for isa, (_flags, needed) in ISAS.items():
+        monkeypatch.setattr(plans, "cpu_flags", lambda needed=needed: needed)
+        layouts[isa] = layout_of("cpu in 8 bits")
+    assert layouts["amx"] == layouts["avx512"]
+    assert len(set(layouts.values())) == len(ISAS) - 1
+    assert layout_of("torch in bfloat16") != layout_of("torch in float16")
 
 
 def test_plans_of_other_settings_are_other_fleets():

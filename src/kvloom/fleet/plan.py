@@ -15,6 +15,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import RankInfo
 from kvloom.fleet.args import FleetArgs, check_args
+from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
 
@@ -98,8 +99,9 @@ def form_of(config: EngineConfig, info: RankInfo) -> str:
 
 
 def layout_of(form: str) -> str:
-    """Equal where one replica can go on with the other's tokens: one form of weights, and the same kernels."""
-    return f"{form} {_isa()}"
+    """Equal where one replica can go on with the other's tokens: one form of weights, numbers added in one order."""
+    own = form.startswith("cpu ")  # kvloom's kernels: one library for processors with and without a tile unit
+    return f"{form} {file_name(best_isa(cpu_flags())) if own else _isa()}"
 
 
 def refusal(first: tuple[str, str], node: str, form: str) -> str:
@@ -112,7 +114,7 @@ def refusal(first: tuple[str, str], node: str, form: str) -> str:
 
 
 def _isa() -> str:
-    """What of the processor's instructions decides in which order numbers are added."""
+    """What of the processor's instructions decides in which order others' libraries add numbers."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:
