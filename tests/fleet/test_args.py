@@ -77,7 +77,7 @@ def test_so_many_replicas_answer_at_least_and_so_many_there_are_at_most(given, l
             "applications: [{import_path: 'kvloom.fleet.app:build', args: {replicas: -1}}]",
             "applications[0].args.replicas: expected `int` >= 1",
         ),
-        ("{", "is not valid YAML"),
+        ("{", "is not valid YAML: while parsing a flow node did not find expected node content in"),
     ],
 )
 def test_a_wrong_file_is_told_with_the_path_of_its_mistake(tmp_path, text, problem):

@@ -44,6 +44,13 @@ def test_another_folder_can_be_named(store, tmp_path):
     assert store.entries()
 
 
+@pytest.mark.parametrize("command", [[], ["verify"], ["clear"]])
+def test_a_file_is_no_folder(command, tmp_path):
+    (tmp_path / "file").touch()
+    result = run_cli("cache", *command, "--folder", str(tmp_path / "file"))
+    assert (result.returncode, result.stderr) == (1, f"kvloom: {tmp_path / 'file'}: Not a directory\n")
+
+
 def test_a_damaged_file_is_shown_found_and_removed(store):
     assert run_cli("cache", "verify").returncode == 0
     with (store.folder / KEY.file_name).open("r+b") as file:

@@ -129,6 +129,7 @@ def test_wrong_sizes(text, problem):
         ("--max-sessions=0", "must be a positive number, got '0'"),
         ("--peer-connections=no", "must be a positive number, got 'no'"),
         ("--listen=nowhere", "an address is host:port, got 'nowhere'"),
+        ("--http=http://host:9", "an address is host:port, got 'http://host:9'"),
         ("--http=host:99999", "an address is host:port, got 'host:99999'"),
         ("--tenant=a:1G", "a tenant's limits are id:guarantee:quota, got 'a:1G'"),
         ("--tenant=a:2G:1G", "a guarantee of at most its quota, got 'a:2G:1G'"),

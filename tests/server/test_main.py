@@ -209,6 +209,8 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
             "backend: must name a back end that is installed (default, auto, cpu, torch, reference, mock, fake, vllm; ",
         ),
         (["serve", "--backend", "fake", "--port", "99999"], "port: must be between 0 and 65535"),
+        (["serve", "--backend", "fake", "--grace", "-1"], "grace: must be between 0 and 86400 s, got -1.0"),
+        (["serve", "--backend", "fake", "--grace", "nan"], "grace: must be between 0 and 86400 s, got nan"),
         (["serve", "--backend", "fake", "--max-batch", "0"], "max_batch: must be at least 1"),
         (["serve", "--config", "/nowhere.json"], "/nowhere.json: cannot be read: No such file or directory"),
         (["pull", "gpt-9"], "no model is named 'gpt-9'; known are smollm2, gemma3-270m, or the path of a model"),

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from kvloom.bench import load as loads
 from kvloom.bench import process, report
 from kvloom.bench.client import BenchError, Target
+from kvloom.contract.config import WEIGHT_FORMATS
 
 LEVELS = ("all", "server", "kernels")
 _START_LIMIT_S = 300.0
@@ -56,6 +57,8 @@ def bench(
     low_high = _numbers("token_ids", token_ids)
     if level not in LEVELS:
         raise BenchError(f"level: {level!r} is none of {', '.join(LEVELS)}")
+    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
+        raise BenchError(f"weight_format: {weight_format!r} is none of {', '.join(WEIGHT_FORMATS)}")
     if len(low_high) != 2:
         raise BenchError(f"token_ids: {token_ids!r} is no range LOW,HIGH")
     if url and (weight_format or level != "server"):

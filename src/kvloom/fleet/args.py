@@ -147,7 +147,7 @@ def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
     except OSError as error:
         raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
     except msgspec.DecodeError as error:
-        raise BadRequest(str(path), f"is not valid YAML: {error}") from None
+        raise BadRequest(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from None
     except ImportError:
         raise BadRequest(str(path), "needs PyYAML to be read: pip install 'kvloom[ray]'") from None
     applications = document.get("applications") if isinstance(document, dict) else None

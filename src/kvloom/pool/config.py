@@ -51,7 +51,7 @@ def parse_group(text: str) -> int:
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises ValueError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"an address is host:port, got {text!r}")
     return host.strip("[]"), int(port)
 

@@ -6,6 +6,7 @@ the log and the time to pack again.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import mmap
@@ -181,7 +182,10 @@ class KeptWeights:
 
     def _check_owner(self) -> None:
         """Raises PermissionError when somebody else could have put files there, OSError when there is no folder."""
-        if not _is_own(self.folder.stat()):
+        status = self.folder.stat()
+        if not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if not _is_own(status):
             raise PermissionError(0, "the folder is not this user's own alone (owner, or mode beyond 0755)")
 
     def _make_room(self, num_bytes: int, key: Key) -> None:

@@ -27,6 +27,7 @@ from kvloom.server.serving.vision.hosts import checked_image_hosts
 DEFAULT_HOST = "127.0.0.1"
 KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
 _KERNELS = ("auto", "cpu", "fake")  # back ends that take them, or are told apart from them by nobody
+MAX_GRACE_S = 86400
 BY_PRIORITY = 2  # a policy of later releases; priorities count under every policy here
 
 
@@ -63,6 +64,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise BadRequest("port", f"must be between 0 and 65535, got {self.port}")
+        if not 0 <= self.grace_s <= MAX_GRACE_S:
+            raise BadRequest("grace", f"must be between 0 and {MAX_GRACE_S} s, got {self.grace_s}")
         if self.max_link_num < 1:
             raise BadRequest("maxLinkNum", f"must be at least 1, got {self.max_link_num}")
         if len(set(self.names)) < len(self.names):
