@@ -32,7 +32,7 @@ PROMPTS = [
 ]
 
 
-def tiny_classifier(family: str, **fields: Any) -> transformers.PreTrainedModel:
+def tiny_classifier(family: str, **fields: Any) -> "transformers.PreTrainedModel":
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**BASE, "head_dim": 32, "id2label": NAMES, **fields})
     return getattr(transformers, f"{family}ForSequenceClassification")(config).eval()

@@ -54,7 +54,7 @@ PROMPTS = [
 ]
 
 
-def tiny_encoder(family: str, kind: str = "Model", **fields: Any) -> transformers.PreTrainedModel:
+def tiny_encoder(family: str, kind: str = "Model", **fields: Any) -> "transformers.PreTrainedModel":
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **FAMILIES[family], **fields})
     model = getattr(transformers, f"{family}{kind}")(config).eval()

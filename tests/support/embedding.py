@@ -22,7 +22,7 @@ GEMMA: dict[str, Any] = {
 }
 
 
-def tiny_gemma(**fields: Any) -> transformers.PreTrainedModel:
+def tiny_gemma(**fields: Any) -> "transformers.PreTrainedModel":
     """EmbeddingGemma without its dense layers."""
     torch.manual_seed(0)
     config = transformers.Gemma3TextConfig(**{**BASE, **GEMMA, **fields})
