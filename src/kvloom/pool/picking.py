@@ -6,7 +6,7 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.node import Node
 from kvloom.pool.reading import PEER_SHARE, Reader
-from kvloom.pool.storage.held import HeldEntries
+from kvloom.pool.storage.entrywise import HeldEntries
 from kvloom.pool.storage.pool import Pool
 
 

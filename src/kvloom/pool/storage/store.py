@@ -14,11 +14,11 @@ from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Begun, Block, Entry, Geometry, NoRoom, Published, Reservation, Written
+from kvloom.pool.storage.entrywise import EntryArrival, EntryOffer, HeldEntries
 from kvloom.pool.storage.evict import Classes, Order, S3Fifo
-from kvloom.pool.storage.held import HeldEntries
 from kvloom.pool.storage.index import Index
 from kvloom.pool.storage.memory import TenantMemory
-from kvloom.pool.storage.passing import Announced, EntryArrival, EntryOffer
+from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool, Saved
 from kvloom.pool.storage.segments import Bytes
 

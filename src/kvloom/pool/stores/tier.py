@@ -21,7 +21,7 @@ from ems.common.breaker import Breaker
 from ems.wire.messages import SUM_BYTES, Cause
 from kvloom.pool.node import Came, Fetched, Outgoing, Route
 from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
-from kvloom.pool.storage.held import HeldEntries
+from kvloom.pool.storage.entrywise import HeldEntries
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.stores.engine import Engine, EngineError
 
