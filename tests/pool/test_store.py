@@ -84,6 +84,8 @@ class StoreMachine(RuleBasedStateMachine):
     def write_batch(self, keys: list[bytes], length: int, rcache: bool) -> None:
         found = self.pool.begin_all(keys, [length] * len(keys), [rcache] * len(keys))
         assert len(found) == len(keys) or isinstance(found[-1], NoRoom)
+        if found[-1] == NoRoom(Status.NO_ROOM):
+            self.refused.add(keys[len(found) - 1])
         data = bytes([length % 251]) * length
         written = []
         for begun in found:
@@ -94,8 +96,6 @@ class StoreMachine(RuleBasedStateMachine):
         stored = {entry.key: data for status, entry in published if status == Status.STORED}
         self.truth |= stored
         self.refused -= stored.keys()
-        if found[-1] == NoRoom(Status.NO_ROOM):
-            self.refused.add(keys[len(found) - 1])
         there = [begun for begun in found if not isinstance(begun, Reservation | NoRoom)]
         self.pool.unpin([entry for _status, entry in published] + there)
 
