@@ -142,6 +142,14 @@ def group_config(form: str, **weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def per_token(config: dict[str, Any], **activations: Any) -> dict[str, Any]:
+    """The same with activations in 8 bits, one scale a token, made as they come; fields that are None are left out."""
+    own = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True, **activations}
+    own = {name: value for name, value in own.items() if value is not None}
+    (group,) = config["config_groups"].values()
+    return {**config, "config_groups": {"group_0": {**group, "input_activations": own}}}
+
+
 def write_folder(model: Any, folder: Path, of: Format) -> Path:
     """The model as such a folder; its weights become what the folder's stand for."""
     dice = torch.Generator().manual_seed(1)

@@ -16,11 +16,11 @@ using namespace kvl;
 // Every number of rows of a micro-kernel over one packed panel.
 static void test_tile(const Linear& linear) {
     const int format = linear.format(0);
-    const int64_t padded = linear.padded_cols, groups = padded / group_size(format);
+    const int64_t padded = linear.padded_cols;
     for (int rows = 1; rows <= kRowsOnce; rows++) {
-        std::vector<float> scale(static_cast<size_t>(rows * groups));
+        std::vector<float> scale(static_cast<size_t>(rows * num_scales(format, padded)));
         std::vector<int8_t> data(static_cast<size_t>(rows * padded * 2));
-        std::vector<int32_t> sums(static_cast<size_t>(rows * padded / run_size(format)));
+        std::vector<int32_t> sums(static_cast<size_t>(rows * num_sums(format, padded)));
         const Activations x{data.data(), scale.data(), sums.data()};
         std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
         for (int m = 0; m < rows; m++, values = noise(padded)) store_activations(x, m, values.data(), padded, format);
@@ -89,6 +89,25 @@ static void test_kept(int format, int64_t cols, int64_t run, bool has_minimums) 
     panel.check(want, 1e-6);
     test_tile(panel.linear());
     test_in_tiles(panel.linear());
+}
+
+// The largest numbers in the widest channels that the form takes: sums of integers do not overflow.
+static void test_largest_sums() {
+    const int64_t cols = kMostChannelCols;
+    const OnePanel panel(cols, KVL_INT8_CHANNEL);
+    const std::vector<uint8_t> lowest(size_t(kPanel * cols), 0);
+    const std::vector<float> ones(kPanel, 1.0f), x(size_t(cols), -3.0f);
+    const kvl_numbers from{lowest.data(), ones.data(), nullptr, cols};
+    kvl_fill_numbers(panel.model, 0, &from, kPanel, 0, -1);
+    constexpr int kRows = 1 + kRowsBehind;
+    std::vector<int8_t> data(size_t(kRows * cols));
+    float scale[kRows];
+    int32_t sums[kRows];
+    alignas(64) float out[kRows * kPanel];
+    const Activations to{data.data(), scale, sums};
+    store_activations(to, 0, x.data(), cols, KVL_INT8_CHANNEL);
+    tile_for(KVL_INT8_CHANNEL, 1)({to, 0, cols, panel.linear().panel(0), out});
+    for (int c = 0; c < kPanel; c++) near(out[c] / (128.0f * 3.0f * float(cols)), 1, 1e-6, "largest sums", cols, c);
 }
 
 // Panels of three forms in one linear: each lies where the ones before it end, whichever thread's it is.
@@ -349,11 +368,14 @@ static void test_every_kernel() {
         for (int format : {KVL_INT8, KVL_INT8_32, KVL_INT4, KVL_BF16}) test_quantised(format, cols);
         for (int format : {KVL_INT4, KVL_INT5, KVL_INT8_MIN}) test_kept(format, cols, 32, true);
         for (int format : {KVL_INT4, KVL_INT8_32, KVL_IQ4, KVL_FP4}) test_kept(format, cols, 32, false);
+        test_kept(KVL_INT8_CHANNEL, cols, cols, false);
         for (int64_t run : {16, 32}) test_kept(KVL_INT6, cols, run, false);
         for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
     }
     test_quantised(KVL_INT8, 840);  // wider than what the tile unit takes at a time
     test_kept(KVL_INT4, 840, 32, true);
+    test_kept(KVL_INT8_CHANNEL, 840, 840, false);
+    test_largest_sums();
     test_kept(KVL_INT6, 840, 16, false);
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})

@@ -1,7 +1,7 @@
 """Tiny random models of every family shape, and ragged steps over them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import gguf
@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from kvloom.checkpoints.families.spec import DecoderSpec, Experts, Layer, Rope
-from kvloom.checkpoints.source import RawTensor
+from kvloom.checkpoints.quantized.packed import PackedMatrix, Part
+from kvloom.checkpoints.quantized.scheme import Scheme
+from kvloom.checkpoints.source import RawTensor, Tensor
 from kvloom.rank.kernels.backend import Backend, Head, Ints, Ragged
 
 
@@ -99,7 +101,7 @@ class MemoryWeights:
     """A WeightSource over float32 tensors; `kinds` replaces some by raw blocks."""
 
     values: dict[str, torch.Tensor]
-    blocks: dict[str, RawTensor] = field(default_factory=dict)
+    blocks: Mapping[str, Tensor] = field(default_factory=dict)
 
     def names(self) -> list[str]:
         return list(self.values)
@@ -107,7 +109,7 @@ class MemoryWeights:
     def form(self, name: str) -> str:
         return self.blocks[name].form if name in self.blocks else ""
 
-    def tensor(self, name: str) -> RawTensor:
+    def tensor(self, name: str) -> Tensor:
         if name in self.blocks:
             return self.blocks[name]
         value = self.values[name].contiguous()
@@ -194,6 +196,23 @@ def four_bit(weights: MemoryWeights, kind: str) -> MemoryWeights:
     for name, value in weights.values.items():
         if name.startswith("layers.") and value.dim() == 2 and value.shape[1] % 32 == 0:
             blocks[name] = RawTensor(name, tuple(value.shape), kind, gguf.quants.quantize(value.numpy(), quantized))
+    return MemoryWeights(weights.values, blocks)
+
+
+def by_channel(weights: MemoryWeights, left: tuple[str, ...] = ()) -> MemoryWeights:
+    """As a folder of compressed-tensors holds the layers' matrices: 8 bits, a scale a channel, activations' a token.
+
+    Those whose names end in `left` stay floats, as routers do.
+    """
+    scheme = Scheme("bytes", 8, None, per_token=True)
+    blocks: dict[str, Tensor] = {}
+    for name, value in weights.values.items():
+        if value.dim() == 2 and name.startswith("layers.") and not name.endswith((*left, "router")):
+            scales = value.abs().amax(1, keepdim=True) / 127
+            numbers = (value / scales).round().to(torch.int8).numpy().view(np.uint8)
+            rows = Part("F32", tuple(scales.shape), scales.numpy().view(np.uint8))
+            parts = {"weight": Part("I8", tuple(value.shape), numbers), "weight_scale": rows}
+            blocks[name] = PackedMatrix(name, tuple(value.shape), scheme, parts)
     return MemoryWeights(weights.values, blocks)
 
 

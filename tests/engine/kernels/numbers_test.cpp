@@ -45,9 +45,9 @@ static void test_norm_and_quantisation(int64_t cols) {
     layer_norm(x.data(), weight.data(), bias.data(), padded, cols, 1e-5f, got.data());
     scalar::layer_norm(x.data(), weight.data(), bias.data(), cols, 1e-5f, want.data());
     for (int64_t k = 0; k < padded; k++) near(got[size_t(k)], want[size_t(k)], 2e-5, "layer_norm", cols, k);
-    for (int format : {KVL_INT8, KVL_INT4}) {
-        const int group = group_size(format);
-        const size_t run = size_t(run_size(format));
+    for (int format : {KVL_INT8, KVL_INT4, KVL_INT8_CHANNEL}) {
+        const int group = is_whole(format) ? int(padded) : group_size(format);
+        const size_t run = is_whole(format) ? size_t(padded) : size_t(run_size(format));
         std::vector<int8_t> data(static_cast<size_t>(padded));
         std::vector<float> scale(static_cast<size_t>(padded / group));
         std::vector<int32_t> sums(size_t(padded) / run);

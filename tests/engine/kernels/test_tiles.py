@@ -14,7 +14,7 @@ from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from tests.support.adapters import make_adapter
 
-from .models import MIXED, SPECS, all_logits, four_bit, mixed_weights, ragged, random_weights, tiny_spec
+from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights, tiny_spec
 
 needs_tiles = pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.TILES, reason="needs a tile unit")
 MODELS = {
@@ -24,6 +24,17 @@ MODELS = {
         SPECS["gelu, uneven sizes"],
         lambda: four_bit(random_weights(SPECS["gelu, uneven sizes"]), "q4_1"),
         "w4a8",
+    ),
+    "a scale a channel": (SPECS["smollm2 heads"], lambda: by_channel(random_weights(SPECS["smollm2 heads"])), "stored"),
+    "a scale a channel, uneven sizes": (
+        SPECS["gelu, uneven sizes"],
+        lambda: by_channel(random_weights(SPECS["gelu, uneven sizes"])),
+        "stored",
+    ),
+    "experts with a scale a channel": (
+        SPECS["mixture of experts"],
+        lambda: by_channel(random_weights(SPECS["mixture of experts"])),
+        "stored",
     ),
     "experts": (SPECS["mixture of experts"], lambda: random_weights(SPECS["mixture of experts"]), "w8a8"),
 }
@@ -85,9 +96,10 @@ def test_a_prompt_cut_anywhere_attends_with_the_bits_of_avx512(name, kv_dtype, d
 
 
 @needs_tiles
+@pytest.mark.parametrize("name", ["w8a8", "a scale a channel"])
 @pytest.mark.parametrize("lengths", [(40, 3, 30), (70, 70, 70, 70, 9)])
-def test_a_step_with_adapters_has_the_bits_of_avx512(tmp_path, lengths):
-    backends = pair("w8a8")
+def test_a_step_with_adapters_has_the_bits_of_avx512(tmp_path, name, lengths):
+    backends = pair(name)
     shapes = backends[0].spec.tensor_shapes()
     for id, rank in ((1, 3), (2, 8)):
         folder = make_adapter(tmp_path / str(id), shapes, id, rank, ("q", "o", "down"))

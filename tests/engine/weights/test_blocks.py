@@ -19,6 +19,7 @@ LEVELS = {
     "int6": range(-32, 32),
     "int8": range(-128, 128),
     "int8_min": range(-128, 128),
+    "int8_channel": range(-128, 128),
     "iq4": IQ4,
     "fp4": E2M1,
 }
@@ -54,7 +55,7 @@ def test_every_form_has_levels_for_all_its_numbers():
     assert {form: len(levels) for form, levels in LEVELS.items()} == {
         form: 2 ** number_bits(form) for form in FORM_BITS
     }
-    assert {form_of(kind) for kind in KINDS} == FORM_BITS.keys() - {"int8_min"}
+    assert {form_of(kind) for kind in KINDS} == FORM_BITS.keys() - {"int8_min", "int8_channel"}
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q2_k"])

@@ -88,6 +88,8 @@ PACKINGS = [
     ("qwen3 moe", "gptq, act order"),
     ("qwen3 moe", "compressed, zeros"),
     ("qwen3 moe", "compressed, bytes"),
+    ("qwen3 moe", "compressed, a scale a token"),
+    ("qwen2 moe", "compressed, a scale a token"),
     ("qwen3 moe", "fp8 by block"),
     ("qwen3 moe", "compressed, mxfp4"),
     ("qwen2 moe", "gptq of 8 bits"),

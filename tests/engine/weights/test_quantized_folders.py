@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from kvloom.checkpoints.quantized.packed import check_sizes
+from kvloom.checkpoints.quantized.packed import PackedMatrix, check_sizes
 from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
 from tests.support.checkpoints import run_step, tiny_model
-from tests.support.quantized import Format, awq, compressed, fp8, gptq, group_config, mxfp4, write_folder
+from tests.support.quantized import Format, awq, compressed, fp8, gptq, group_config, mxfp4, per_token, write_folder
 
 from .test_blocks import values_of
 
@@ -44,6 +44,14 @@ FORMATS = {
     ),
     "compressed, bytes": Format(
         group_config("int-quantized", num_bits=8, strategy="channel"), compressed(8, None, is_packed=False), "int8"
+    ),
+    "compressed, a scale a token": Format(
+        per_token(group_config("int-quantized", num_bits=8, strategy="channel")),
+        compressed(8, None, is_packed=False),
+        "int8_channel",
+    ),
+    "compressed, a scale a token, packed": Format(
+        per_token(group_config("pack-quantized", num_bits=8, strategy="channel")), compressed(8, None), "int8_channel"
     ),
     "compressed, bytes and zeros": Format(
         group_config("int-quantized", num_bits=8, strategy="channel", symmetric=False),
@@ -148,6 +156,10 @@ REFUSED = {
     "sparsity_config: format 'sparse-24-bitmask' is not supported": {
         **group_config("pack-quantized", num_bits=4), "sparsity_config": {"format": "sparse-24-bitmask"},
     },
+    "input_activations must be an object, got 'int8'": {
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "config_groups": {"a": {"weights": {"num_bits": 8}, "input_activations": "int8"}},
+    },
     "fmt 'e5m2' is not supported": {"quant_method": "fp8", "fmt": "e5m2"},
     "weight_block_size must be two sizes, got [0, 128]": {"quant_method": "fp8", "weight_block_size": [0, 128]},
 }  # fmt: skip
@@ -196,6 +208,40 @@ def test_words_that_are_not_filled_are_refused():
     scheme = scheme_of({"quantization_config": {"quant_method": "awq", "group_size": 32}}, "config.json")
     with pytest.raises(ModelError, match=r"up of shape \[100, 64\] does not fill words of 8 numbers"):
         check_sizes(scheme, "up", (100, 64))
+
+
+W8A8 = group_config("int-quantized", num_bits=8, strategy="channel")
+NOT_PER_TOKEN = {
+    "activations as they are": W8A8,
+    "scales of the file": per_token(W8A8, dynamic=False),
+    "scales of the file, unsaid": per_token(W8A8, dynamic=None),
+    "one scale for all tokens": per_token(W8A8, strategy="tensor"),
+    "with zero points": per_token(W8A8, symmetric=False),
+    "in 4 bits": per_token(W8A8, num_bits=4),
+    "floats": per_token(W8A8, type="float"),
+    "weights in groups": per_token(group_config("int-quantized", num_bits=8, strategy="group", group_size=64)),
+    "weights with zero points": per_token(group_config("int-quantized", num_bits=8, symmetric=False)),
+    "weights in 4 bits": per_token(group_config("pack-quantized", num_bits=4, strategy="channel")),
+    "8 bits of floats": per_token(group_config("float-quantized", num_bits=8, type="float", strategy="channel")),
+}
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("unsaid", [{}, {"num_bits": None, "type": None, "symmetric": None}])
+def test_activations_have_a_scale_a_token_where_the_folder_says_so(strategy, unsaid):
+    config = per_token(group_config("int-quantized", num_bits=8, strategy=strategy), **unsaid)
+    assert scheme_of({"quantization_config": config}, "config.json").per_token
+
+
+@pytest.mark.parametrize("what", NOT_PER_TOKEN)
+def test_and_groups_of_their_own_where_it_says_otherwise(what):
+    assert not scheme_of({"quantization_config": NOT_PER_TOKEN[what]}, "config.json").per_token
+
+
+def test_a_matrix_too_wide_for_whole_sums_has_groups():
+    scheme = scheme_of({"quantization_config": per_token(W8A8)}, "config.json")
+    assert PackedMatrix("m", (1, 1 << 17), scheme, {}).form == "int8_channel"
+    assert PackedMatrix("m", (1, (1 << 17) + 1), scheme, {}).form == "int8"
 
 
 def test_mxfp4_is_of_experts_alone():

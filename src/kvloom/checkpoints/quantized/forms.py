@@ -4,8 +4,19 @@
 #   int4, int5          0 .. 15 and 0 .. 31, with minimums
 #   int6                0 .. 63 for -32 .. 31, runs of 16
 #   int8, int8_min      0 .. 255 for -128 .. 127, without and with minimums
+#   int8_channel        as int8, one float32 scale a channel (not counted); activations have one a token
 #   iq4, fp4            numbers of IQ4_NL's and of E2M1's table, the latter doubled
-FORM_BITS = {"int4": 5.0, "int5": 6.0, "int6": 7.0, "int8": 8.5, "int8_min": 9.0, "iq4": 4.5, "fp4": 4.5}
+FORM_BITS = {
+    "int4": 5.0,
+    "int5": 6.0,
+    "int6": 7.0,
+    "int8": 8.5,
+    "int8_min": 9.0,
+    "int8_channel": 8.0,
+    "iq4": 4.5,
+    "fp4": 4.5,
+}
+CHANNEL_COLS = 1 << 17  # of int8_channel at most: sums of so many products of 127 and 128 are below 2^31
 
 
 def number_bits(form: str) -> int:

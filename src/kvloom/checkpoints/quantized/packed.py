@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvloom.checkpoints.quantized.forms import CHANNEL_COLS
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
 from kvloom.checkpoints.quantized.scheme import Scheme
 from kvloom.contract.errors import ModelError
@@ -101,6 +102,8 @@ class PackedMatrix:
             return ""
         if scheme.layout == "mxfp4":
             return "fp4"
+        if scheme.per_token and self.shape[1] <= CHANNEL_COLS:
+            return "int8_channel"
         return "int4" if scheme.bits == 4 else "int8_min" if scheme.has_zeros else "int8"
 
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:

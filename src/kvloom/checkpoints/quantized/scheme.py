@@ -27,6 +27,7 @@ class Scheme:
     has_zeros: bool = False  # the file has a zero of each group; else it is the middle
     zero_shift: int = 0  # what the file's zeros lack
     blocks: tuple[int, int] | None = None  # of fp8: [out, in] weights that share a scale
+    per_token: bool = False  # activations are meant to have 8 bits, and one scale a token
 
 
 def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
@@ -119,7 +120,8 @@ def _compressed(fields: _Fields) -> Scheme:
     if fields.get("sparsity_config") and fields.inner("sparsity_config").get("format") not in (None, "dense"):
         fields.inner("sparsity_config").one_of("format", ("dense",), "dense")
     layout = _COMPRESSED[fields.one_of("format", tuple(_COMPRESSED), None)]
-    weights = fields.only("config_groups").inner("weights")
+    settings = fields.only("config_groups")
+    weights = settings.inner("weights")
     kind = weights.one_of("type", ("int", "float"), "int")
     if layout == "mxfp4":
         weights.one_of("group_size", (32,), None)
@@ -132,7 +134,18 @@ def _compressed(fields: _Fields) -> Scheme:
     bits = weights.one_of("num_bits", (4, 8) if layout == "packed" else (8,), 8)
     strategy = weights.one_of("strategy", ("group", "channel", "tensor"), "channel")
     group = weights.group("group_size", 128) if strategy == "group" else None
-    return Scheme(layout, bits, group, has_zeros=not weights.one_of("symmetric", (True, False), True))
+    has_zeros = not weights.one_of("symmetric", (True, False), True)
+    is_whole = bits == 8 and group is None and not has_zeros
+    return Scheme(
+        layout, bits, group, has_zeros, per_token=is_whole and _is_per_token(settings.inner("input_activations"))
+    )
+
+
+def _is_per_token(activations: _Fields) -> bool:
+    """Symmetric 8-bit integers, quantised by what they are (dynamic). Absent fields: as compressed-tensors has them."""
+    wanted = {"num_bits": (8, 8), "type": ("int", "int"), "symmetric": (True, True)}
+    wanted |= {"strategy": ("token", None), "dynamic": (True, False)}
+    return all(activations.get(name, absent) == value for name, (value, absent) in wanted.items())
 
 
 def _fp8(fields: _Fields) -> Scheme:

@@ -61,7 +61,7 @@ class CpuBackend:
     `weight_format`: "w8a8" (groups of 64), "bf16", "w4a8" (groups of 32), which holds what the file has in 4 bits as it
     is and packs every other tensor of the layers to 4 bits, the head to 8, or "stored": every quantised tensor in the
     form that holds its own values, the others in 8 bits. Activations of all but bf16 are quantised a token and
-    group. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
+    group, or a token where a file says so. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
     halves the cache. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * tile bytes] are permuted
     (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
     """

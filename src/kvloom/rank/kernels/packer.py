@@ -18,7 +18,7 @@ from kvloom.rank.kernels import cpu_abi
 from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import FileNumbers, Instruction
 from kvloom.rank.kernels.expert_program import declare_experts
-from kvloom.rank.kernels.program import FORMS, GATES, Fill, Native, Program
+from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
 
 def widest_mlp(spec: DecoderSpec) -> int:
@@ -160,6 +160,7 @@ class Packer:
     def _declare_mlp(self, at: str) -> None:
         """Gate and up share panels, unless they are held in different forms."""
         spec, program = self._spec, self._program
+        program.share(at + "gate", at + "up")
         gate, is_joint = GATES[spec.activation], program.is_joint(at)
         gate_up = program.gate_up(at, spec.intermediate, spec.hidden, is_joint)
         down = program.linear(spec.hidden, spec.intermediate, (at + "down", 0))
@@ -212,7 +213,7 @@ class Packer:
         """One tensor, in a thread of its own: decoding and packing let other threads run. Returns its name."""
         linear, name, first, interleave = fill.linear, fill.name, fill.first, fill.interleave
         raw = self._weights.tensor(name)
-        if FORMS.get(raw.form) == self._program.format_of(name):
+        if self._program.keeps(name, raw.form):
             for at, part in raw.number_pieces():
                 own = [np.ascontiguousarray(array) for array in (part.values, part.scales)]
                 lowest = None if part.minimums is None else np.ascontiguousarray(part.minimums)

@@ -18,6 +18,7 @@ FORMS = {
     "int6": cpu_abi.INT6,
     "int8": cpu_abi.INT8_32,
     "int8_min": cpu_abi.INT8_MIN,
+    "int8_channel": cpu_abi.INT8_CHANNEL,
     "iq4": cpu_abi.IQ4,
     "fp4": cpu_abi.FP4,
 }  # of numbers.FORM_BITS
@@ -54,9 +55,18 @@ class Program:
         self.weights, self.weight_format = weights, weight_format
         self.fills: list[Fill] = []
         self.instructions: list[Instruction] = []
+        self._in_groups: set[str] = (
+            set()
+        )  # of tensors with a scale a channel: those that are held with one for 32 all the same
+
+    def share(self, *names: str) -> None:
+        """Tensors that read the same activations, before they are declared: all have one scale a token, or none."""
+        if len({self.format_of(name) == cpu_abi.INT8_CHANNEL for name in names}) > 1:
+            self._in_groups.update(names)
 
     def linear(self, rows: int, cols: int, *parts: tuple[str, int]) -> int:
         """Of tensors (name, first channel), each held in its own format."""
+        self.share(*(name for name, _ in parts))
         formats = [self.format_of(name) for name, _ in parts]
         linear = int(self._lib.kvl_add_linear(self._model, rows, cols, formats[0]))
         for (_, first), before, own in zip(parts[1:], formats, formats[1:], strict=False):
@@ -98,10 +108,16 @@ class Program:
     def format_of(self, name: str) -> int:
         """In which the kernels hold a matrix."""
         if self.weight_format == STORED:
-            return FORMS[self.weights.form(name) or UNQUANTISED_FORM]
+            found = FORMS[self.weights.form(name) or UNQUANTISED_FORM]
+            return cpu_abi.INT8_32 if found == cpu_abi.INT8_CHANNEL and name in self._in_groups else found
         if self.weight_format == "w4a8" and name in ("embed", "head"):
             return cpu_abi.INT8
         return WEIGHT_FORMATS[self.weight_format]
+
+    def keeps(self, name: str, form: str) -> bool:
+        """Whether the kernels hold the numbers of a tensor, whose form in its file this is, as they are."""
+        held = self.format_of(name)
+        return FORMS.get(form) == held or (form == "int8_channel" and held == cpu_abi.INT8_32)
 
     def measure(self) -> list[int]:
         """Bytes of each arena, of what is declared by now."""

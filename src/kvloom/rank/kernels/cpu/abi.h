@@ -38,7 +38,8 @@ enum {
     KVL_INT5 = 5,
     KVL_INT6 = 6,
     KVL_IQ4 = 7,
-    KVL_FP4 = 8
+    KVL_FP4 = 8,
+    KVL_INT8_CHANNEL = 9
 };
 
 /* How keys and values are held; see layout.hpp. */
@@ -124,7 +125,7 @@ kvl_model *kvl_new(const kvl_shape *shape);
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);
 /* Channels from `first` on, a multiple of 32 above those of earlier calls, are held in `format`. All formats of a linear
- * take the same activations: KVL_INT8 its own, KVL_BF16 its own, the others each other's. */
+ * take the same activations: KVL_INT8, KVL_INT8_CHANNEL and KVL_BF16 their own, the others each other's. */
 void kvl_set_format(kvl_model *model, int32_t linear, int64_t first, int32_t format);
 int32_t kvl_add_vector(kvl_model *model, const float *values, int64_t count);
 /* A mixture of experts. Gate and up of expert e are linear `first` + 2 e, its down is the one behind it; all experts have
@@ -151,7 +152,7 @@ void kvl_adopt(kvl_model *model, const uint8_t *arenas);
 void kvl_fill_f32(kvl_model *model, int32_t linear, const float *values, int64_t count, int64_t first, int32_t interleave);
 
 /* Weights as a file holds them: `numbers` [count][cols] of one byte each, and for each `run` of them (a multiple of 32, of
- * 16 in KVL_INT6; the last may be short) a scale and a minimum, [count][runs]; null = no minimums. What a number means is
+ * 16 in KVL_INT6, all of a channel in KVL_INT8_CHANNEL; the last may be short) a scale and a minimum, [count][runs]; null = no minimums. What a number means is
  * said in layout.hpp; the channels are held in a format of the file's, not KVL_INT8 and KVL_BF16. */
 typedef struct {
     const uint8_t *numbers;

@@ -87,7 +87,7 @@ void Step::gather(const Linear& linear, int thread) {
     const Activations &from = scratch_.shared, &to = e.slots;
     const int format = linear.activation_format();
     const int64_t cols = linear.padded_cols, bytes = cols * (format == KVL_BF16 ? 2 : 1);
-    const int64_t scales = cols / group_size(format), sums = cols / run_size(format);
+    const int64_t scales = num_scales(format, cols), sums = num_sums(format, cols);
     for (int64_t slot = deal(groups.slots(), thread); slot < deal(groups.slots(), thread + 1); slot++) {
         const int64_t row = groups.row[size_t(slot)];
         std::memcpy(to.data + slot * bytes, from.data + row * bytes, size_t(bytes));

@@ -61,6 +61,18 @@ struct Scales {
     F32 scale_a, scale_b, min_a, min_b;
 };
 
+// What becomes of the integer sums of a row in the form with one scale a channel, wherever they are made.
+struct ChannelScales {
+    explicit ChannelScales(const uint8_t* panel)
+        : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
+    void store_row(float* out, I32 a, I32 b, float x_scale) const {
+        const F32 row_scale = splat(x_scale);
+        store(out, mul(to_float(a), mul(scale_a, row_scale)));
+        store(out + kLanes, mul(to_float(b), mul(scale_b, row_scale)));
+    }
+    F32 scale_a, scale_b;
+};
+
 // Sum of the activations of a group, of the sums of its runs.
 template <int FORMAT>
 inline int32_t group_sum(const int32_t* runs) {
@@ -228,6 +240,40 @@ void tile_bf16(const Pass& pass) {
     }
 }
 
+// One scale a channel and one a row: sums over all of K are integers, and are scaled once.
+template <int ROWS>
+void tile_channel(const Pass& pass) {
+    constexpr int kSums = sums_per_row(ROWS);
+    const int8_t* x = pass.x.data + pass.row * pass.cols;
+    const uint8_t* weights = pass.panel + head_bytes(KVL_INT8_CHANNEL);
+    I32 a[ROWS][kSums], b[ROWS][kSums];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        a[m][0] = b[m][0] = splat_int(-kByteZero * pass.x.sum[pass.row + m]);
+#pragma GCC unroll 4
+        for (int s = 1; s < kSums; s++) a[m][s] = b[m][s] = splat_int(0);
+    }
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < pass.cols; k += 4 * kSums, x += 4 * kSums) {
+#pragma GCC unroll 4
+        for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
+            prefetch(weights + kPrefetchBytes);
+            prefetch(weights + kPrefetchBytes + 64);
+            const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t xs = quad_at(x + m * pass.cols + s * 4);
+                a[m][s] = dot_weights(a[m][s], wa, xs);
+                b[m][s] = dot_weights(b[m][s], wb, xs);
+            }
+        }
+    }
+    const ChannelScales scales(pass.panel);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++)
+        scales.store_row(pass.out + m * kPanel, total(a[m]), total(b[m]), pass.x.scale[pass.row + m]);
+}
+
 // The micro-kernel of `format` for 1 <= rows <= kRowsOnce.
 template <int ROWS = kRowsOnce>
 Tile tile_for(int format, int rows) {
@@ -242,6 +288,7 @@ Tile tile_for(int format, int rows) {
         case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
         case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
         case KVL_FP4: return &tile_nibbles<ROWS, KVL_FP4>;
+        case KVL_INT8_CHANNEL: return &tile_channel<ROWS>;
         default: return &tile_bf16<ROWS>;
     }
 }

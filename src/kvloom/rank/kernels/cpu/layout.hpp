@@ -12,7 +12,9 @@
 //             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value = (number - 32) * scale
 //   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale
 //   bf16:     [16 pairs of k][32][2] bf16
-// int8 is for what is quantised here; the others hold the blocks of files as they are (decision 036).
+// A form with one scale a channel has it before the first group:
+//   int8_channel: 32 float scales, then groups [16 quads of k][32 channels][4 k], value = (byte - 128) * scale
+// int8 is for what is quantised here; the others hold the blocks of files as they are (decisions 036, 070).
 // K is padded with zero weights to a multiple of kPad, so no kernel has a tail along K.
 //
 // KV cache: a block of 16 tokens of one kv head is a K tile [head_dim / 2][16 keys][2] and, elsewhere, a V tile
@@ -38,24 +40,35 @@ constexpr int kPad = 64;          // every K is padded to this
 constexpr int kBlockTokens = 16;  // keys of a KV block
 constexpr int kChunkKeys = 128;   // keys of one attention task, at absolute positions: a query's sums never depend on the step
 
+constexpr int64_t kMostChannelCols = 1 << 17;  // of the form with one scale a channel: its sums are below 2^31
+
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
 // What the nibbles of the forms with a table stand for: IQ4_NL of GGUF; E2M1 numbers, doubled.
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-constexpr int group_size(int format) { return format == KVL_INT8 ? kInt8Group : kFileGroup; }
+// One scale for all of a channel's weights, and one for all of a row's activations.
+constexpr bool is_whole(int format) { return format == KVL_INT8_CHANNEL; }
+
+constexpr int group_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kFileGroup; }
 
 // Weights of a group that share a scale; activations have a sum for as many.
-constexpr int run_size(int format) { return format == KVL_INT8 ? kInt8Group : kRun; }
+constexpr int run_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kRun; }
+
+// Scales, and sums, of a row of activations of `cols` columns.
+constexpr int64_t num_scales(int format, int64_t cols) { return is_whole(format) ? 1 : cols / group_size(format); }
+constexpr int64_t num_sums(int format, int64_t cols) { return is_whole(format) ? 1 : cols / run_size(format); }
 
 constexpr bool has_min(int format) { return format == KVL_INT4 || format == KVL_INT5 || format == KVL_INT8_MIN; }
-constexpr bool has_bytes(int format) { return format == KVL_INT8 || format == KVL_INT8_32 || format == KVL_INT8_MIN; }
+constexpr bool has_bytes(int format) {
+    return format == KVL_INT8 || format == KVL_INT8_32 || format == KVL_INT8_MIN || format == KVL_INT8_CHANNEL;
+}
 constexpr int high_bits(int format) { return format == KVL_INT5 ? 1 : format == KVL_INT6 ? 2 : 0; }
 
 // The parts of a group: scales and minimums, planes of upper bits, the rest of each weight.
 constexpr int scale_bytes(int format) {
-    if (format == KVL_BF16) return 0;
+    if (format == KVL_BF16 || is_whole(format)) return 0;
     return has_min(format) || format == KVL_INT6 ? kPanel * 4 : kPanel * 2;
 }
 constexpr int plane_bytes(int format) { return high_bits(format) * kPanel * kFileGroup / 8; }
@@ -63,6 +76,10 @@ constexpr int64_t group_bytes(int format) {
     const int rest = format == KVL_BF16 ? kPanel * kFileGroup * 2 : kPanel * group_size(format) / (has_bytes(format) ? 1 : 2);
     return scale_bytes(format) + plane_bytes(format) + rest;
 }
+
+// Bytes of a panel before its first group, and of all of it.
+constexpr int64_t head_bytes(int format) { return is_whole(format) ? kPanel * 4 : 0; }
+constexpr int64_t panel_bytes(int format, int64_t cols) { return head_bytes(format) + cols / group_size(format) * group_bytes(format); }
 
 // Byte of weight k (within its group) of channel c, counted from the first weight byte of a group of bytes.
 constexpr int byte_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }

@@ -34,14 +34,13 @@ struct Linear {
     }
     // The form that says how activations are quantised: the same for every stretch.
     int activation_format() const { return stretches.front().format; }
-    int64_t panel_bytes(int format) const { return padded_cols / group_size(format) * group_bytes(format); }
     // Bytes of the panels before `panel`.
     int64_t offset(int64_t panel) const {
         int64_t bytes = 0;
         for (size_t s = 0; s < stretches.size(); s++) {
             const int64_t end = s + 1 < stretches.size() ? stretches[s + 1].first : panels;
             const int64_t held = end < panel ? end : panel;
-            if (held > stretches[s].first) bytes += (held - stretches[s].first) * panel_bytes(stretches[s].format);
+            if (held > stretches[s].first) bytes += (held - stretches[s].first) * panel_bytes(stretches[s].format, padded_cols);
         }
         return bytes;
     }

@@ -113,18 +113,19 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
     const uint8_t* numbers = from.numbers + row * linear.cols;
     const float* scales = from.scales + row * runs;
     const float* minimums = has_min(format) && from.minimums != nullptr ? from.minimums + row * runs : nullptr;
-    uint8_t* group = linear.panel(channel / kPanel);
-    for (int64_t k = 0; k < linear.cols; k += kFileGroup, group += group_bytes(format)) {
+    uint8_t* group = linear.panel(channel / kPanel) + head_bytes(format);
+    if (is_whole(format)) std::memcpy(group - head_bytes(format) + lane * 4, scales, 4);
+    for (int64_t k = 0; k < linear.cols; k += group_size(format), group += group_bytes(format)) {
         const uint16_t scale = float_to_fp16(scales[k / from.run]);
         if (format == KVL_INT6) {
             const int64_t second = k + kRun;
             set_halves(group, lane, scale, second < linear.cols ? float_to_fp16(scales[second / from.run]) : 0);
         } else if (has_min(format)) {
             set_halves(group, lane, scale, minimums == nullptr ? 0 : float_to_fp16(minimums[k / from.run]));
-        } else {
+        } else if (!is_whole(format)) {
             std::memcpy(group + lane * 2, &scale, 2);
         }
-        for (int i = 0; i < kFileGroup && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
+        for (int i = 0; i < group_size(format) && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
     }
 }
 
@@ -141,7 +142,8 @@ uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
 
 void read_row(const Linear& linear, int64_t channel, float* out) {
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
-    const uint8_t* group = linear.panel(channel / kPanel);
+    const uint8_t* panel = linear.panel(channel / kPanel);
+    const uint8_t* group = panel + head_bytes(format);
     for (int64_t k = 0; k < linear.cols; group += group_bytes(format)) {
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
         const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + lane]) : 0;
@@ -151,7 +153,8 @@ void read_row(const Linear& linear, int64_t channel, float* out) {
                 continue;
             }
             const bool is_second = format == KVL_INT6 && i >= kRun;
-            const float scale = fp16_to_float(halves[lane + (is_second ? kPanel : 0)]);
+            const float scale = is_whole(format) ? reinterpret_cast<const float*>(panel)[lane]
+                                                 : fp16_to_float(halves[lane + (is_second ? kPanel : 0)]);
             out[k] = float(level_of(format, number_at(group, format, lane, i))) * scale + minimum;
         }
     }

@@ -9,9 +9,9 @@ namespace kvl {
 
 constexpr int kRowsBehind = 12;  // the last rows' tiles are read whole: so many rows behind them there is memory, of any content
 
-// Quantised rows. cols is padded to kPad; groups = cols / group_size(format).
+// Quantised rows. cols is padded to kPad.
 //   bf16:   data = bf16 [rows][cols]; scale and sum unused
-//   others: data = int8 [rows][cols], scale float [rows][groups], sum (of the int8 values) int32 [rows][cols / run_size]
+//   others: data = int8 [rows][cols], scale float [rows][num_scales], sum (of the int8 values) int32 [rows][num_sums]
 struct Activations {
     int8_t* data;
     float* scale;
@@ -68,6 +68,29 @@ void quantize_row(const Activations& to, int64_t row, const float* x, int64_t co
     }
 }
 
+// Row `row` of `to`: int8 with one scale, largest value of the row -> 127, and one sum. A row of zeros gets scale 0.
+inline void quantize_whole_row(const Activations& to, int64_t row, const float* x, int64_t count) {
+    constexpr int kChains = kPad / kLanes;  // of maxima: one would wait for its own latency
+    int8_t* data = to.data + row * count;
+    F32 peaks[kChains];
+#pragma GCC unroll 4
+    for (int i = 0; i < kChains; i++) peaks[i] = splat(0);
+    for (int64_t k = 0; k < count; k += kPad)
+#pragma GCC unroll 4
+        for (int i = 0; i < kChains; i++) peaks[i] = max(peaks[i], abs(load(x + k + i * kLanes)));
+    for (int i = 1; i < kChains; i++) peaks[0] = max(peaks[0], peaks[i]);
+    const float top = largest(peaks[0]);
+    const F32 inverse = splat(top > 0 ? 127.0f / top : 0.0f);
+    I32 total = splat_int(0);
+    for (int64_t k = 0; k < count; k += kLanes) {
+        const I32 value = to_int(mul(load(x + k), inverse));
+        total = add(total, value);
+        store_bytes(data + k, value);
+    }
+    to.scale[row] = top / 127.0f;
+    to.sum[row] = sum(total);
+}
+
 // Row `row` of `to` from float x[count], in the form that a linear of `format` reads.
 inline void store_activations(const Activations& to, int64_t row, const float* x, int64_t count, int format) {
     if (format == KVL_BF16) {
@@ -75,6 +98,7 @@ inline void store_activations(const Activations& to, int64_t row, const float* x
         for (int64_t k = 0; k < count; k += kLanes) store_bf16(data + k, load(x + k));
         return;
     }
+    if (is_whole(format)) return quantize_whole_row(to, row, x, count);
     format == KVL_INT8 ? quantize_row<group_size(KVL_INT8), run_size(KVL_INT8)>(to, row, x, count)
                        : quantize_row<kFileGroup, kRun>(to, row, x, count);
 }

@@ -16,11 +16,12 @@ namespace kvl::scalar {
 // Weight k of channel c of a packed panel, as a float.
 inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     const int in_group = int(k % group_size(format));
-    const uint8_t* group = panel + k / group_size(format) * group_bytes(format);
+    const uint8_t* group = panel + head_bytes(format) + k / group_size(format) * group_bytes(format);
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
     if (format == KVL_BF16) return bf16_to_float(halves[bf16_offset(in_group, c)]);
     const uint8_t* planes = group + scale_bytes(format);
     const uint8_t* rest = planes + plane_bytes(format);
+    if (is_whole(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * reinterpret_cast<const float*>(panel)[c];
     const float scale = fp16_to_float(halves[c + (format == KVL_INT6 && in_group >= kRun ? kPanel : 0)]);
     const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + c]) : 0;
     if (has_bytes(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * scale + minimum;
@@ -35,8 +36,8 @@ inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
 // Activation k of a row, as a float.
 inline float activation_at(const Activations& x, int64_t row, int64_t cols, int format, int64_t k) {
     if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(x.data)[row * cols + k]);
-    const int64_t groups = cols / group_size(format);
-    return float(x.data[row * cols + k]) * x.scale[row * groups + k / group_size(format)];
+    const int64_t scales = num_scales(format, cols);
+    return float(x.data[row * cols + k]) * x.scale[row * scales + (is_whole(format) ? 0 : k / group_size(format))];
 }
 
 // One row times one channel.

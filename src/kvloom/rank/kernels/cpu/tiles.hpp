@@ -219,7 +219,7 @@ inline void multiply_in_tiles(int, const Pass&, int) {}
 // How the rows of a step meet the panels of one form: by the tile unit or by dot products, so many in each pass.
 struct Way {
     Way(int format, int64_t rows, bool may_use_tiles)
-        : format(format), is_in_tiles(may_use_tiles && format != KVL_BF16 && rows >= tiles_from(format)),
+        : format(format), is_in_tiles(may_use_tiles && format != KVL_BF16 && !is_whole(format) && rows >= tiles_from(format)),
           passes(is_in_tiles ? Passes(rows, kTileRows, kTileRows) : Passes(rows)) {}
 
     // One pass: out[rows][kPanel], with room for kTileRows.
