@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __SSE2__
-#include <emmintrin.h>
+#ifdef __x86_64__
+#include <immintrin.h>
 #endif
 
 namespace ems {
@@ -44,25 +44,51 @@ inline Sum canonical(Hash128 hash) {
 
 inline Sum sum_of(const Xxh3& xxh3, const uint8_t* data, size_t size) { return canonical(xxh3.whole(data, size)); }
 
-#ifdef __SSE2__
-// Copies a piece to memory that nobody reads soon, past the caches, and to `kept`: each byte is read once. target: at a
-// multiple of 16.
-inline void copy_past_caches(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
-    constexpr size_t kLine = 64, kStep = sizeof(__m128i);
-    size_t i = 0;
-    for (; i + kLine <= size; i += kLine) {
-        __m128i words[kLine / kStep];
-        for (size_t w = 0; w < kLine / kStep; w++) {
+constexpr size_t kLine = 64;
+
+#ifdef __x86_64__
+constexpr bool kCanPass = true;        // whether there are such copies
+constexpr size_t kAhead = 16 * kLine;  // asked for before it is copied: the source may lie in another core's cache
+
+// Copies whole lines to `target` past the caches, and to `kept`, both at a multiple of a line: each byte is read once.
+inline void copy_lines_sse2(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
+    constexpr size_t kStep = sizeof(__m128i), kSteps = kLine / kStep;
+    for (size_t i = 0; i < size; i += kLine) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + i) + kAhead, _MM_HINT_T0);
+        __m128i words[kSteps];
+        for (size_t w = 0; w < kSteps; w++) {
             words[w] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + w * kStep));
         }
-        for (size_t w = 0; w < kLine / kStep; w++) {
+        for (size_t w = 0; w < kSteps; w++) {
             _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + w * kStep), words[w]);
             _mm_store_si128(reinterpret_cast<__m128i*>(kept + i + w * kStep), words[w]);
         }
     }
-    std::memcpy(kept + i, source + i, size - i);
-    std::memcpy(target + i, kept + i, size - i);
 }
+
+// The same with a line a register: it is written whole.
+__attribute__((target("avx512f"))) inline void copy_lines_avx512(uint8_t* target, uint8_t* kept, const uint8_t* source,
+                                                                 size_t size) {
+    for (size_t i = 0; i < size; i += kLine) {
+        _mm_prefetch(reinterpret_cast<const char*>(source + i) + kAhead, _MM_HINT_T0);
+        const __m512i line = _mm512_loadu_si512(source + i);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), line);
+        _mm512_store_si512(kept + i, line);
+    }
+}
+
+inline void copy_lines(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
+    static const bool has_avx512 = __builtin_cpu_supports("avx512f");
+    has_avx512 ? copy_lines_avx512(target, kept, source, size) : copy_lines_sse2(target, kept, source, size);
+}
+
+// What went past the caches is there before what is written next.
+inline void finish_copies() { _mm_sfence(); }
+#else
+constexpr bool kCanPass = false;
+
+inline void copy_lines(uint8_t*, uint8_t*, const uint8_t*, size_t) {}
+inline void finish_copies() {}
 #endif
 
 // Copies blocks and sums what it has written, piece by piece: a piece is summed while the cache still has it.
@@ -78,7 +104,7 @@ class SummedCopy {
     // The sum is of the bytes at `target`: whoever can still write to `source` cannot make it another block's.
     Sum operator()(uint8_t* target, const uint8_t* source, size_t size) {
         Sum sum;
-        is_past_ = size >= kLarge;
+        is_past_ = kCanPass && size >= kLarge;
         if (size <= kPiece) {
             sum = sum_of(xxh3_, put(target, source, size), size);
         } else {
@@ -89,7 +115,7 @@ class SummedCopy {
             }
             sum = canonical(xxh3_.digest(state_));
         }
-        finish();
+        finish_copies();
         return sum;
     }
 
@@ -98,27 +124,19 @@ class SummedCopy {
     static constexpr size_t kLarge = 64 << 10;  // a batch of smaller blocks may be read while the caches have it
 
     // Writes a piece; where the same bytes can be summed.
-#ifdef __SSE2__
     const uint8_t* put(uint8_t* target, const uint8_t* source, size_t size) {
-        if (is_past_ && reinterpret_cast<uintptr_t>(target) % sizeof(__m128i) == 0) {
-            copy_past_caches(target, kept_, source, size);
-            return kept_;
+        if (!is_past_ || reinterpret_cast<uintptr_t>(target) % kLine != 0) {
+            std::memcpy(target, source, size);
+            return target;
         }
-        std::memcpy(target, source, size);
-        return target;
+        const size_t lines = size / kLine * kLine;
+        copy_lines(target, kept_, source, lines);
+        std::memcpy(kept_ + lines, source + lines, size - lines);
+        std::memcpy(target + lines, kept_ + lines, size - lines);
+        return kept_;
     }
-    // What went past the caches is there before what is written next.
-    void finish() const { _mm_sfence(); }
 
-    alignas(64) uint8_t kept_[kPiece];
-#else
-    const uint8_t* put(uint8_t* target, const uint8_t* source, size_t size) {
-        std::memcpy(target, source, size);
-        return target;
-    }
-    void finish() const {}
-#endif
-
+    alignas(kLine) uint8_t kept_[kPiece];
     const Xxh3& xxh3_;
     void* state_;
     bool is_past_ = false;  // whether this block goes past the caches

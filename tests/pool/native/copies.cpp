@@ -1,0 +1,22 @@
+// The copies past the caches, one function an instruction set, for test_native_copies.py.
+#include "sums.hpp"
+
+extern "C" {
+
+// Whether this processor has what each needs, in the order of `copy`.
+int has(int which) {
+#ifdef __x86_64__
+    return which == 0 || __builtin_cpu_supports("avx512f");
+#else
+    return which < 0;
+#endif
+}
+
+void copy(int which, uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
+#ifdef __x86_64__
+    (which == 0 ? ems::copy_lines_sse2 : ems::copy_lines_avx512)(target, kept, source, size);
+#endif
+    ems::finish_copies();
+}
+
+}  // extern "C"

@@ -1,0 +1,42 @@
+"""Each instruction set copies the same bytes to both targets, and touches none beside them."""
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ems.native.build import BuildError, Library
+from ems.runs import address_of
+
+LINE, MARGIN = 64, 64
+
+
+@pytest.fixture(scope="module")
+def copies() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(Library("libtest_copies", Path(__file__).parent / "native").path()))
+    except BuildError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63])
+@pytest.mark.parametrize("num_lines", [0, 1, 5, 128])
+@pytest.mark.parametrize("which", [0, 1], ids=["sse2", "avx512"])
+def test_lines_are_copied_to_both_targets_and_nowhere_else(copies, which, num_lines, offset):
+    if not copies.has(which):
+        pytest.skip("this processor does not have it")
+    size = num_lines * LINE
+    source = np.random.default_rng(size).integers(1, 256, offset + size, np.uint8)
+    targets = []
+    for _ in range(2):
+        memory = np.zeros(size + 2 * MARGIN + LINE, np.uint8)
+        start = MARGIN + -(address_of(memory) + MARGIN) % LINE
+        targets.append((memory, memory[start : start + size]))
+    addresses = [
+        ctypes.c_void_p(address_of(memory) + inner.ctypes.data - memory.ctypes.data) for memory, inner in targets
+    ]
+    copies.copy(which, *addresses, ctypes.c_void_p(address_of(source) + offset), ctypes.c_size_t(size))
+    for memory, inner in targets:
+        assert np.array_equal(inner, source[offset:])
+        assert np.count_nonzero(memory) == size
