@@ -124,6 +124,7 @@ def test_a_batch_larger_than_the_nodes_pool_is_saved_where_its_homes_have_room(e
     until(lambda: is_quiet(engines))
     assert reader.load(list(range(NUM_BLOCKS))) == NUM_BLOCKS
     assert writer.pool.usage()["used_bytes"] <= NUM_BLOCKS // 2 * BLOCK_BYTES
+    assert [name for name in writer.pool.counts if name.startswith("refused_")] == [], "what waited was not refused"
     writer.pool.check()
 
 

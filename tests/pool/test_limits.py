@@ -117,7 +117,7 @@ def test_staging_memory_has_a_limit_for_all_sessions_together():
         with pytest.raises(EmsException, match="--staging") as caught:
             links[7].arena(512 << 10, 512 << 10, time.monotonic() + 2)
         assert caught.value.status_code() == EmsErrorCode.EMS_IO_TIMEOUT
-        assert gauge(agent, "staging_refused_total") == 1
+        assert agent.node.pool("default").counts["denied_staging"] == 1
         with pytest.raises(EmsException, match="a staging area is"):
             links[7].arena(2 << 20, 2 << 20, soon())
         for link in links[:7]:

@@ -29,8 +29,9 @@ from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
 from kvloom.pool.config import AgentConfig
 from kvloom.pool.door import BACKLOG, Door
 from kvloom.pool.node import Node, NodeStats, collect
-from kvloom.pool.session import ClientSession
+from kvloom.pool.session import ClientSession, count_end
 from kvloom.pool.snapshot import Snapshots
+from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.opening import prepare
 from kvloom.pool.storage.segments import allow_descriptors, huge_pages_in_use
 from kvloom.pool.stores.engine import open_engine
@@ -161,6 +162,7 @@ class Agent:
         try:
             threading.Thread(target=self._serve, args=(channel, caller), name="ems-session", daemon=True).start()
         except RuntimeError:
+            self.node.counts.add(Denial.NO_THREAD.counter)
             with self._lock:
                 self._sessions.discard(channel)
             raise
@@ -179,10 +181,11 @@ class Agent:
             elif isinstance(frame.message, m.Hello) and sock.family == socket.AF_UNIX:
                 ClientSession(channel, self.node, secrets.token_bytes).run(frame.message, frame.request_id)
             else:
+                self.node.counts.add(Denial.MALFORMED.counter)
                 failure = m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "expected a hello")
                 channel.send(failure, time.monotonic() + _HELLO_S, request_id=frame.request_id)
         except CHANNEL_ERRORS as error:
-            self.node.counts.add("sessions_broken")
+            count_end(self.node.counts, error)
             if caller and isinstance(error, WireError | ssl.SSLError):
                 self._complaints.warn(caller, problem_of(error, self.tls is not None))
         finally:

@@ -37,9 +37,9 @@ _GAUGES = {
 _NODE_COUNTS = {
     "sessions_waited": "Times that callers had to wait because as many as may be were served",
     "accept_failures": "Times that the system had no descriptor or memory for a caller",
-    "staging_refused": "Sessions that found no staging memory before their deadline",
     "auth_failures": "Clients and peers with a wrong proof",
-    "sessions_broken": "Connections of clients that ended in the middle of something",
+    "sessions_broken": "Connections of clients that the system broke",
+    "peer_sessions_ended": "Connections of other nodes that ended",
     "control_failures": "Heartbeats that the control plane did not answer properly",
     "limits_refused": "Limits of tenants that could not be kept, at each heartbeat",
     "state_failures": "Times that what the control plane said could not be written to its file",
@@ -69,6 +69,8 @@ class _Collector:
             text = "Calls of the control plane without its token"
             yield CounterMetricFamily("ems_control_refused", text, value=self._num_refused)
         yield _split(rows, "refused_", "ems_refused", "Blocks that were not stored, by cause", "cause")
+        rows += [(node.node_id, PoolStats("", {}, node.counts)) for node in self._nodes]  # of no tenant yet
+        yield _split(rows, "denied_", "ems_denied", "Requests that were refused, by cause", "cause")
         for name, text in _GAUGES.items():
             gauge = GaugeMetricFamily(f"ems_{name}", text, labels=["node"])
             for node in self._nodes:

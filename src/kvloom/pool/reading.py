@@ -6,6 +6,7 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool.cluster.coming import Coming
 from kvloom.pool.node import Fetched, Node
+from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.pool import Pool
 
@@ -54,7 +55,10 @@ class Reader:
 
     def lend(self, held: list[Held]) -> int:
         """The number of a lease that takes over the pins; 0 when there is nothing to lend, or too much is lent."""
-        if not any(map(len, held)) or len(self._leases) >= _MAX_LEASES:
+        is_something = any(map(len, held))
+        if is_something and len(self._leases) >= _MAX_LEASES:
+            self._pool.counts.add(Denial.LEASES.counter)
+        if not is_something or len(self._leases) >= _MAX_LEASES:
             _release(held)
             return 0
         lease = self._next_lease

@@ -18,7 +18,8 @@ from ems.wire.frames import Frame, WireError
 from kvloom.pool.node import Node
 from kvloom.pool.picking import Picker
 from kvloom.pool.reading import Reader
-from kvloom.pool.storage.pool import Serving, Terms
+from kvloom.pool.storage.counts import Counts, Denial
+from kvloom.pool.storage.pool import Pool, Serving, Terms
 from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.writing import Writer
 
@@ -29,12 +30,23 @@ _HELD_SHARE = 4  # of the staging area: who may wait for so much of it is told
 _SEND_S = 10.0  # a client that takes its answers no faster is gone
 
 
-class Refused(Exception):
-    """The request cannot be served; the connection goes on. `code` is an EmsErrorCode."""
+def count_end(counts: Counts, error: Exception) -> None:
+    """Counts what ended a connection, if it is not that the other side closed it."""
+    if isinstance(error, WireError):
+        counts.add(Denial.MALFORMED.counter)
+    elif isinstance(error, TimeoutError):
+        counts.add(Denial.LATE.counter)
+    elif not (isinstance(error, ConnectionResetError) and error.errno is None):
+        counts.add("sessions_broken")
 
-    def __init__(self, code: EmsErrorCode, message: str) -> None:
+
+class Refused(Exception):
+    """The request cannot be served; the connection goes on. `code` is an EmsErrorCode; denial: as it is counted."""
+
+    def __init__(self, code: EmsErrorCode, message: str, denial: Denial = Denial.INVALID) -> None:
         super().__init__(message)
         self.code = code
+        self.denial = denial
 
 
 class ClientSession:
@@ -44,6 +56,7 @@ class ClientSession:
         self._channel = channel
         self._node = node
         self._new_nonce = new_nonce
+        self._pool: Pool  # of the client's tenant, when it is known
         self._arena: SharedMemory | None = None
         self._held_bytes = 0  # of the staging area, whose blocks are saved: the client does not know yet
         self._access_id = ""
@@ -54,11 +67,12 @@ class ClientSession:
         """From the client's Hello to the end of the connection. Never raises for what the client does."""
         try:
             tenant = self._authenticate(hello, request_id)
-        except CHANNEL_ERRORS:
+        except CHANNEL_ERRORS as error:
+            count_end(self._node.counts, error)
             return
         if tenant is None:
             return
-        pool = self._node.pool(tenant)
+        pool = self._pool = self._node.pool(tenant)
         writer, reader = Writer(pool, self._node), Reader(pool, self._node)
         picker = Picker(pool, self._node, reader)
         terms = Terms(
@@ -82,13 +96,17 @@ class ClientSession:
             while True:
                 frame = self._frames.receive()
                 if not self._node.keyring.is_valid(self._access_id, self._verifier):
+                    pool.counts.add(Denial.REVOKED.counter)
                     self._fail(frame, EmsErrorCode.EMS_IO_ERROR, "the access key was revoked")
                     return
                 self._answer(frame, handlers, pool.segment_fd)
                 while writer.rest() and not self._frames.has_frame():
                     pass
-        except CHANNEL_ERRORS:
-            self._node.counts.add("sessions_broken")
+        except CHANNEL_ERRORS as error:
+            if isinstance(error, WireError | TimeoutError):
+                count_end(pool.counts, error)
+            else:
+                count_end(self._node.counts, error)
         finally:
             writer.close()
             reader.close()
@@ -154,6 +172,7 @@ class ClientSession:
             else:
                 raise WireError("not a request")
         except Refused as refusal:
+            self._pool.counts.add(refusal.denial.counter)
             self._fail(frame, refusal.code, str(refusal))
             return
         if isinstance(message, m.Save) and answer is not None and self._may_wait(message):
@@ -181,14 +200,14 @@ class ClientSession:
         now_s = time.monotonic()
         taken = staging.take(message.size, least, now_s + (deadline_s - now_s) * _STAGING_SHARE)
         if not taken:
-            self._node.counts.add("staging_refused")
             text = f"all {staging.total_bytes} bytes of staging memory are in use; see the agent's --staging"
-            raise Refused(EmsErrorCode.EMS_IO_TIMEOUT, text)
+            raise Refused(EmsErrorCode.EMS_IO_TIMEOUT, text, Denial.STAGING)
         try:
             self._arena = SharedMemory("ems-arena", taken, is_sealed=False)
         except OSError as error:
             staging.give_back(taken)
-            raise Refused(EmsErrorCode.EMS_IO_ERROR, f"no memory for a staging area: {error}") from None
+            problem = f"no memory for a staging area: {error}"
+            raise Refused(EmsErrorCode.EMS_IO_ERROR, problem, Denial.NO_MEMORY) from None
         if self._serving is not None:
             self._serving.use_arena(self._arena)
         return self._arena.fd

@@ -16,7 +16,8 @@ from ems.wire.messages import Status
 from kvloom.pool.node import Node, Outgoing, Route
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Refusal
-from kvloom.pool.storage.entries import Block, NoRoom, Reservation, Written
+from kvloom.pool.storage.counts import Denial
+from kvloom.pool.storage.entries import Begun, Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.pool import Batch, Pool, Saved
 from kvloom.pool.storage.segments import SharedMemory
@@ -55,20 +56,28 @@ class Writer:
         for start in range(0, len(keys), step):
             part = slice(start, start + step)
             if not self._may_put(sum(message.lengths[part])):
-                self._pool.counts.add(f"refused_{Refusal.RATE}", len(keys) - start)
+                self._pool.counts.add(f"refused_{Refusal.RATE}")
                 statuses.append(Status.LIMITED)
                 break
-            done = self._save(keys[part], areas[part], parents[start], message.write_rcache)
-            while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
-                rest = slice(start + len(done) - 1, part.stop)
-                done[-1:] = self._save(keys[rest], areas[rest], parents[rest.start], message.write_rcache)
+            with self._pool.deferring() as refused:
+                done = self._save(keys[part], areas[part], parents[start], message.write_rcache)
+                while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
+                    refused.clear()
+                    rest = slice(start + len(done) - 1, part.stop)
+                    done[-1:] = self._save(keys[rest], areas[rest], parents[rest.start], message.write_rcache)
+            for key, cause in refused:
+                self._pool.count_refused(key, cause)
             statuses += done
             if not Status(done[-1]).is_success:
                 break
-        for status, count in Counter(statuses).items():
-            self._pool.counts.add(_COUNTER[status], count)
+        self._count(statuses)
         self._has_ended = message.is_last
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
+
+    def _count(self, statuses: bytes | bytearray) -> None:
+        """What became of the blocks that were tried."""
+        for status, count in Counter(statuses).items():
+            self._pool.counts.add(_COUNTER[status], count)
 
     def _may_put(self, size: int) -> bool:
         return self._limit is None or self._limit.take(size, time.monotonic())
@@ -134,10 +143,15 @@ class Writer:
         self._begin_batch()
         self._drop_reserved()
         keys = m.split_keys(message.keys)
-        refusal = NoRoom(Status.LIMITED) if not self._may_put(sum(message.lengths)) else None
+        found: list[Begun]
         if not self._node.config.is_direct:
-            refusal = NoRoom(Status.NO_ROOM)
-        found = [refusal] if refusal else self._pool.begin_all(keys, message.lengths, [False] * len(keys))
+            self._pool.counts.add(Denial.NOT_DIRECT.counter)
+            return m.Reserved(bytes([Status.NO_ROOM]) * len(keys), [0] * len(keys), [0] * len(keys))
+        if self._may_put(sum(message.lengths)):
+            found = self._pool.begin_all(keys, message.lengths, [False] * len(keys))
+        else:
+            self._pool.counts.add(f"refused_{Refusal.RATE}")
+            found = [NoRoom(Status.LIMITED)]
         statuses, segments, offsets = bytearray(), [0] * len(keys), [0] * len(keys)
         for i, (begun, parent) in enumerate(zip(found, [message.parent, *keys], strict=False)):
             if isinstance(begun, Reservation):
@@ -149,6 +163,7 @@ class Writer:
             else:
                 self._batch.append(begun)
                 statuses.append(Status.DUPLICATE)
+        self._count(bytes(status for status in statuses[: len(found)] if status != Status.STORED))
         return m.Reserved(bytes(statuses), segments, offsets)
 
     def commit(self, message: m.Commit) -> m.Saved:
@@ -163,7 +178,9 @@ class Writer:
         published = self._pool.publish_all(written)
         self._batch += [entry for _status, entry in published]
         self._has_ended = True
-        return m.Saved(bytes(status for status, _entry in published))
+        statuses = bytes(status for status, _entry in published)
+        self._count(statuses)
+        return m.Saved(statuses)
 
     def _drop_reserved(self) -> None:
         for reservation, _parent in self._reserved:

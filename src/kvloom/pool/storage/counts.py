@@ -2,6 +2,26 @@
 
 import threading
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
+
+
+class Denial(StrEnum):
+    """Why a whole request was refused, or its connection ended."""
+
+    REVOKED = "revoked"  # the access key that the session was opened with
+    STAGING = "staging"  # all of the staging memory was in use until half of the call's time was over
+    NO_MEMORY = "no_memory"  # the system gave none for a staging area
+    INVALID = "invalid"  # a size, a segment or a part of the staging area that cannot be
+    NOT_DIRECT = "not_direct"  # memory was to be reserved, which only an agent with --direct does
+    LEASES = "leases"  # the session reads too many batches at once
+    MALFORMED = "malformed"  # no frame, or none that was expected
+    LATE = "late"  # the client did not say in time who it is, or did not take its answer
+    NO_THREAD = "no_thread"  # the system gave no thread for the caller
+
+    @property
+    def counter(self) -> str:
+        """As counts name it."""
+        return f"denied_{self}"
 
 
 class Counts(Mapping[str, int]):

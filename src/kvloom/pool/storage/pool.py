@@ -5,7 +5,10 @@ that dies in between leaves nothing behind. A read pins its blocks, and a pinned
 to its key. `TenantPool` keeps them in Python, `NativePool` in C++, with the same answers.
 """
 
+import contextlib
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from ctypes import c_uint64
 from typing import NamedTuple, Protocol
 
@@ -81,6 +84,7 @@ class Pool(ABC):
         self._budget = budget
         self._rcache_share = rcache_share
         self._counts = Counts()
+        self._deferred: dict[int, list[tuple[bytes, Refusal]]] = {}  # by thread
         self._has_no_memory = False  # the system's answer when memory was last asked for
 
     @property
@@ -207,12 +211,29 @@ class Pool(ABC):
             cause = Refusal.NO_MEMORY
         else:
             cause = self._budget.why_refused(self.tenant, slot - capacity)
+        deferred = self._deferred.get(threading.get_ident())
+        if deferred is None:
+            self.count_refused(key, cause)
+        else:
+            deferred.append((key, cause))
+        return Status.TOO_LARGE if cause is Refusal.TOO_LARGE else Status.NO_ROOM
+
+    def count_refused(self, key: bytes, cause: Refusal) -> None:
+        """A block was not stored."""
         self._counts.add(f"refused_{cause}")
-        if cause is Refusal.TOO_LARGE:
-            return Status.TOO_LARGE
-        self._counts.add("no_room")
-        self._remember(key, Cause.QUOTA)
-        return Status.NO_ROOM
+        if cause is not Refusal.TOO_LARGE:
+            self._counts.add("no_room")
+            self._remember(key, Cause.QUOTA)
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[list[tuple[bytes, Refusal]]]:
+        """What finds no room meanwhile, in calls of this thread, is put into the list and not counted: it may be tried
+        again."""
+        refused = self._deferred.setdefault(threading.get_ident(), [])
+        try:
+            yield refused
+        finally:
+            del self._deferred[threading.get_ident()]
 
     @abstractmethod
     def _capacity(self) -> int:

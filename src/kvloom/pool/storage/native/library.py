@@ -39,6 +39,7 @@ class Counts(ctypes.Structure):
         ("load_keys", c_uint64),
         ("load_hits", c_uint64),
         ("corrupt", c_uint64),
+        ("denied_leases", c_uint64),
     ]
 
 

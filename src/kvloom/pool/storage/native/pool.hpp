@@ -133,6 +133,12 @@ struct Counts {
     std::atomic<uint64_t> load_keys{0};
     std::atomic<uint64_t> load_hits{0};
     std::atomic<uint64_t> corrupt{0};
+    std::atomic<uint64_t> denied_leases{0};  // batches that were found, and not lent: the session reads too many
+
+    void add_one(std::atomic<uint64_t>& count) {
+        count++;
+        num_calls++;
+    }
 
     // What became of the blocks of a save.
     void add_saved(const uint8_t* statuses, size_t count) {

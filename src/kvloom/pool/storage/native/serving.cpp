@@ -295,7 +295,8 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
         lease = next_lease_;
         next_lease_ += 2;
         leases_.emplace(lease, std::move(pinned));
-    } else {
+    } else if (!pinned.empty()) {
+        handle_->glance.counts.add_one(handle_->glance.counts.denied_leases);
         unpin(pinned);
     }
     out_.begin(ems::kFound, request.header.request_id, 0, 7);
@@ -348,8 +349,7 @@ void Serving::distrust(Id id) {
     const Held held(handle_);
     if (pool.entries[id].is_live) {
         pool.spoil(id);
-        handle_->glance.counts.corrupt++;
-        handle_->glance.counts.num_calls++;
+        handle_->glance.counts.add_one(handle_->glance.counts.corrupt);
     }
 }
 

@@ -14,7 +14,7 @@ from ems.common.channel import Channel
 from ems.runs import address_of
 from ems.wire.frames import Frame
 from ems.wire.messages import Cause, Status
-from kvloom.pool.storage.counts import Counts
+from kvloom.pool.storage.counts import Counts, Denial
 from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
@@ -61,6 +61,7 @@ class Tally:
         now, self._num_calls = self._counts, self._counts.num_calls
         named = {**dict(zip(_SAVED, now.saved, strict=False)), **dict(zip(_MISSED, now.missed, strict=False))}
         named |= {"load_keys": now.load_keys, "load_hits": now.load_hits, "corrupt": now.corrupt}
+        named[Denial.LEASES.counter] = now.denied_leases
         for name, count in named.items():
             if count != self._added[name]:
                 counts.add(name, count - self._added[name])
