@@ -18,9 +18,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 
 _GROUP_KEYS = 64  # values a message
-_REGION_BYTES = (
-    4 << 20
-)  # of one message's values: little enough to stay in the processor's cache until the agent's copy
+_REGION_BYTES = 512 << 10  # of one message's values: the agent takes them while the next are copied
 _REGIONS = 4  # messages under way at once
 _PICKED_BYTES = 64 << 20  # pinned at once by a get, about
 _ALIGN = 64
