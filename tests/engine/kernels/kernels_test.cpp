@@ -2,6 +2,7 @@
 // Prints what differs.
 #include <numeric>
 
+#include "bf16_test.cpp"
 #include "check.hpp"
 #include "gates.hpp"
 #include "gemm.hpp"
@@ -19,7 +20,7 @@ static void test_tile(const Linear& linear) {
     const int64_t padded = linear.padded_cols;
     for (int rows = 1; rows <= kRowsOnce; rows++) {
         std::vector<float> scale(static_cast<size_t>(rows * num_scales(format, padded)));
-        std::vector<int8_t> data(static_cast<size_t>(rows * padded * 2));
+        std::vector<int8_t> data(static_cast<size_t>(rows * padded));
         std::vector<int32_t> sums(static_cast<size_t>(rows * num_sums(format, padded)));
         const Activations x{data.data(), scale.data(), sums.data()};
         std::vector<float> values = noise(padded), out(static_cast<size_t>(rows * kPanel));
@@ -56,12 +57,13 @@ struct OnePanel {
     const int64_t cols;
 };
 
-// Floats, quantised here.
-static void test_quantised(int format, int64_t cols) {
+// Floats of this size, quantised here.
+static void test_quantised(int format, int64_t cols, float size = 1) {
     const OnePanel panel(cols, format);
-    const std::vector<float> weights = noise(kPanel * cols);
+    const std::vector<float> weights = noise(kPanel * cols, size);
     kvl_fill_f32(panel.model, 0, weights.data(), kPanel, 0, -1);
-    panel.check(weights, format == KVL_INT4 ? 0.3 : format == KVL_BF16 ? 0.02 : 0.03);
+    panel.check(weights, double(size) * (format == KVL_INT4 ? 0.3 : format == KVL_BF16 ? 0.02 : 0.03));
+    if (format == KVL_BF16) return test_bf16(panel.linear(), size);
     test_tile(panel.linear());
     test_in_tiles(panel.linear());
 }
@@ -372,6 +374,7 @@ static void test_every_kernel() {
         for (int64_t run : {16, 32}) test_kept(KVL_INT6, cols, run, false);
         for (int64_t run : {64, 128, 200}) test_kept(KVL_INT4, cols, run, true);
     }
+    for (float size : {3e-19f, 1e15f}) test_quantised(KVL_BF16, 200, size);
     test_quantised(KVL_INT8, 840);  // wider than what the tile unit takes at a time
     test_kept(KVL_INT4, 840, 32, true);
     test_kept(KVL_INT8_CHANNEL, 840, 840, false);

@@ -37,6 +37,9 @@ MODELS = {
         "stored",
     ),
     "experts": (SPECS["mixture of experts"], lambda: random_weights(SPECS["mixture of experts"]), "w8a8"),
+    "bf16": (SPECS["smollm2 heads"], lambda: random_weights(SPECS["smollm2 heads"]), "bf16"),
+    "bf16, uneven sizes": (SPECS["gelu, uneven sizes"], lambda: random_weights(SPECS["gelu, uneven sizes"]), "bf16"),
+    "bf16 experts": (SPECS["mixture of experts"], lambda: random_weights(SPECS["mixture of experts"]), "bf16"),
 }
 
 
@@ -96,7 +99,7 @@ def test_a_prompt_cut_anywhere_attends_with_the_bits_of_avx512(name, kv_dtype, d
 
 
 @needs_tiles
-@pytest.mark.parametrize("name", ["w8a8", "a scale a channel"])
+@pytest.mark.parametrize("name", ["w8a8", "a scale a channel", "bf16"])
 @pytest.mark.parametrize("lengths", [(40, 3, 30), (70, 70, 70, 70, 9)])
 def test_a_step_with_adapters_has_the_bits_of_avx512(tmp_path, name, lengths):
     backends = pair(name)

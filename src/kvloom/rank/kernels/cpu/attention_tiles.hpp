@@ -10,20 +10,9 @@ namespace kvl {
 constexpr int kTileQueries = 16;
 
 #ifdef KVL_HAS_TILES
-#define KVL_IN_ALL_TILES __attribute__((target("amx-tile,amx-int8,amx-bf16")))
 
 constexpr int kTileQueriesFrom = 3;  // fewer are sooner done by attention.hpp
 constexpr int kMaxHeadDim = 256;
-
-// Whether the unit, where there is one, multiplies bf16 too.
-inline bool has_bf16_tiles() {
-    static const bool has = [] {
-        constexpr unsigned kBf16 = 1u << 22;  // of CPUID 7.0, EDX
-        unsigned a, b, c, d = 0;
-        return has_tiles() && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16);
-    }();
-    return has;
-}
 
 inline bool can_attend_in_tiles(int kv_format) { return kv_format == KVL_KV_INT8 ? has_tiles() : has_bf16_tiles(); }
 

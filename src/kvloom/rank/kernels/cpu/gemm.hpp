@@ -1,7 +1,7 @@
 // Micro-kernels: a few rows of activations times one panel of 32 output channels.
 //
 // A row's result is the same bits whatever the other rows of the pass are: sums within a group are exact integers, and
-// the groups (for bf16: the even and the odd pairs) are added in one fixed order.
+// the groups are added in one fixed order, as bf16 products are.
 #pragma once
 
 #include "quant.hpp"
@@ -210,34 +210,53 @@ void tile_nibbles(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// Two chains a channel (even and odd pairs of k) for every number of rows: the order of additions is part of the result.
+// A stretch of bf16 products, which the processor's tile unit multiplies at once (bf16_tiles.hpp). Everything adds in its order
+// (Intel SDM, TDPBF16PS): the first halves of a stretch's pairs are a chain of fused multiply-adds, the second halves
+// another, and their sum is added to that of the stretches before.
+constexpr int kBf16Stretch = 32;
+static_assert(kPad % kBf16Stretch == 0);
+
 template <int ROWS>
 void tile_bf16(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
-    F32 a[ROWS][2], b[ROWS][2];
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) a[m][0] = a[m][1] = b[m][0] = b[m][1] = splat(0);
-#pragma GCC unroll 1
-    for (int64_t k = 0; k < pass.cols; k += 4) {
+    alignas(64) float factors[ROWS][kBf16Stretch];  // activations, widened
+    for (int64_t k = 0; k < pass.cols; k += kBf16Stretch, weights += kBf16Stretch * kPanel) {
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 2
-        for (int s = 0; s < 2; s++, weights += kPanel * 2) {
-            prefetch(weights + kPrefetchBytes / 2);
-            prefetch(weights + kPrefetchBytes / 2 + kPanel);
-            const Pairs wa = load_pairs(weights), wb = load_pairs(weights + kLanes * 2);
-#pragma GCC unroll 8
+            for (int i = 0; i < kBf16Stretch; i += kLanes) store(factors[m] + i, load_bf16(x + m * pass.cols + k + i));
+#pragma GCC unroll 1
+        for (int half = 0; half < kPanel; half += kLanes) {
+            F32 first[ROWS], second[ROWS];
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) first[m] = second[m] = splat(0);
+#pragma GCC unroll 4
+            for (int i = 0; i < kBf16Stretch; i += 2) {
+                const uint16_t* pairs = weights + i * kPanel + half * 2;
+                prefetch(pairs + kPrefetchBytes / 2);
+                const PairHalves w = load_halves(pairs);
+#pragma GCC unroll 16
+                for (int m = 0; m < ROWS; m++) {
+                    first[m] = fma(w.first, splat(factors[m][i]), first[m]);
+                    second[m] = fma(w.second, splat(factors[m][i + 1]), second[m]);
+                }
+            }
+#pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++) {
-                const int32_t pair = quad_at(reinterpret_cast<const int8_t*>(x + m * pass.cols + k + 2 * s));
-                a[m][s] = dot_pairs(a[m][s], wa, pair);
-                b[m][s] = dot_pairs(b[m][s], wb, pair);
+                float* to = pass.out + m * kPanel + half;
+                store(to, add(k == 0 ? splat(0) : load(to), add(first[m], second[m])));
             }
         }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) {
-        store(pass.out + m * kPanel, add(a[m][0], a[m][1]));
-        store(pass.out + m * kPanel + kLanes, add(b[m][0], b[m][1]));
-    }
+}
+
+// Its kernel for 1 <= rows <= kRowsBf16.
+template <int ROWS = kRowsBf16>
+Tile tile_bf16_for(int rows) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return tile_bf16_for<ROWS - 1>(rows);
+    return &tile_bf16<ROWS>;
 }
 
 // One scale a channel and one a row: sums over all of K are integers, and are scaled once.
@@ -274,7 +293,7 @@ void tile_channel(const Pass& pass) {
         scales.store_row(pass.out + m * kPanel, total(a[m]), total(b[m]), pass.x.scale[pass.row + m]);
 }
 
-// The micro-kernel of `format` for 1 <= rows <= kRowsOnce.
+// The micro-kernel of `format`, any but bf16, for 1 <= rows <= kRowsOnce.
 template <int ROWS = kRowsOnce>
 Tile tile_for(int format, int rows) {
     if constexpr (ROWS > 1)
@@ -287,9 +306,8 @@ Tile tile_for(int format, int rows) {
         case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
         case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
         case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
-        case KVL_FP4: return &tile_nibbles<ROWS, KVL_FP4>;
         case KVL_INT8_CHANNEL: return &tile_channel<ROWS>;
-        default: return &tile_bf16<ROWS>;
+        default: return &tile_nibbles<ROWS, KVL_FP4>;
     }
 }
 

@@ -48,6 +48,19 @@ inline double dot(const Activations& x, int64_t row, int64_t cols, int format, c
     return total;
 }
 
+// The same of bf16 weights, every bit of it: the first halves of a stretch's pairs are a chain, the second halves another,
+// and both are added to what is there.
+inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
+    float total = 0;
+    for (int64_t k = 0; k < cols; k += kFileGroup) {
+        float halves[2] = {};
+        for (int64_t i = k; i < k + kFileGroup; i++)
+            halves[i % 2] = std::fma(activation_at(x, row, cols, KVL_BF16, i), weight_at(panel, KVL_BF16, i, c), halves[i % 2]);
+        total += halves[0] + halves[1];
+    }
+    return total;
+}
+
 // What an adapter adds to output channel `c` of a linear of `rows` channels: its half panel's B times h of its own part.
 inline double low_rank(const LoraLinear& linear, const float* x, int64_t cols, int64_t c) {
     const LoraHalf& half = linear.halves[size_t(c / kLanes)];

@@ -10,6 +10,7 @@ namespace kvl {
 constexpr const char* kIsaName = "avx2";
 constexpr int kRowsOnce = 2;  // 8 accumulators of 16 registers
 constexpr int kRowsMany = 2;
+constexpr int kRowsBf16 = 2;
 constexpr int kAttentionRows = 2;
 constexpr int kByteZero = 0;  // dot_weights subtracts 128 itself: vpmaddubsw would saturate on bytes above 127
 constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
@@ -21,7 +22,6 @@ struct I32 {
     __m256i lo, hi;
 };
 using Bytes = I32;
-using Pairs = I32;
 struct PairHalves {
     F32 first, second;
 };
@@ -154,27 +154,13 @@ inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) {
     return {dot_unsigned(acc.lo, weights.lo, x), dot_unsigned(acc.hi, weights.hi, x)};
 }
 
-inline Pairs load_pairs(const uint16_t* from) {
-    return {_mm256_loadu_si256((const __m256i*)from), _mm256_loadu_si256((const __m256i*)(from + 16))};
-}
-inline __m256 dot_pairs_half(__m256 acc, __m256i a, __m256 even, __m256 odd) {
-    const __m256i high = _mm256_set1_epi32(int32_t(0xffff0000u));
-    acc = _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), even, acc);
-    return _mm256_fmadd_ps(_mm256_castsi256_ps(_mm256_and_si256(a, high)), odd, acc);
-}
-inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
-    const __m256 even = _mm256_set1_ps(bits_to_float(uint32_t(pair) << 16));
-    const __m256 odd = _mm256_set1_ps(bits_to_float(uint32_t(pair) & 0xffff0000u));
-    return {dot_pairs_half(acc.lo, a.lo, even, odd), dot_pairs_half(acc.hi, a.hi, even, odd)};
-}
-
 inline __m256 first_half(__m256i pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
 inline __m256 second_half(__m256i pairs) {
     return _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000u))));
 }
 inline PairHalves load_halves(const uint16_t* from) {
-    const Pairs pairs = load_pairs(from);
-    return {{first_half(pairs.lo), first_half(pairs.hi)}, {second_half(pairs.lo), second_half(pairs.hi)}};
+    const __m256i lo = _mm256_loadu_si256((const __m256i*)from), hi = _mm256_loadu_si256((const __m256i*)(from + 16));
+    return {{first_half(lo), first_half(hi)}, {second_half(lo), second_half(hi)}};
 }
 inline F32 round_bf16(F32 a) { return {first_half(rounded_bf16(a.lo)), first_half(rounded_bf16(a.hi))}; }
 

@@ -10,6 +10,7 @@ namespace kvl {
 constexpr const char* kIsaName = "avx512";
 constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums spill once a group, cheaper than a second pass
 constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
+constexpr int kRowsBf16 = 12;      // 24 sums, and both halves of a pair of weights
 constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
 constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
 constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
@@ -22,9 +23,6 @@ struct I32 {
 };
 struct Bytes {
     __m512i v;
-};
-struct Pairs {
-    __m512bh v;
 };
 struct PairHalves {
     F32 first, second;
@@ -90,11 +88,6 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return {_mm512_dpbusd_epi32(acc.v, weights.v, _mm512_set1_epi32(quad))};
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
-
-inline Pairs load_pairs(const uint16_t* from) { return {(__m512bh)_mm512_loadu_si512(from)}; }
-inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
-    return {_mm512_dpbf16_ps(acc.v, a.v, (__m512bh)_mm512_set1_epi32(pair))};
-}
 
 // The first and the second of each pair of bf16, as floats.
 inline PairHalves load_halves(const uint16_t* from) {

@@ -11,6 +11,7 @@ namespace kvl {
 constexpr const char* kIsaName = "portable";
 constexpr int kRowsOnce = 2;      // rows of one pass over a panel when the whole step fits in it
 constexpr int kRowsMany = 2;      // rows of a pass when there are several
+constexpr int kRowsBf16 = 2;      // the same of bf16 weights
 constexpr int kAttentionRows = 4; // queries that share each load of a key tile
 constexpr int kByteZero = 0;      // what is subtracted from an int8 weight's byte by the caller: dot_weights does it here
 constexpr int kQuadsUnrolled = 1;  // loops inside loops: unrolled they take minutes to compile
@@ -159,16 +160,6 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
-
-// Adds, in each lane, the product of two bf16 pairs: the lane's own and the broadcast one.
-struct Pairs {
-    const uint16_t* at;
-};
-inline Pairs load_pairs(const uint16_t* from) { return {from}; }
-inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
-    const float even = bf16_to_float(uint16_t(uint32_t(pair) & 0xffff)), odd = bf16_to_float(uint16_t(uint32_t(pair) >> 16));
-    return each([&](int i) { return acc.lane[i] + bf16_to_float(a.at[2 * i]) * even + bf16_to_float(a.at[2 * i + 1]) * odd; });
-}
 
 // The first and the second of each pair of bf16, as floats.
 struct PairHalves {

@@ -4,15 +4,7 @@
 // the same integers that dot products give, and what is done with them is the same, so a row's result has the same bits.
 #pragma once
 
-#include "gemm.hpp"
-
-#if defined(__AVX512VNNI__) && !defined(KVL_PORTABLE) && defined(__linux__) && __has_include(<amxint8intrin.h>)
-#define KVL_HAS_TILES 1
-#define KVL_IN_TILES __attribute__((target("amx-tile,amx-int8")))
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "bf16_tiles.hpp"
 
 namespace kvl {
 
@@ -24,18 +16,6 @@ constexpr int kBlockRows = 12;  // rows whose sums stay in registers: 24 of 32, 
 constexpr int kTileCols = 768;  // of a panel, unpacked at a time: 24 KB, half of a first-level cache
 
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
-
-// Whether this processor has the unit and the system lets this process use it (Linux, Documentation/arch/x86/xstate.rst).
-inline bool has_tiles() {
-    static const bool has = [] {
-        constexpr unsigned kUnit = 1u << 24, kInt8 = 1u << 25;  // of CPUID 7.0, EDX
-        constexpr long kRequest = 0x1023, kTileData = 18;       // ARCH_REQ_XCOMP_PERM
-        unsigned a, b, c, d = 0;
-        return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kUnit) && (d & kInt8) &&
-               syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-    }();
-    return has;
-}
 
 // Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole steps).
 constexpr int tiles_from(int format) { return format == KVL_INT8 ? 24 : 48; }
@@ -210,26 +190,35 @@ inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
 
 #else
 
-inline bool has_tiles() { return false; }
 constexpr int tiles_from(int) { return 1 << 30; }
 inline void multiply_in_tiles(int, const Pass&, int) {}
 
 #endif
 
-// How the rows of a step meet the panels of one form: by the tile unit or by dot products, so many in each pass.
+// How the rows of a step meet the panels of one form: by the tile unit or without it, so many in each pass.
 struct Way {
     Way(int format, int64_t rows, bool may_use_tiles)
-        : format(format), is_in_tiles(may_use_tiles && format != KVL_BF16 && !is_whole(format) && rows >= tiles_from(format)),
-          passes(is_in_tiles ? Passes(rows, kTileRows, kTileRows) : Passes(rows)) {}
+        : format(format), is_in_tiles(may_use_tiles && pays_in_tiles(format, rows)), passes(passes_of(rows)) {}
 
     // One pass: out[rows][kPanel], with room for kTileRows.
     void multiply(const Pass& pass, int rows) const {
+        if (format == KVL_BF16) return is_in_tiles ? multiply_bf16_in_tiles(pass, rows) : tile_bf16_for(rows)(pass);
         if (is_in_tiles) return multiply_in_tiles(format, pass, rows);
         tile_for(format, rows)(pass);
     }
     const int format;
     const bool is_in_tiles;
     const Passes passes;
+
+  private:
+    static bool pays_in_tiles(int format, int64_t rows) {
+        if (format == KVL_BF16) return rows >= kBf16TilesFrom && has_bf16_tiles();
+        return !is_whole(format) && rows >= tiles_from(format);
+    }
+    Passes passes_of(int64_t rows) const {
+        if (is_in_tiles) return Passes(rows, kTileRows, kTileRows);
+        return format == KVL_BF16 ? Passes(rows, kRowsBf16, kRowsBf16) : Passes(rows);
+    }
 };
 
 }  // namespace kvl

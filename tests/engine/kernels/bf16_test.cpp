@@ -1,0 +1,54 @@
+// bf16 linears: the documented order of additions, bit for bit, for every number of rows and with the tile unit as without.
+#include "check.hpp"
+#include "model.hpp"
+#include "scalar.hpp"
+#include "tiles.hpp"
+
+using namespace kvl;
+
+// Sums of some rows, and room behind them in which nothing may be written.
+struct Bf16Sums {
+    explicit Bf16Sums(int rows) : rows(rows), values(size_t((rows + kLanes) * kPanel), kUnwritten) {}
+    void check(const float* want) const {
+        for (int i = 0; i < (rows + kLanes) * kPanel; i++)
+            near(values[size_t(i)], i < rows * kPanel ? want[i] : kUnwritten, 0, "bf16 in order", rows, i);
+    }
+    static constexpr float kUnwritten = 3;
+    int rows;
+    std::vector<float> values;
+};
+
+// `rows` of `x` as a step computes them.
+static Bf16Sums multiplied(const Linear& linear, const Activations& x, int rows, bool may_use_tiles) {
+    Bf16Sums out(rows);
+    const Way way(KVL_BF16, rows, may_use_tiles);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+        way.multiply({x, begin, linear.padded_cols, linear.panel(0), out.values.data() + begin * kPanel}, int(end - begin));
+    }
+    return out;
+}
+
+// size: of weights and activations. Where it is tiny a product is less than a float holds, and becomes zero everywhere or nowhere.
+static void test_bf16(const Linear& linear, float size) {
+    constexpr int kMost = 70;
+    std::vector<int8_t> data(static_cast<size_t>(kMost * linear.padded_cols * 2));
+    const Activations x{data.data(), nullptr, nullptr};
+    for (int m = 0; m < kMost; m++) store_activations(x, m, noise(linear.padded_cols, size).data(), linear.padded_cols, KVL_BF16);
+    std::vector<float> want;
+    for (int m = 0; m < kMost; m++)
+        for (int c = 0; c < kPanel; c++) {
+            want.push_back(scalar::dot_in_order(x, m, linear.padded_cols, linear.panel(0), c));
+            near(double(want.back()), scalar::dot(x, m, linear.padded_cols, KVL_BF16, linear.panel(0), c), 2e-3 * double(size * size), "bf16", m, c);
+        }
+    const TinyIsZero as_in_a_step;
+    if (size < 1) want = multiplied(linear, x, kMost, false).values;
+    for (int rows : {1, 2, 3, 4, 5, 11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, kMost})
+        for (bool may_use_tiles : {false, true}) multiplied(linear, x, rows, may_use_tiles).check(want.data());
+    if (!has_bf16_tiles()) return;
+    for (int rows = 1; rows <= 34; rows++) {
+        Bf16Sums got(rows);
+        multiply_bf16_in_tiles({x, kMost - rows, linear.padded_cols, linear.panel(0), got.values.data()}, rows);
+        got.check(want.data() + (kMost - rows) * kPanel);
+    }
+}
