@@ -1,9 +1,16 @@
-"""What two processes need at least for a batch: messages, copies and sums in C++ (native/floor.cpp), nothing else."""
+"""What two processes need at least for a batch: messages, copies and sums in C++ (native/floor.cpp), nothing else.
+
+`python -m benches.pool_floor`: GB/s of saves and loads, a batch each in turn, that two processes reach which only copy
+and sum, each a part of its own of memory that no cache holds: what many clients and their agent could have here.
+"""
 
 import ctypes
+import json
 import mmap
+import multiprocessing
 import os
 import socket
+import time
 from pathlib import Path
 
 import numpy as np
@@ -75,3 +82,37 @@ class Floor:
         """Ends the other process."""
         self._sock.close()
         os.waitpid(self._child, 0)
+
+
+_MIXED_BYTES = 128 << 20  # of source, pool and target each, in each process
+_BATCH, _BLOCK_BYTES, _TURNS = 64, 64 << 10, 200
+
+
+def _mix(_number: int) -> tuple[float, float]:
+    """Seconds on the wall and of the processor for all turns."""
+    library, functions = ctypes.CDLL(str(_FLOOR.path())), xxh3()
+    assert functions is not None, "there is no xxhash to call"
+    memories = [np.ones(_MIXED_BYTES, np.uint8) for _ in range(3)]
+    source, pool, target = map(address_of, memories)
+    batch = _BATCH * _BLOCK_BYTES
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    for turn in range(_TURNS):
+        at, other = turn * batch % _MIXED_BYTES, (turn * batch + _MIXED_BYTES // 2) % _MIXED_BYTES
+        places = [ctypes.c_void_p(each) for each in (source + at, pool + at, pool + other, target + other)]
+        library.floor_mixed(ctypes.byref(functions), *places, ctypes.c_int64(_BLOCK_BYTES), ctypes.c_int64(_BATCH))
+    return time.perf_counter() - wall_s, time.process_time() - cpu_s
+
+
+def mixed(num_processes: int = 2) -> dict[str, float]:
+    """GB/s of all processes together, and GB that a second of one processor moves."""
+    with multiprocessing.get_context("fork").Pool(num_processes) as pool:
+        took = pool.map(_mix, range(num_processes), chunksize=1)
+    moved = 2 * _TURNS * _BATCH * _BLOCK_BYTES / 1e9
+    return {
+        "save_and_load": round(num_processes * moved / max(wall_s for wall_s, _cpu_s in took), 2),
+        "gb_a_processor_s": round(num_processes * moved / sum(cpu_s for _wall_s, cpu_s in took), 2),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({"bench": "pool_floor", "block_bytes": _BLOCK_BYTES, **mixed()}))

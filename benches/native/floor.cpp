@@ -81,4 +81,29 @@ uint64_t floor_load(int fd, const ems::Xxh3* xxh3, const uint8_t* pool, uint8_t*
     return sums;
 }
 
+// What client and agent do to `num` blocks, by one thread: copied into a staging area of 512 KiB, from there into
+// the pool with sums; then as many others of the pool are summed and copied to `target`.
+uint64_t floor_mixed(const ems::Xxh3* xxh3, const uint8_t* source, uint8_t* pool, const uint8_t* saved, uint8_t* target,
+                     int64_t block_bytes, int64_t num) {
+    constexpr int64_t kArenaBytes = 512 << 10;
+    alignas(64) static uint8_t arena[kArenaBytes];
+    ems::SummedCopy copy(*xxh3);
+    const auto size = static_cast<size_t>(block_bytes);
+    uint64_t sums = 0;
+    for (int64_t first = 0; first < num; first += kArenaBytes / block_bytes) {
+        const int64_t end = std::min(num, first + kArenaBytes / block_bytes);
+        for (int64_t i = first; i < end; i++) {
+            std::memcpy(arena + (i - first) * block_bytes, source + i * block_bytes, size);
+        }
+        for (int64_t i = first; i < end; i++) {
+            sums ^= copy(pool + i * block_bytes, arena + (i - first) * block_bytes, size)[0];
+        }
+    }
+    for (int64_t i = 0; i < num; i++) {
+        sums ^= xxh3->whole(saved + i * block_bytes, size).low;
+        std::memcpy(target + i * block_bytes, saved + i * block_bytes, size);
+    }
+    return sums;
+}
+
 }  // extern "C"

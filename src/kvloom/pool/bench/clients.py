@@ -1,6 +1,9 @@
 """Several ranks on one agent at once, each a process of its own."""
 
 import multiprocessing
+import os
+import socket
+import struct
 import time
 from collections.abc import Sequence
 from multiprocessing.process import BaseProcess
@@ -17,15 +20,19 @@ _NUM_SLICES = 8
 _POOL_BYTES = 256 << 20  # or two batches of each client
 _START_S = 120.0
 _LOOK_S = 0.02
+_UCRED = struct.Struct("3i")  # process, user, group of the other end
 
 
-def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Queue[tuple[list[float], int]]") -> None:
-    """Puts the seconds of each call and the number of blocks found by all loads into `results`."""
+Result = tuple[list[float], int, float]  # seconds of each call, blocks found by all loads, seconds of the processor
+
+
+def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Queue[Result]") -> None:
     client = SdkClient(path, BLOCK_BYTES, NUM_KEYS, _NUM_SLICES)
-    took, num_found = [], 0
+    took, num_found, cpu_s = [], 0, 0.0
     for number in range(-_NUM_SLICES, rounds):
         if number == 0:
             barrier.wait(_START_S)
+            cpu_s = time.process_time()
         hashes = client.new_hashes()
         start_s = time.perf_counter()
         client.save(2 * number % _NUM_SLICES, hashes)
@@ -33,8 +40,9 @@ def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Q
         if number >= 0:
             took.append(time.perf_counter() - start_s)
             num_found += found
+    cpu_s = time.process_time() - cpu_s
     client.close()
-    results.put((took, num_found))
+    results.put((took, num_found, cpu_s))
 
 
 def _wait(barrier: Barrier, workers: Sequence[BaseProcess]) -> None:
@@ -48,11 +56,21 @@ def _wait(barrier: Barrier, workers: Sequence[BaseProcess]) -> None:
     barrier.wait(_START_S)
 
 
+def _agents_s(path: Path) -> float:
+    """Seconds of the processor that the agent at that socket has used."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        pid, _user, _group = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(num_clients: int, rounds: int) -> dict[str, Any]:
     """Saves and loads of all clients together in GB/s, and how much slower the slowest calls are than the usual one.
 
     A call is the save and the load of NUM_KEYS blocks of BLOCK_BYTES. found: share of the blocks that were still there
-    when their writer came for them; a full pool lets go of what the others write meanwhile.
+    when their writer came for them; a full pool lets go of what the others write meanwhile. gb_a_processor_s: GB saved
+    and loaded in a second of one processor, of clients and agent together.
     """
     context = multiprocessing.get_context("forkserver")  # it has imported what each of many would take a second for
     context.set_forkserver_preload([__name__])
@@ -63,20 +81,23 @@ def measure(num_clients: int, rounds: int) -> dict[str, Any]:
             worker.start()
         try:
             _wait(barrier, workers)
-            start_s = time.perf_counter()
-            done = [results.get(timeout=_START_S) for _ in workers]
+            start_s, agent_s = time.perf_counter(), _agents_s(path)
+            done: list[Result] = [results.get(timeout=_START_S) for _ in workers]
             wall_s = time.perf_counter() - start_s
+            cpu_s = _agents_s(path) - agent_s + sum(each for _calls, _found, each in done)
         finally:
             for worker in workers:
                 worker.join(1)
                 worker.kill()
-    took = sorted(each for calls, _found in done for each in calls)
-    num_blocks, num_found = len(took) * NUM_KEYS, sum(found for _calls, found in done)
+    took = sorted(each for calls, _found, _cpu_s in done for each in calls)
+    num_blocks, num_found = len(took) * NUM_KEYS, sum(found for _calls, found, _cpu_s in done)
+    moved_gb = (num_blocks + num_found) * BLOCK_BYTES / 1e9
     p50, p99 = took[len(took) // 2], took[min(len(took) - 1, len(took) * 99 // 100)]
     return {
         "clients": num_clients,
         "block_bytes": BLOCK_BYTES,
-        "save_and_load": round((num_blocks + num_found) * BLOCK_BYTES / wall_s / 1e9, 2),
+        "save_and_load": round(moved_gb / wall_s, 2),
+        "gb_a_processor_s": round(moved_gb / cpu_s, 2),
         "found": round(num_found / num_blocks, 3),
         "p50_ms": round(p50 * 1e3, 2),
         "p99_ms": round(p99 * 1e3, 2),
