@@ -15,22 +15,6 @@ namespace kvl {
 constexpr int kBf16BlockRows = 32;  // two tiles of rows times the panel's two of channels: four of the eight hold sums
 constexpr int kBf16TilesFrom = 4;   // fewer rows are done as soon without the unit, at the rate of the memory (measured)
 
-// Shapes of the tiles for 1 to 32 rows: 0 and 1 sums of the first 16 of them, 2 and 3 of the others; 4 and 5 their
-// activations; 6 and 7 weights. Where there are 16 at most, 2, 3 and 5 are not used.
-struct alignas(64) Bf16Shapes {
-    explicit Bf16Shapes(int rows) {
-        const int first = min_of(rows, kLanes), second = max_of(rows - kLanes, 1);
-        const int of_tile[] = {first, first, second, second, first, second, kBf16Stretch / 2, kBf16Stretch / 2};
-        for (int tile = 0; tile < 8; tile++) {
-            num_rows[tile] = uint8_t(of_tile[tile]);
-            row_bytes[tile] = 64;
-        }
-    }
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t num_rows[16] = {};
-};
-
 // The rows that tiles are shaped for: 17 to 32 with IS_WIDE, else 16 at most. is_first: the panel comes from memory.
 template <bool IS_WIDE>
 KVL_IN_ALL_TILES void multiply_bf16_block(const Pass& pass, bool is_first) {
@@ -66,8 +50,8 @@ KVL_IN_ALL_TILES inline void multiply_bf16_in_tiles(const Pass& pass, int rows) 
         const Pass block{pass.x, pass.row + r, pass.cols, pass.panel, pass.out + r * kPanel};
         const int count = min_of(rows - r, kBf16BlockRows);
         if (r == 0 || count < kBf16BlockRows) {
-            const Bf16Shapes shapes(count);
-            _tile_loadconfig(&shapes);
+            const BlockShapes shapes(count);
+            shapes.load();
         }
         count > kLanes ? multiply_bf16_block<true>(block, r == 0) : multiply_bf16_block<false>(block, r == 0);
     }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "bf16_tiles.hpp"
+#include "channel_tiles.hpp"
 
 namespace kvl {
 
@@ -18,7 +19,7 @@ constexpr int kTileCols = 768;  // of a panel, unpacked at a time: 24 KB, half o
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 
 // Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole steps).
-constexpr int tiles_from(int format) { return format == KVL_INT8 ? 24 : 48; }
+constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 ? 24 : 48; }
 
 // Weights that share a scale.
 constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
@@ -184,6 +185,7 @@ inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
         case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows);
         case KVL_INT6: return multiply_panel<KVL_INT6>(pass, rows);
         case KVL_IQ4: return multiply_panel<KVL_IQ4>(pass, rows);
+        case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(pass, rows);
         default: return multiply_panel<KVL_FP4>(pass, rows);
     }
 }
@@ -213,7 +215,7 @@ struct Way {
   private:
     static bool pays_in_tiles(int format, int64_t rows) {
         if (format == KVL_BF16) return rows >= kBf16TilesFrom && has_bf16_tiles();
-        return !is_whole(format) && rows >= tiles_from(format);
+        return rows >= tiles_from(format);
     }
     Passes passes_of(int64_t rows) const {
         if (is_in_tiles) return Passes(rows, kTileRows, kTileRows);
