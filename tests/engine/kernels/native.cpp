@@ -4,6 +4,7 @@
 
 #include "draw.cpp"
 #include "experts.cpp"
+#include "fused.cpp"
 #include "heads.cpp"
 #include "lora.cpp"
 #include "memory.cpp"

@@ -8,11 +8,11 @@
 namespace kvl {
 
 constexpr int kTileQueries = 16;
+constexpr int kMaxHeadDim = 256;
 
 #ifdef KVL_HAS_TILES
 
 constexpr int kTileQueriesFrom = 3;  // fewer are sooner done by attention.hpp
-constexpr int kMaxHeadDim = 256;
 
 inline bool can_attend_in_tiles(int kv_format) { return kv_format == KVL_KV_INT8 ? has_tiles() : has_bf16_tiles(); }
 

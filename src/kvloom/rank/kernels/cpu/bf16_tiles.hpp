@@ -53,6 +53,7 @@ KVL_IN_ALL_TILES inline void multiply_bf16_in_tiles(const Pass& pass, int rows) 
             const BlockShapes shapes(count);
             shapes.load();
         }
+        pass.ask(r, r + count);
         count > kLanes ? multiply_bf16_block<true>(block, r == 0) : multiply_bf16_block<false>(block, r == 0);
     }
     _tile_release();  // a thread that sleeps has 8 KB less to be kept

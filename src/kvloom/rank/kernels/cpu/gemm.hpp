@@ -14,6 +14,15 @@ struct Pass {
     int64_t row, cols;
     const uint8_t* panel;
     float* out;
+    float* target = nullptr;  // where `width` floats will be written for each row, `stride` apart, when the pass is done; null = unknown
+    int64_t stride = 0;
+    int width = 0;
+
+    // Asks for the targets of rows [begin, end): they come while the rows are multiplied.
+    void ask(int begin, int end) const {
+        for (int r = begin; target != nullptr && r < end; r++)
+            for (int i = 0; i < width; i += kLanes) prefetch_to_write(target + r * stride + i);
+    }
 };
 
 using Tile = void (*)(const Pass&);

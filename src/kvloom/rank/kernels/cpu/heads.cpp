@@ -22,37 +22,42 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Norms and rotates in place: the qkv buffer is not needed afterwards.
+// Norms, rotates and stores a query, key or value of a token, the first, then the second, then the third kind; in place.
 template <class Cache>
-void Step::place_token(const kvl_instruction& instruction, int64_t token) {
+void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
     const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
     const int32_t* table = batch_.block_table + int64_t(scratch_.sequence[size_t(token)]) * batch_.max_blocks;
     const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
     const int slot = position % kBlockTokens;
     const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
-    const bool norms_rows = instruction.source == KVL_NORM_ROWS;
+    const bool norms_heads = instruction.source != KVL_NORM_ROWS;
+    const float* weight = vector(head < shape_.num_heads ? instruction.vector : instruction.vector2);
+    const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads;
+    if (value >= 0) return Cache::store_value(cache(instruction.layer, 1) + block + value * tile_bytes_, at, dim, slot);
+    if (weight != nullptr && norms_heads) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
+    if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
+    if (key >= 0) return Cache::store_key(cache(instruction.layer, 0) + block + key * tile_bytes_, at, dim, slot);
+    const int64_t query = token * shape_.num_heads + head;
+    auto* to = reinterpret_cast<typename Cache::Factor*>(scratch_.queries + query * dim);
+    scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale);
+}
+
+// Of a whole row of the qkv buffer, which is not needed afterwards.
+template <class Cache>
+void Step::place_token(const kvl_instruction& instruction, int64_t token) {
     float* row = scratch_.qkv.row(token);
-    if (norms_rows) {
+    if (instruction.source == KVL_NORM_ROWS) {
         const int64_t queries = model_.query_width(), keys = model_.kv_width();
         rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
         rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
     }
-    for (int h = 0; h < shape_.num_heads + shape_.num_kv_heads; h++, row += dim) {
-        const bool is_query = h < shape_.num_heads;
-        const float* weight = vector(is_query ? instruction.vector : instruction.vector2);
-        if (weight != nullptr && !norms_rows) rms_norm(row, weight, dim, dim, shape_.norm_eps, row);
-        if (rope.dim > 0) rotate(row, rope.at + int64_t(position) * rope.dim, rope.dim);
-        if (is_query) {
-            const int64_t at = token * shape_.num_heads + h;
-            scratch_.query_scale[at] = Cache::store_query(reinterpret_cast<typename Cache::Factor*>(scratch_.queries + at * dim), row, dim, scale);
-        } else {
-            Cache::store_key(cache(instruction.layer, 0) + block + (h - shape_.num_heads) * tile_bytes_, row, dim, slot);
-        }
-    }
-    for (int h = 0; h < shape_.num_kv_heads; h++, row += dim)
-        Cache::store_value(cache(instruction.layer, 1) + block + h * tile_bytes_, row, dim, slot);
+    for (int head = 0; head < shape_.num_heads + 2 * shape_.num_kv_heads; head++, row += shape_.head_dim)
+        place_head<Cache>(instruction, token, head, row);
 }
+
+template void Step::place_head<Bf16Cache>(const kvl_instruction&, int64_t, int, float*);
+template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, float*);
 
 // Tasks are handed out one by one: their costs differ by the lengths of the sequences.
 void Step::attend(const kvl_instruction& instruction) {
@@ -69,6 +74,8 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kTileQueries];
     Partials partials;
+    alignas(64) float sums[kTileQueries * kMaxHeadDim];
+    std::fill(sums, sums + rows * dim, 0.0f);
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
         const int row = task.first_row + m;
@@ -79,19 +86,22 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
         queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
                       window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
-        partials.sums[m] = scratch_.attended.row(token) + own * dim;
-        std::fill(partials.sums[m], partials.sums[m] + dim, 0.0f);
+        partials.sums[m] = sums + m * dim;
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
     const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
     attend(head, queries, rows, from, until, attends_in_tiles_, partials);
     const float* sinks = vector(instruction.vector);
+    const bool is_fused = does_next(instruction);
     for (int m = 0; m < rows; m++) {
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
         const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, partials.peak[m], partials.weight[m]));
-        float* const to = partials.sums[m];
-        for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(to + i), inverse));
+        float* const head_sums = partials.sums[m];
+        float* const to = is_fused ? head_sums : scratch_.attended.row(token) + own * dim;
+        for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));
+        if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);
     }
 }
 

@@ -102,6 +102,8 @@ struct Scratch {
     float* queries;                     // [tokens][num_heads][head_dim] of room for what kvcache.hpp stores
     float* query_scale;                 // [tokens][num_heads]
     Activations shared;                 // written by all threads, behind a barrier
+    Activations fused;                  // of instructions that are done with the one before them (fused.cpp)
+    std::vector<float*> unit;           // [threads] of panels that are finished together: their floats, of one pass
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
     std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
     int64_t widest;
@@ -139,5 +141,5 @@ struct kvl_model {
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;
-    std::vector<std::atomic<int64_t>> next;  // an instruction's work handed out one by one: panels, attention tasks
+    std::vector<std::atomic<int64_t>> next;  // [program][threads] work handed out one by one: panels, attention tasks
 };

@@ -246,5 +246,5 @@ int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
 
 void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
     model->program.assign(instructions, instructions + count);
-    model->next = std::vector<std::atomic<int64_t>>(size_t(count));
+    model->next = std::vector<std::atomic<int64_t>>(size_t(count) * size_t(model->pool.size()));
 }

@@ -94,4 +94,13 @@ inline F32 zero_where_masked(F32 value, F32 score) {
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
+// The same for what will be written: another core's copy of it goes.
+inline void prefetch_to_write(void* at) {
+#if defined(__x86_64__)
+    asm volatile("prefetchw %0" : : "m"(*static_cast<char*>(at)));  // compilers take it for an option
+#else
+    __builtin_prefetch(at, 1, 2);
+#endif
+}
+
 }  // namespace kvl

@@ -19,6 +19,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
         std::fill(scratch_.sequence.begin() + batch.qstart[s], scratch_.sequence.begin() + batch.qstart[s + 1], s);
     plan_attention();
     find_adapters();
+    is_fused_ = batch.num_tokens >= kFusedTokens && adapters_.empty();
 }
 
 // Lays the scratch out for `tokens` at `at` and returns its end.
@@ -38,6 +39,9 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.queries = take<float>(at, tokens * model.query_width());
     s.query_scale = take<float>(at, tokens * model.shape.num_heads);
     s.shared = take_activations(at, tokens, widest);
+    s.fused = take_activations(at, tokens, widest);
+    s.unit.resize(size_t(model.pool.size()));
+    for (float*& unit : s.unit) unit = take<float>(at, kTileRows * std::max<int64_t>(kPad, model.shape.head_dim));
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
@@ -77,7 +81,8 @@ void Step::run() {
 void Step::work(int thread) {
     embed_tokens(thread);
     sync();
-    for (const kvl_instruction& instruction : model_.program) execute(instruction, thread);
+    for (const kvl_instruction& instruction : model_.program)
+        if (!is_done(instruction)) execute(instruction, thread);
 }
 
 void Step::execute(const kvl_instruction& instruction, int thread) {
@@ -197,31 +202,42 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// Small steps stream each thread's own panels in order; large ones hand panels out.
+// Small steps stream each thread's own panels in order; large ones hand panels, or units of them, out with so many rows as
+// share an unpacked one.
 void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
-    const Activations& x = is_small(rows) ? scratch_.own[size_t(thread)] : scratch_.shared;
+    const Activations& x = input_of(instruction, rows, thread);
     if (rows < kHandOutTokens) {
-        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, rows, thread);
+        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
     } else {
-        for (int64_t p; (p = next(instruction)) < linear.panels;) panel(instruction, p, x, rows, thread);
+        const bool is_fused = does_next(instruction);
+        const int64_t together = is_fused ? panels_of_unit(instruction) : 1, units = (linear.panels + together - 1) / together;
+        const Passes passes(rows, kTileRows, kTileRows);
+        const int64_t count = units * passes.count;
+        for (int64_t i; (i = next(instruction, count, thread)) < count;) {
+            const Span span{passes.begin(i / units), passes.begin(i / units + 1)};
+            is_fused ? unit(instruction, i % units, x, span, thread) : panel(instruction, i % units, x, span, thread);
+        }
     }
     sync();
     if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
 }
 
-// One panel times all rows, and what is to be done with the sums while they are in the first-level cache.
-void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread) {
+// One panel times some rows, and what is to be done with the sums while they are in the first-level cache.
+void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
-    const Way way(linear.format(index), rows, model_.uses_tiles);
-    const bool has_low_rank = lora_stride_ > 0 && instruction.epilogue != KVL_LOGITS;
+    const Way way(linear.format(index), span.end - span.begin, model_.uses_tiles);
+    const bool is_head = instruction.epilogue == KVL_LOGITS, has_low_rank = lora_stride_ > 0 && !is_head;
+    const Rows target = is_head ? Rows{nullptr, 0} : target_of(instruction);
+    const int width = is_gate(instruction.epilogue) ? kLanes : kPanel;
     for (size_t i = 0; has_low_rank && i < step_adapters_.size(); i++)  // while the panel's own weights are worked on
         step_adapters_[i]->linears[size_t(instruction.linear)].prefetch_b(index);
     for (int64_t i = 0; i < way.passes.count; i++) {
-        const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
-        way.multiply({x, begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
+        const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
+        float* const to = is_head ? nullptr : target.row(begin) + index * width;
+        way.multiply({x, begin, linear.padded_cols, linear.panel(index), sums, to, target.stride, width}, int(end - begin));
         for (int64_t r = begin; has_low_rank && r < end; r += kLowRankRows)
             add_low_rank(instruction, index, r, std::min(end, r + kLowRankRows), sums + (r - begin) * kPanel, thread);
         for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
@@ -251,40 +267,33 @@ void Step::add_low_rank(const kvl_instruction& instruction, int64_t panel, int64
     }
 }
 
+// What a linear's epilogue writes, or adds to.
+Rows Step::target_of(const kvl_instruction& linear) const {
+    switch (linear.epilogue) {
+        case KVL_RESIDUAL:
+        case KVL_GATED_RESIDUAL: return scratch_.residual;
+        case KVL_TO_BRANCH: return scratch_.branch;
+        case KVL_TO_QKV: return scratch_.qkv;
+        default: return scratch_.mlp;
+    }
+}
+
 // Epilogues. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
 void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread) {
     const int64_t channel = panel * kPanel;
     if (instruction.epilogue == KVL_LOGITS) return keep_logits(row, channel, sums, thread);
-    F32 lo = load(sums), hi = load(sums + kLanes);
-    if (const float* bias = vector(instruction.vector)) {
-        lo = add(lo, load(bias + channel));
-        hi = add(hi, load(bias + channel + kLanes));
-    }
-    if (is_gate(instruction.epilogue)) {
-        float* to = scratch_.mlp.row(row) + channel / 2;
-        store(to, gated(instruction.epilogue, shape_, lo, hi));
-        if (panel + 1 == model_.linears[size_t(instruction.linear)].panels)  // a wider MLP may have left something there
-            for (int64_t k = channel / 2 + kLanes; k % kPad; k += kLanes) store(to += kLanes, splat(0));
+    float* to = target_of(instruction).row(row) + (is_gate(instruction.epilogue) ? channel / 2 : channel);
+    const bool is_gated = instruction.epilogue == KVL_GATED_RESIDUAL;
+    if (!is_gated && instruction.epilogue != KVL_RESIDUAL) {
+        store_panel(instruction, panel, sums, to);
+        if (is_gate(instruction.epilogue) && panel + 1 == model_.linears[size_t(instruction.linear)].panels)
+            for (int64_t k = channel / 2 + kLanes; k % kPad; k += kLanes) store(to += kLanes, splat(0));  // of a wider MLP
         return;
     }
-    if (instruction.epilogue == KVL_GELU) {
-        float* to = scratch_.mlp.row(row) + channel;
-        store(to, gelu_erf(lo));
-        store(to + kLanes, gelu_erf(hi));
-        return;
-    }
-    const bool is_gated = instruction.epilogue == KVL_GATED_RESIDUAL, is_added = is_gated || instruction.epilogue == KVL_RESIDUAL;
-    const Rows& rows = is_added                                ? scratch_.residual
-                       : instruction.epilogue == KVL_TO_BRANCH ? scratch_.branch
-                                                               : scratch_.qkv;
-    float* to = rows.row(row) + channel;
-    if (is_added) {
-        const F32 scale = splat(shape_.residual_scale * (is_gated ? scratch_.experts.shared[row] : 1.0f));
-        lo = fma(lo, scale, load(to));
-        hi = fma(hi, scale, load(to + kLanes));
-    }
-    store(to, lo);
-    store(to + kLanes, hi);
+    alignas(64) float branch[kPanel];
+    store_panel(instruction, panel, sums, branch);
+    const F32 scale = splat(shape_.residual_scale * (is_gated ? scratch_.experts.shared[row] : 1.0f));
+    for (int i = 0; i < kPanel; i += kLanes) store(to + i, fma(load(branch + i), scale, load(to + i)));
 }
 
 // A panel of logits of one row: all of them to memory, or the largest among the row's candidates.

@@ -14,6 +14,7 @@ namespace kvl {
 constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
 constexpr int kLowRankRows = 32;   // whose sums an adapter is added to at a time: bits of a word
 constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
+constexpr int kFusedTokens = 64;   // from here what follows is done where its floats are made (fused.cpp)
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.
 uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
@@ -22,6 +23,11 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
 struct AttentionTask {
     int32_t sequence, kv_head;
     int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
+};
+
+// Rows [begin, end) of a step.
+struct Span {
+    int64_t begin, end;
 };
 
 class Step {
@@ -42,7 +48,23 @@ class Step {
     void norm_layer(const kvl_instruction& instruction, int thread);
     void keep_states(const kvl_instruction& instruction, int thread);
     void multiply(const kvl_instruction& instruction, int thread);
-    void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, int64_t rows, int thread);
+    void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
+    bool does_next(const kvl_instruction& instruction) const;
+    bool is_done(const kvl_instruction& instruction) const;
+    const Activations& input_of(const kvl_instruction& linear, int64_t rows, int thread) const;
+    int64_t panels_of_unit(const kvl_instruction& linear) const;
+    void unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
+    // A row's sums of a panel as its epilogue wants them, but for what is added to them.
+    void store_panel(const kvl_instruction& instruction, int64_t panel, const float* sums, float* to) const {
+        F32 lo = load(sums), hi = load(sums + kLanes);
+        if (const float* bias = vector(instruction.vector)) {
+            lo = add(lo, load(bias + panel * kPanel));
+            hi = add(hi, load(bias + panel * kPanel + kLanes));
+        }
+        activate_panel(instruction.epilogue, shape_, lo, hi, to);
+    }
+    void store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const;
+    Rows target_of(const kvl_instruction& linear) const;
     const float* float_row(const kvl_instruction& instruction, int64_t row, float* room) const;
     void add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums, int thread);
     void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread);
@@ -52,6 +74,8 @@ class Step {
     void place_heads(const kvl_instruction& instruction, int thread);
     template <class Cache>
     void place_token(const kvl_instruction& instruction, int64_t token);
+    template <class Cache>
+    void place_head(const kvl_instruction& instruction, int64_t token, int head, float* at);
     void route(const kvl_instruction& instruction, int thread);
     void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
     void choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choice* out);
@@ -66,8 +90,18 @@ class Step {
     // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
     // The next item of an instruction's work, handed out to whoever asks.
-    int64_t next(const kvl_instruction& instruction) {
-        return model_.next[size_t(&instruction - model_.program.data())].fetch_add(1, std::memory_order_relaxed);
+    int64_t next(const kvl_instruction& instruction) { return counter(instruction, 0).fetch_add(1, std::memory_order_relaxed); }
+    // The same of `count` items: first those that are dealt to the thread, so that it meets the rows and the weights that it
+    // met before, then what others have left of theirs. `count` = none is left.
+    int64_t next(const kvl_instruction& instruction, int64_t count, int thread) {
+        for (int i = 0, of = thread; i < model_.pool.size(); i++, of = (of + 1) % model_.pool.size()) {
+            const int64_t item = deal(count, of) + counter(instruction, of).fetch_add(1, std::memory_order_relaxed);
+            if (item < deal(count, of + 1)) return item;
+        }
+        return count;
+    }
+    std::atomic<int64_t>& counter(const kvl_instruction& instruction, int thread) {
+        return model_.next[size_t((&instruction - model_.program.data()) * model_.pool.size() + thread)];
     }
     void sync() { model_.pool.barrier(); }
     bool is_small(int64_t rows) const { return rows <= kOwnTokens; }
@@ -96,6 +130,7 @@ class Step {
     const int heads_per_kv_;
     const int64_t tile_bytes_;  // of a block of one kv head, keys or values
     const bool attends_in_tiles_;
+    bool is_fused_ = false;  // what can be done with the instruction before it is
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows

@@ -168,6 +168,7 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
         asm volatile("" ::: "memory");  // compilers do not see what a tile is loaded of
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
+            if (g + count == groups) pass.ask(r, rows - r < kBlockRows ? rows : r + kBlockRows);
             if (rows - r <= 4) multiply_block<4>(block, g, count, unpacked);
             else if (rows - r <= 8) multiply_block<8>(block, g, count, unpacked);
             else multiply_block<kBlockRows>(block, g, count, unpacked);
@@ -204,6 +205,7 @@ struct Way {
 
     // One pass: out[rows][kPanel], with room for kTileRows.
     void multiply(const Pass& pass, int rows) const {
+        if (!is_in_tiles) pass.ask(0, rows);
         if (format == KVL_BF16) return is_in_tiles ? multiply_bf16_in_tiles(pass, rows) : tile_bf16_for(rows)(pass);
         if (is_in_tiles) return multiply_in_tiles(format, pass, rows);
         tile_for(format, rows)(pass);

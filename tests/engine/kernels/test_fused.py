@@ -1,0 +1,69 @@
+"""Steps of many rows do what follows a linear, or attention, where its floats are made: the bits of steps of few."""
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
+
+from .models import MIXED, SPECS, all_logits, four_bit, mixed_weights, ragged, random_weights
+
+FEW = 60  # rows of a step that does one instruction after the other
+MIXED_FILE = "a file of many kinds"
+CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
+    ("smollm2 heads", "bf16", "bf16"),
+    ("qwen3", "bf16", "int8"),
+    ("gemma2", "w8a8", "int8"),
+    ("gelu, uneven sizes", "w4a8", "bf16"),
+    (MIXED_FILE, "stored", "bf16"),
+]
+
+
+@functools.cache
+def backend_of(name: str, weight_format: str, kv_dtype: str, threads: int = 2) -> CpuBackend:
+    spec = MIXED if name == MIXED_FILE else SPECS[name]
+    weights = mixed_weights() if spec is MIXED else random_weights(spec)
+    if weight_format == "w4a8":
+        weights = four_bit(weights, "q4_1")
+    return CpuBackend(spec, weights, 64, CpuOptions(weight_format, kv_dtype, threads))
+
+
+def outcome(backend: CpuBackend, parts: list[tuple[list[int], int, list[int]]]) -> torch.Tensor:
+    """[tokens, vocab] logits."""
+    return all_logits(backend, *ragged(parts)).clone()
+
+
+def tokens_of(count: int) -> list[int]:
+    return torch.randint(0, 96, (count,), generator=torch.Generator().manual_seed(6)).tolist()
+
+
+@pytest.mark.parametrize(("name", "weight_format", "kv_dtype"), CASES)
+def test_sequences_in_one_step_have_the_bits_of_steps_of_few_rows(name, weight_format, kv_dtype):
+    backend = backend_of(name, weight_format, kv_dtype)
+    tokens, lengths = tokens_of(200), [FEW, 1, 33, 47]
+    parts = [(tokens[i : i + length], 0, list(range(5 * i, 5 * i + 5))) for i, length in enumerate(lengths)]
+    together = outcome(backend, parts)
+    alone = torch.cat([outcome(backend, [part]) for part in parts])
+    assert torch.equal(together, alone)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("length", [64, 517, 700])  # the least; more rows than a panel meets at a time
+def test_a_long_prompt_has_the_bits_of_its_pieces(length, threads):
+    backend = backend_of("smollm2 heads", "w8a8", "bf16", threads)
+    tokens, blocks = tokens_of(length), list(range(64))
+    whole = outcome(backend, [(tokens, 0, blocks)])
+    ends = [*range(0, length, FEW), length]
+    pieces = [outcome(backend, [(tokens[a:b], a, blocks)]) for a, b in itertools.pairwise(ends)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+def test_a_step_after_a_wider_one_finds_nothing_of_it():
+    """Sequences that end, begin and share steps of other sizes, over the same scratch."""
+    backend = backend_of("smollm2 heads", "w8a8", "bf16")
+    tokens = tokens_of(300)
+    want = outcome(backend, [(tokens[:90], 0, list(range(6)))])
+    outcome(backend, [(tokens, 0, list(range(20)))])
+    assert torch.equal(outcome(backend, [(tokens[:90], 0, list(range(6)))]), want)
