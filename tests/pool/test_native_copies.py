@@ -1,12 +1,14 @@
-"""Each instruction set copies the same bytes to both targets, and touches none beside them."""
+"""A save's copies: each instruction set moves the same bytes, and the sum is that of the copy."""
 
 import ctypes
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from ems.native.build import BuildError, Library
+from ems.native.library import xxh3
 from ems.runs import address_of
 
 LINE, MARGIN = 64, 64
@@ -40,3 +42,19 @@ def test_lines_are_copied_to_both_targets_and_nowhere_else(copies, which, num_li
     for memory, inner in targets:
         assert np.array_equal(inner, source[offset:])
         assert np.count_nonzero(memory) == size
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("size", [1, 100, 8192, 8193, 65535, 65536, 65537, 65599, 200_003])
+def test_a_block_of_any_size_is_copied_and_its_sum_is_that_of_the_copy(copies, size, offset):
+    functions = xxh3()
+    assert functions is not None
+    source = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    memory = np.zeros(size + 2 * LINE, np.uint8)
+    start = -address_of(memory) % LINE + offset
+    target, digest = memory[start : start + size], ctypes.create_string_buffer(16)
+    addresses = [ctypes.c_void_p(each.ctypes.data) for each in (target, source)]
+    copies.copy_summed(ctypes.byref(functions), *addresses, ctypes.c_size_t(size), digest)
+    assert np.array_equal(target, source)
+    assert digest.raw == xxhash.xxh3_128_digest(target)
+    assert not memory[start + size :].any()

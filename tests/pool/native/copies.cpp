@@ -1,4 +1,4 @@
-// The copies past the caches, one function an instruction set, for test_native_copies.py.
+// The copies of sums.hpp, those past the caches one function an instruction set, for test_native_copies.py.
 #include "sums.hpp"
 
 extern "C" {
@@ -17,6 +17,12 @@ void copy(int which, uint8_t* target, uint8_t* kept, const uint8_t* source, size
     (which == 0 ? ems::copy_lines_sse2 : ems::copy_lines_avx512)(target, kept, source, size);
 #endif
     ems::finish_copies();
+}
+
+void copy_summed(const ems::Xxh3* xxh3, uint8_t* target, const uint8_t* source, size_t size, uint8_t* sum) {
+    ems::SummedCopy copy(*xxh3);
+    const ems::Sum found = copy(target, source, size);
+    std::memcpy(sum, found.data(), found.size());
 }
 
 }  // extern "C"
