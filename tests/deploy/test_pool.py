@@ -44,6 +44,7 @@ def samples() -> dict[str, set[str]]:
         cc.save(slots_of(0), [1], [4])
         cc.load(slots_of(0, 1), [1, 2], [4, 4])
         agent.node.pool("default").counts.add("refused_quota")
+        agent.node.pool("default").counts.add("denied_revoked")
         text = render([agent.stats()]).decode()
     families = text_string_to_metric_families(text)
     return {sample.name: set(sample.labels) for family in families for sample in family.samples}
