@@ -3,14 +3,12 @@
 import asyncio
 from collections.abc import Iterator
 
-import huggingface_hub
 import pytest
-from huggingface_hub import InferenceClient
-from text_generation import AsyncClient, Client
-from text_generation.errors import ValidationError
 
+from tests.support.lazily import lazily
 from tests.support.servers import MODEL, OVER_VLLM, FakeServer, fake_server
 
+huggingface_hub, text_generation = lazily("huggingface_hub"), lazily("text_generation")
 pytestmark = [
     pytest.mark.compat,
     pytest.mark.filterwarnings("ignore:The `dict` method is deprecated"),  # of pydantic, in text-generation itself
@@ -21,17 +19,17 @@ SAMPLED = {"max_new_tokens": 12, "do_sample": True, "seed": 7, "temperature": 0.
 
 
 @pytest.fixture(scope="module")
-def tgi(server: FakeServer) -> Client:
-    return Client(server.url)
+def tgi(server: FakeServer) -> "text_generation.Client":
+    return text_generation.Client(server.url)
 
 
 @pytest.fixture(scope="module")
-def hub(server: FakeServer) -> Iterator[InferenceClient]:
-    with InferenceClient(base_url=server.url) as client:
+def hub(server: FakeServer) -> Iterator["huggingface_hub.InferenceClient"]:
+    with huggingface_hub.InferenceClient(base_url=server.url) as client:
         yield client
 
 
-def test_text_generation_and_its_stream_agree(tgi: Client):
+def test_text_generation_and_its_stream_agree(tgi: "text_generation.Client"):
     whole = tgi.generate(PROMPT, decoder_input_details=True, **SAMPLED)
     details = whole.details
     assert details is not None
@@ -48,7 +46,7 @@ def test_text_generation_and_its_stream_agree(tgi: Client):
     assert all(event.generated_text is None for event in events[:-1])
 
 
-def test_text_generation_options(tgi: Client):
+def test_text_generation_options(tgi: "text_generation.Client"):
     more = {} if OVER_VLLM else {"watermark": True, "typical_p": 0.9}  # which vLLM has not
     full = tgi.generate(PROMPT, max_new_tokens=4, return_full_text=True, truncate=5, **more)
     assert full.generated_text.startswith(PROMPT)
@@ -62,9 +60,9 @@ def test_text_generation_options(tgi: Client):
     assert stopped.details.finish_reason == "stop_sequence"
 
 
-def test_text_generation_async(server: FakeServer, tgi: Client):
+def test_text_generation_async(server: FakeServer, tgi: "text_generation.Client"):
     async def ask() -> tuple[str, str]:
-        client = AsyncClient(server.url)
+        client = text_generation.AsyncClient(server.url)
         whole = await client.generate(PROMPT, **SAMPLED)
         text = "".join([event.token.text async for event in client.generate_stream(PROMPT, **SAMPLED)])
         return whole.generated_text, text
@@ -76,21 +74,21 @@ def test_text_generation_async(server: FakeServer, tgi: Client):
 def test_text_generation_chats():
     """It names the model "tgi", always. (Its chat stream asks for `tool_calls` in every delta, beyond the protocol.)"""
     with fake_server() as server:
-        answer = Client(server.url).chat(messages=MESSAGES, max_tokens=8, seed=1)
+        answer = text_generation.Client(server.url).chat(messages=MESSAGES, max_tokens=8, seed=1)
         expected = server.chat("hello", max_tokens=8, seed=1).json()
         assert answer.choices[0].message.content == expected["choices"][0]["message"]["content"]
         assert answer.usage["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
-def test_text_generation_raises_its_own_errors(tgi: Client, server: FakeServer):
+def test_text_generation_raises_its_own_errors(tgi: "text_generation.Client", server: FakeServer):
     too_many = server.engine.max_seq_len + 1
-    with pytest.raises(ValidationError, match="`max_new_tokens` must be <= "):
+    with pytest.raises(text_generation.errors.ValidationError, match="`max_new_tokens` must be <= "):
         tgi.generate(PROMPT, max_new_tokens=too_many)
-    with pytest.raises(ValidationError, match="`max_new_tokens` must be <= "):
+    with pytest.raises(text_generation.errors.ValidationError, match="`max_new_tokens` must be <= "):
         list(tgi.generate_stream(PROMPT, max_new_tokens=too_many))
 
 
-def test_the_hub_generates_text(hub: InferenceClient):
+def test_the_hub_generates_text(hub: "huggingface_hub.InferenceClient"):
     text = hub.text_generation(PROMPT, **SAMPLED)
     answer = hub.text_generation(PROMPT, details=True, decoder_input_details=True, **SAMPLED)
     assert answer.generated_text == text
@@ -104,7 +102,7 @@ def test_the_hub_generates_text(hub: InferenceClient):
     assert events[-1].details.generated_tokens == len(events)
 
 
-def test_the_hub_chats(hub: InferenceClient):
+def test_the_hub_chats(hub: "huggingface_hub.InferenceClient"):
     options = {"model": MODEL, "max_tokens": 12, "seed": 7, "temperature": 0.5, "logprobs": True, "top_logprobs": 2}
     answer = hub.chat_completion(MESSAGES, **options)
     choice = answer.choices[0]
@@ -118,7 +116,7 @@ def test_the_hub_chats(hub: InferenceClient):
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
 
 
-def test_the_hub_async_and_its_errors(server: FakeServer, hub: InferenceClient):
+def test_the_hub_async_and_its_errors(server: FakeServer, hub: "huggingface_hub.InferenceClient"):
     async def ask() -> str:
         async with huggingface_hub.AsyncInferenceClient(base_url=server.url) as client:
             return "".join([text async for text in await client.text_generation(PROMPT, stream=True, **SAMPLED)])

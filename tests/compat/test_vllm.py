@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
+from tests.support.lazily import lazily
 from tests.support.pool import blocks_of, running_agent
 from tests.support.waiting import until
+
+transformers = lazily("transformers")
 
 PYTHON = os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable
 if sys.executable == PYTHON and importlib.util.find_spec("vllm") is None:

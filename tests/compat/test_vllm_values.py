@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
+from tests.support.lazily import lazily
 from tests.support.servers import MODEL, OVER_VLLM, FakeServer
 from tests.support.vllm_hosts import chained_model
+
+transformers = lazily("transformers")
 
 if not OVER_VLLM:
     pytest.skip("needs vLLM itself: make compat-vllm", allow_module_level=True)

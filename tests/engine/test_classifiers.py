@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.embedding.classes import activation_of, labels_of
@@ -20,6 +19,9 @@ from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import BASE, VOCAB_SIZE, save
 from tests.support.engines import engine_over, run_all
+from tests.support.lazily import lazily
+
+transformers = lazily("transformers")
 
 NOTHING = SamplingParams(max_tokens=0)
 REFERENCE = {"backend": "reference", "dtype": "float32"}

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-import transformers
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.capabilities import check_capable
@@ -21,6 +20,9 @@ from kvloom.rank.runner import ModelRunner
 from tests.support.checkpoints import VOCAB_SIZE, save
 from tests.support.embedding import pooled, save_modules
 from tests.support.engines import engine_over, run_all
+from tests.support.lazily import lazily
+
+transformers = lazily("transformers")
 
 NOTHING = SamplingParams(max_tokens=0)
 KINDS: dict[str, dict[str, str]] = {

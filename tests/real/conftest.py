@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from kvloom.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.real.model import RealModel, open_real
-from tests.real.oracle import Oracle, load_oracle
+from tests.support.lazily import lazily
+
+if TYPE_CHECKING:
+    from tests.real.oracle import Oracle
+
+oracles = lazily("tests.real.oracle")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +27,7 @@ def tokenizer(smollm2_path: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def oracle(smollm2_path: Path) -> Oracle:
     """In float32. A test that changes weights changes those of a copy."""
-    return Oracle(smollm2_path, functools.cache(functools.partial(load_oracle, smollm2_path)))
+    return oracles.Oracle(smollm2_path, functools.cache(functools.partial(oracles.load_oracle, smollm2_path)))
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.request import Request, SamplingParams
-from tests.real.oracle import Oracle
 from tests.support.adapters import make_adapter
 from tests.support.engines import run_all, tokens_of
+from tests.support.lazily import lazily
 
+oracles = lazily("tests.real.oracle")
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 NUM_TOKENS = 16
@@ -30,7 +31,7 @@ def folders(smollm2_path, tmp_path_factory) -> list[str]:
     return [str(make_adapter(root / str(rank), shapes, rank, rank, size=0.3)) for rank in (8, 16, 5)]
 
 
-def merged(oracle: Oracle, folder: str) -> Any:
+def merged(oracle: "oracles.Oracle", folder: str) -> Any:
     """A copy of the model with W += alpha / r * B A, as peft's merge does, by the file's own names."""
     model = copy.deepcopy(oracle.model())
     tensors = load_file(f"{folder}/adapter_model.safetensors")
@@ -54,7 +55,7 @@ def test_greedy_answers_with_an_adapter_are_those_of_its_merged_weights(real, or
     found = {name: tokens_of(deltas) for name, deltas in run_all(engine, *requests).items()}
     engine.adapters.unload(id)
     adapter = b"".join(path.read_bytes() for path in (*sorted(Path(folders[0]).iterdir()), Path(__file__)))
-    changed = Oracle(smollm2_path, functools.cache(lambda: merged(oracle, folders[0])), adapter)
+    changed = oracles.Oracle(smollm2_path, functools.cache(lambda: merged(oracle, folders[0])), adapter)
     for i, ids in enumerate(prompts):
         answer = found[f"{id}-{i}"]
         assert changed.likeliest([*ids, *answer])[len(ids) - 1 : -1] == answer

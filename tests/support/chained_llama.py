@@ -10,10 +10,12 @@ from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
 
 import torch
-import transformers
 
 from kvloom.rank.byte_tokenizer import EOS_ID, VOCAB_SIZE
 from tests.support.byte_folder import make_byte_folder
+from tests.support.lazily import lazily
+
+transformers = lazily("transformers")
 
 CHAIN = [*map(ord, " " + ascii_lowercase + ascii_uppercase + digits), EOS_ID]
 MAX_LEN = 8192

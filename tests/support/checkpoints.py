@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from kvloom.rank.kernels.backend import Backend
 from tests.engine.kernels.models import all_logits, ragged
+from tests.support.lazily import lazily
+
+transformers = lazily("transformers")
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

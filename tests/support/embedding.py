@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from tests.support.checkpoints import BASE, FULL, LOCAL
+from tests.support.lazily import lazily
+
+transformers = lazily("transformers")
 
 GEMMA: dict[str, Any] = {
     "num_hidden_layers": 3,
