@@ -25,7 +25,7 @@ from tests.support.threads import rank_pid
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
-NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "5"))
+NUM_KILLS = int(os.environ.get("KVLOOM_TEST_KILLS", "3"))
 NUM_STREAMS, NUM_TOKENS = (32, 40) if NUM_KILLS > 10 else (8, 24)
 TEXTS = (
     "The capital of France is",

@@ -32,14 +32,14 @@ def test_embeddings_are_the_pooled_states_of_transformers(real, truth, kind):
     engine = model.engine()
     for pooling in POOLINGS:
         rounds = []
-        for turn in range(2):  # the second time from the cache, but for the mean
+        for turn in range(1 if pooling == "mean" else 2):  # the second time from the cache, which has no mean
             requests = [
                 Request(f"{pooling}{turn}{i}", model.ids(text), SamplingParams(max_tokens=0), pooling=pooling)
                 for i, text in enumerate(TEXTS)
             ]
             found = run_all(engine, *requests)
             rounds.append([torch.tensor(array("f", found[r.id][0].embedding or b"")) for r in requests])
-        for vector, again, wanted in zip(*rounds, truth[pooling], strict=True):
+        for vector, again, wanted in zip(rounds[0], rounds[-1], truth[pooling], strict=True):
             if model.config.backend == "reference":
                 assert float((vector - wanted).norm() / wanted.norm()) < FLOAT32_TOLERANCE
                 assert float((again - vector).norm() / wanted.norm()) < FLOAT32_TOLERANCE
