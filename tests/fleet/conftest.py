@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.waiting import until
 
-START_S = 180.0  # what a busy machine may take for replicas to be there
+START_S = 300.0  # what a busy machine may take for replicas to be there
 
 
 @dataclass
