@@ -77,6 +77,7 @@ KVL_IN_TILES inline void multiply_channel_in_tiles(const Pass& pass, int rows) {
             const BlockShapes shapes(block.rows);
             shapes.load();
         }
+        pass.ask(r, r + block.rows);
         block.rows > kLanes ? multiply_channel_block<true>(block, before, scales, r == 0)
                             : multiply_channel_block<false>(block, before, scales, r == 0);
         asm volatile("" ::: "memory");
