@@ -19,8 +19,8 @@ inline bool can_attend_in_tiles(int kv_format) { return kv_format == KVL_KV_INT8
 struct TileShape {
     int rows, bytes;
 };
-struct AttentionShapes : TileShapes {
-    AttentionShapes(const TileShape (&tiles)[8]) : TileShapes(64) {
+struct AttentionShapes : TileConfig {
+    AttentionShapes(const TileShape (&tiles)[8]) {
         for (int i = 0; i < 8; i++) {
             num_rows[i] = uint8_t(tiles[i].rows);
             row_bytes[i] = uint16_t(tiles[i].bytes);
@@ -248,9 +248,8 @@ KVL_IN_ALL_TILES void attend_in_tiles(const PagedHead& head, const Query* querie
     Tiles tiles(queries, rows, head.head_dim);
     alignas(64) float scores[kTileQueries * kChunkKeys], sums[kTileQueries * Tiles::kDims];
     alignas(64) typename Tiles::Factor factors[kTileQueries * kChunkKeys];
-    const AttentionShapes shapes = Tiles::shapes(rows);
     asm volatile("" ::: "memory");
-    _tile_loadconfig(&shapes);
+    Tiles::shapes(rows).load();
     for (int64_t c = from / kChunkKeys; c * kChunkKeys < until; c++) {
         const Chunk chunk(head, c, until);
         tiles.score(chunk, scores);

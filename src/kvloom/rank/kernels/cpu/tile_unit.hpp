@@ -38,9 +38,20 @@ inline bool has_bf16_tiles() {
     return has;
 }
 
-// Shapes of the tiles where sums stay in them (Intel SDM, LDTILECFG), for 1 to 32 rows: 0 and 1 sums of the first 16, 2 and 3
+// Shapes of the eight tiles (Intel SDM, LDTILECFG): rows, and bytes of each.
+struct alignas(64) TileConfig {
+    KVL_IN_TILES void load() const {
+        asm volatile("" ::"r"(this) : "memory");  // compilers do not see that all of it is read
+        _tile_loadconfig(this);
+    }
+    uint8_t palette = 1, start = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t num_rows[16] = {};
+};
+
+// Where sums stay in the tiles, for 1 to 32 rows: 0 and 1 sums of the first 16, 2 and 3
 // of the others; 4 and 5 their activations; 6 and 7 weights. Where there are 16 at most, 2, 3 and 5 are not used.
-struct alignas(64) BlockShapes {
+struct BlockShapes : TileConfig {
     explicit BlockShapes(int rows) {
         const int first = min_of(rows, kLanes), second = max_of(rows - kLanes, 1);
         const int of_tile[] = {first, first, second, second, first, second, 16, 16};
@@ -49,13 +60,6 @@ struct alignas(64) BlockShapes {
             row_bytes[tile] = 64;
         }
     }
-    KVL_IN_TILES void load() const {
-        asm volatile("" ::"r"(this) : "memory");  // compilers do not see that all of it is read
-        _tile_loadconfig(this);
-    }
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t num_rows[16] = {};
 };
 
 #else

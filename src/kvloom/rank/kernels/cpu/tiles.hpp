@@ -64,17 +64,14 @@ struct Unpacked {
     alignas(64) float scales[kTileCols / kGroup * kHalves];
 };
 
-// Shapes of the tiles (Intel SDM, LDTILECFG): 0 to 3 sums, of two parts in turn; 4 activations; 6 and 7 weights.
-struct alignas(64) TileShapes {
-    explicit TileShapes(int part) {
+// Where parts are multiplied: 0 to 3 sums, of two parts in turn; 4 activations; 6 and 7 weights.
+struct PartShapes : TileConfig {
+    explicit PartShapes(int part) {
         for (int tile = 0; tile < 8; tile++) {
             num_rows[tile] = uint8_t(tile >= 6 ? part / 4 : kBlockRows);
             row_bytes[tile] = uint16_t(tile == 4 ? part : 64);
         }
     }
-    uint8_t palette = 1, start = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t num_rows[16] = {};
 };
 
 // Where sums begin: an integer s that is added to the bits of 1.5 * 2^23 makes them those of 1.5 * 2^23 + s, a float. To
@@ -160,8 +157,7 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
     Unpacked<FORMAT> unpacked;
     const int64_t groups = pass.cols / group_size(FORMAT);
     const uint8_t* panel = pass.panel;
-    const TileShapes shapes(part_size(FORMAT));
-    _tile_loadconfig(&shapes);
+    PartShapes(part_size(FORMAT)).load();
     for (int64_t g = 0; g < groups; g += kChunk) {
         const int64_t count = groups - g < kChunk ? groups - g : kChunk;
         panel = unpacked.fill(panel, count);
