@@ -138,7 +138,8 @@ def test_from_ems_equals_computed_with_an_adapter(model, agent, adapters, backen
 def test_blocks_come_back_from_ems_while_others_are_preempted(model, agent):
     """Too few blocks: sequences are preempted, prefixes evicted and loaded again in one engine."""
     want, _ = run(settings(model, "cpu", block_size=16))
-    tight = settings(model, "cpu", agent, block_size=16, num_blocks=11, num_host_blocks=6, max_seq_len=176)
+    few = {"num_blocks": 11, "num_host_blocks": 6, "max_seq_len": 176}
+    tight = settings(model, "cpu", agent, block_size=16, max_gap_s=0.0, **few)  # what a step takes decides nothing
     runs = [run(tight) for _ in range(3)]
     assert [found for found, _ in runs] == [want] * 3
     assert sum(stats.total_preemptions for _, stats in runs) > 0

@@ -137,12 +137,13 @@ def fake_server(
     """All `names` are served by one engine; without `has_eos` answers end by their length only.
 
     `keys`: API keys, one of which is asked for; `policy`: which pages may ask; `wrap`: what stands before the app.
-    `config` goes into EngineConfig, `card` into ModelCard.
+    `config` goes into EngineConfig, `card` into ModelCard. Requests without a seed draw what they drew the last time,
+    unless `seed` is None: one token in 97 ends an answer.
     """
     tokenizer = tokenizer or ByteTokenizer()
     if not has_eos:
         tokenizer.eos_ids = frozenset()
-    engine_config = EngineConfig(backend="fake", **config)
+    engine_config = EngineConfig(backend="fake", **{"seed": 0, **config})
     shape = EngineConfig(backend="fake", num_blocks=512, max_seq_len=max_seq_len, fake_step_s=step_s)
     engine = _engine(engine_config, shape, tokenizer)
     made: list[FakeServer] = []
