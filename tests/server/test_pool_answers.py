@@ -28,6 +28,7 @@ from tests.support.checkpoints import save, tiny_model
 from tests.support.engines import drain, tokens_of
 from tests.support.executors import opened
 from tests.support.pool import running_agent
+from tests.support.waiting import until
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"
 KERNEL_SIZES = range(16, 129, 16)  # what the CPU kernels have of cacheBlockSize, 1 to 128
@@ -138,12 +139,18 @@ def test_from_ems_equals_computed_with_an_adapter(model, agent, adapters, backen
 def test_blocks_come_back_from_ems_while_others_are_preempted(model, agent):
     """Too few blocks: sequences are preempted, prefixes evicted and loaded again in one engine."""
     want, _ = run(settings(model, "cpu", block_size=16))
-    few = {"num_blocks": 11, "num_host_blocks": 6, "max_seq_len": 176}
-    tight = settings(model, "cpu", agent, block_size=16, max_gap_s=0.0, **few)  # what a step takes decides nothing
-    runs = [run(tight) for _ in range(3)]
-    assert [found for found, _ in runs] == [want] * 3
-    assert sum(stats.total_preemptions for _, stats in runs) > 0
-    assert runs[-1][1].total_tier_loaded_blocks > 0
+    tight = settings(model, "cpu", agent, block_size=16, num_blocks=11, num_host_blocks=6, max_seq_len=176)
+    num_preempted = num_loaded = 0
+
+    def is_seen() -> bool:
+        """On a busy machine the pool's answers come late, and the sequences one by one: nobody is preempted then."""
+        nonlocal num_preempted, num_loaded
+        found, stats = run(tight)
+        assert found == want
+        num_preempted, num_loaded = num_preempted + stats.total_preemptions, num_loaded + stats.total_tier_loaded_blocks
+        return num_preempted > 0 and num_loaded > 0
+
+    until(is_seen)
 
 
 @pytest.mark.parametrize(
