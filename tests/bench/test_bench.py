@@ -145,11 +145,12 @@ def test_a_server_that_is_not_measured_is_halted_with_its_children():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent has ended")
-def test_a_server_ends_with_the_bench_that_started_it_however_that_ends():
+@pytest.mark.parametrize("is_running", [True, False], ids=["running", "halted"])
+def test_a_server_ends_with_the_bench_that_started_it_however_that_ends(is_running):
     program = (
         "import sys, time; from kvloom.bench.process import ServerProcess\n"
         "with ServerProcess([sys.executable, '-c', 'import time; time.sleep(600)']) as server:\n"
-        "    print(server._process.pid, flush=True); time.sleep(600)"
+        f"    server.set_running({is_running}); print(server.pid, flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as bench:
         server = psutil.Process(int(bench.stdout.readline()))

@@ -22,7 +22,11 @@ _STOP_S = 15.0
 
 
 class ServerProcess:
-    """A command in a session of its own, so that its children end with it. A context manager."""
+    """A command in a process group of its own, so that its children end with it. A context manager.
+
+    The group stays in the session of its parent: when that ends, however it does, the system hangs up on a group
+    with halted processes and lets them go on (POSIX, _exit(), of orphaned process groups), so that they can end.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -30,9 +34,10 @@ class ServerProcess:
         try:
             self._process = subprocess.Popen(
                 command,
+                stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=end_with_parent,
             )
         except OSError as error:
