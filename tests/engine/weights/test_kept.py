@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvloom.checkpoints.fingerprint import fingerprint
 from kvloom.contract.errors import BadRequest
 from kvloom.rank.kernels import kept
-from kvloom.rank.kernels.kept import DATA_OFFSET, KeptWeights, Key, kept_weights
+from kvloom.rank.kernels.kept import DATA_OFFSET, KeptWeights, Key, kept_weights, parts_of
 
 GB = 10**9
 KEY = Key("f" * 64, "w8a8", "avx2", "recipe", 2)
@@ -322,3 +324,13 @@ def test_how_much_is_kept():
 def test_a_size_that_is_none_is_told(text):
     with pytest.raises(BadRequest, match="KVLOOM_WEIGHT_CACHE_GB: must be a number of gigabytes above 0"):
         kept_weights({"KVLOOM_WEIGHT_CACHE_GB": text})
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.integers(1, 16))
+def test_packed_bytes_are_written_in_parts_that_lie_at_multiples_of_their_size(pieces, part_bytes):
+    parts = [bytes(part) for part in parts_of([memoryview(piece) for piece in pieces], part_bytes)]
+    starts = [sum(map(len, parts[:at])) for at in range(len(parts))]
+    ends = {sum(map(len, pieces[:at])) for at in range(len(pieces))}
+    assert b"".join(parts) == b"".join(pieces)
+    assert all(0 < len(part) <= part_bytes for part in parts)
+    assert all(start % part_bytes == 0 or start in ends for start in starts)

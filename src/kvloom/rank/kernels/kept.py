@@ -32,6 +32,7 @@ _DEFAULT_GB = 20.0
 _MAGIC = b"KVLPACK1"
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 8 << 20
+_MADV_POPULATE_READ = 22  # Linux 5.14
 _SUFFIX, _PART = ".packed", ".part"
 _STAMPS = "stamps"  # folder of files: the identity of a model's files -> the fingerprint of their bytes
 _ABANDONED_S = 3600.0  # a part that is older was left by a process that ended
@@ -100,8 +101,7 @@ class KeptWeights:
                 return None
             with contextlib.suppress(OSError):  # a folder that cannot be written to has no order of use
                 os.utime(fd)
-            flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-            return mmap.mmap(fd, num_bytes, flags, mmap.PROT_READ, offset=DATA_OFFSET)
+            return _mapped(fd, num_bytes)
         except OSError as error:
             log.warning("%s: cannot be mapped: %s", key.file_name, error.strerror or error)
             return None
@@ -272,16 +272,42 @@ def _write(path: Path, key: Key, pieces: Sequence[memoryview], model: str) -> No
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
         file.seek(DATA_OFFSET)
-        for piece in pieces:
-            for at in range(0, len(piece), _PIECE_BYTES):
-                _write_all(file.fileno(), piece[at : at + _PIECE_BYTES])
-                hashed.update(piece[at : at + _PIECE_BYTES])
+        for part in parts_of(pieces, _PIECE_BYTES):
+            _write_all(file.fileno(), part)
+            hashed.update(part)
         num_bytes = sum(len(piece) for piece in pieces)
         text = msgspec.json.encode(_Header(key, num_bytes, hashed.hexdigest(), model[-1024:]))
         head = _MAGIC + len(text).to_bytes(4, "little") + text + hashlib.sha256(text).digest()
         os.fsync(file.fileno())
         os.pwrite(file.fileno(), head, 0)
         os.fsync(file.fileno())
+
+
+def parts_of(pieces: Sequence[memoryview], part_bytes: int) -> Iterator[memoryview]:
+    """All bytes in order, cut where a piece ends and at multiples of `part_bytes` counted from the first of them.
+
+    What is written at once, and lies so, file systems keep in huge pages.
+    """
+    position = 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + part_bytes - position % part_bytes]
+            yield part
+            at, position = at + len(part), position + len(part)
+
+
+def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
+    """What is behind the header, read from the disk now, into huge pages where the file system can. Raises OSError."""
+    try:
+        pages = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
+        with contextlib.suppress(AttributeError, OSError):
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        pages.madvise(_MADV_POPULATE_READ)
+    except (AttributeError, OSError):
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return mmap.mmap(fd, num_bytes, flags, mmap.PROT_READ, offset=DATA_OFFSET)
+    return pages
 
 
 def _write_all(fd: int, data: memoryview) -> None:
