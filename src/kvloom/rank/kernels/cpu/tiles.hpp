@@ -19,7 +19,7 @@ constexpr int kTileCols = 768;  // of a panel, unpacked at a time: 24 KB, half o
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 
 // Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole steps).
-constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 ? 24 : 48; }
+constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 || format == KVL_INT8_32 ? 24 : 48; }
 
 // Weights that share a scale.
 constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
