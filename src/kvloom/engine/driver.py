@@ -24,7 +24,7 @@ from kvloom.engine.outage import Outage
 log = logging.getLogger(__name__)
 
 _TIER_POLL_S = 0.002  # how soon an engine with nothing to compute notices what the outer KV tier has brought
-_STATS_S = 0.02
+_STATS_S = 0.1
 _IDLE_POLL_S = 0.2  # how soon an idle engine notices that its rank died
 OTHER_WEIGHTS = "the model died, and its files have changed meanwhile: an answer of the old ones cannot go on"
 _NOT_READY = "the model is not ready: it is starting, restarting or stopping; try again soon"

@@ -67,7 +67,7 @@ class EngineThread:
         self._executor.close()
 
     def stats(self) -> Stats:
-        """As of the last step; of what no request's coming or going changed, up to 20 ms older."""
+        """As of the last step; of what no request's coming or going changed, up to 0.1 s older."""
         return self._driver.stats
 
     def open(self, requests: Sequence[Request]) -> Feed:

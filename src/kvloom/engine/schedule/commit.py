@@ -86,7 +86,8 @@ def commit_step(
             del seq.block_table[num_used:]
         if seq.is_whole:
             continue
-        extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
+        if len(seq.hashes) < len(seq.token_ids) // block_size:
+            extend_chain(seq.hashes, seq.token_ids, block_size, seq.salt)
         num_full = seq.num_computed // block_size
         if num_full > seq.num_published:
             full = range(seq.num_published, num_full)

@@ -45,11 +45,11 @@ class Pace:
 
     def limited(self, limits: Limits, seqs: Sequence[Seq]) -> Limits:
         """The budget of the next step."""
-        decoding = [seq for seq in seqs if _is_decoding(seq)]
         prompts = [seq for seq in seqs if seq.status is Status.RUNNING and seq.num_pending > 1]
         prompts += [seq for seq in seqs if seq.status is Status.WAITING]
         if not prompts:
             return limits
+        decoding = [seq for seq in seqs if _is_decoding(seq)]
         is_paced = bool(decoding) and self._max_gap_s != 0
         if not self._cost.is_known:
             most = FIRST_TOKENS if is_paced else FIRST_ALONE_TOKENS

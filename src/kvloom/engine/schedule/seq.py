@@ -58,7 +58,8 @@ class Seq:
     @property
     def num_pending(self) -> int:
         """Tokens known but neither computed nor under way; 1 while decoding."""
-        return max(1, len(self.token_ids) - self.next_start)
+        pending = len(self.token_ids) - self.num_computed - self.num_computing
+        return pending if pending > 1 else 1
 
     @property
     def next_start(self) -> int:
@@ -73,7 +74,7 @@ class Seq:
     @property
     def is_suspect(self) -> bool:
         """Whether a rank may have died of it."""
-        return self.repute.is_suspect(len(self.token_ids))
+        return self.repute.num_crashes > 0 and self.repute.is_suspect(len(self.token_ids))
 
 
 class SeqStep(msgspec.Struct, frozen=True):

@@ -1,5 +1,6 @@
 """Text <-> token ids, and chat templates."""
 
+import functools
 import json
 import re
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.encoding import Encoder, byte_alphabet
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 
+_KEPT_BYTES = 8192  # tokens whose bytes are kept: most of what a model writes
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -39,6 +41,7 @@ class Tokenizer:
         self._added = {i: token.content for i, token in fast.get_added_tokens_decoder().items()}
         self._is_byte_level = is_byte_level
         self._templates = templates
+        self._bytes_of = functools.lru_cache(_KEPT_BYTES)(self._spelt)
         self.eos_ids, self.bos_id = special.eos_ids, special.bos_id
         self.vocab_size: int = fast.get_vocab_size(with_added_tokens=True)
         self.special_texts = frozenset(self._added[i] for i in special.all_ids if i in self._added)
@@ -80,6 +83,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """What the token contributes to the text; a special token gives its literal text."""
+        return self._bytes_of(token_id)
+
+    def _spelt(self, token_id: int) -> bytes:
         if token_id in self._added:
             return self._added[token_id].encode()
         text = self.token_text(token_id)
