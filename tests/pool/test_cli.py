@@ -163,10 +163,13 @@ def test_arguments_become_a_configuration(tmp_path):
 
 
 def test_without_arguments_an_agent_has_the_defaults_of_its_configuration():
-    named = {"socket": sockets.serving_path(), "node_id": ""}
+    named = {"socket": sockets.serving_path(), "node_id": "n"}
     assert replace(config_of(), **named) == replace(AgentConfig(), **named)
     config = config_of("--engine=valkey://a")
     assert (config.rcache_share, config.engine) == (1.0, "valkey://a")
+
+
+CONTROLLED = {"control_url": "http://127.0.0.1:8081", "secret": SECRET, "has_plaintext_peers": True}
 
 
 @pytest.mark.parametrize(
@@ -181,6 +184,13 @@ def test_without_arguments_an_agent_has_the_defaults_of_its_configuration():
         ({"engine": "valkey://a", "peers": (Address("b", "c", 1),), "secret": SECRET}, "^--engine: "),
         ({"engine": "valkey://a", "is_direct": True}, "^--direct: "),
         ({"is_open": False, "secret": SECRET, "is_direct": True}, "^--direct: "),
+        ({"node_id": "a/b"}, "^--node-id: .* got 'a/b'"),
+        ({"peers": (Address("b", "c", 1), Address("b", "d", 1)), "secret": SECRET}, "^--peer: b is there twice"),
+        ({"control_url": "10.0.0.1:8081", "secret": SECRET}, "^--control: an address as http://"),
+        ({"advertise": "10.0.0.1:9300"}, "^--advertise: .* give --control too"),
+        ({**CONTROLLED, "advertise": "nowhere"}, "an address is host:port, got 'nowhere'"),
+        ({**CONTROLLED, "advertise": "0.0.0.0:9300"}, "^--advertise: other nodes cannot call 0.0.0.0:9300"),
+        ({**CONTROLLED, "listen": ("::", 9300)}, "^--advertise: --listen :: is every address"),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(changes, name):

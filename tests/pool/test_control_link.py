@@ -145,5 +145,3 @@ def test_one_that_is_silent_or_not_there_is_given_up(monkeypatch, caplog):
         assert complaint(f"http://127.0.0.1:{silent.server_address[1]}", caplog) == "timed out"
     caplog.clear()
     assert "refused" in complaint(f"http://127.0.0.1:{silent.server_address[1]}", caplog)
-    caplog.clear()
-    assert "protocol" in complaint("127.0.0.1:1", caplog)

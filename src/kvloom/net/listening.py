@@ -71,6 +71,14 @@ def own_names(hosts: Iterable[str]) -> frozenset[str]:
     return frozenset({name, short, f"{short}.local"})
 
 
+def is_unspecified(host: str) -> bool:
+    """Whether it stands for every address of a machine; nobody can be called there."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the address; of names it knows "localhost"."""
     try:

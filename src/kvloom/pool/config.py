@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ems.common.sockets import DOCUMENTED_SOCKET
-from kvloom.net.listening import is_loopback
+from kvloom.net.listening import is_loopback, is_unspecified
 from kvloom.net.tlsconfig import TlsConfig
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.evict import ORDERS
@@ -15,6 +15,7 @@ from kvloom.pool.storage.evict import ORDERS
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MAX_PEER_CONNECTIONS = 16
 _MIN_STAGING_BYTES = 64 << 20
+NODE_ID = re.compile(r"[A-Za-z0-9._-]{1,253}")  # it is part of the control plane's paths
 
 
 def parse_size(text: str) -> int:
@@ -54,6 +55,13 @@ def parse_address(text: str) -> tuple[str, int]:
     if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"an address is host:port, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+def check_advertised(address: str) -> None:
+    """Raises ValueError where other nodes could not call "host:port"."""
+    host, port = parse_address(address)
+    if not port or is_unspecified(host):
+        raise ValueError(f"--advertise: other nodes cannot call {address}; give an address of this node and its port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,7 @@ class AgentConfig:
                 "--secret-file: other nodes, --credentials and --control need a secret of at least 32 bytes"
             )
         self._check_tls()
+        self._check_cluster()
         if self.state is not None and not self.control_url:
             raise ValueError("--state: keeps what the control plane said; give --control too")
         if self.engine and self.peers:
@@ -175,6 +184,23 @@ class AgentConfig:
             raise ValueError(
                 "--direct: only on a node with one tenant, which can change published bytes; leave out --credentials"
             )
+
+    def _check_cluster(self) -> None:
+        if not NODE_ID.fullmatch(self.node_id):
+            raise ValueError(f"--node-id: 1 to 253 characters of A-Z a-z 0-9 . _ -, got {self.node_id!r}")
+        names = [peer.id for peer in self.peers]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"--peer: {twice} is there twice; every node has an id of its own")
+        if self.control_url and not re.match("https?://[^/]", self.control_url):
+            raise ValueError(f"--control: an address as http://127.0.0.1:8081, got {self.control_url!r}")
+        if self.advertise and not self.control_url:
+            raise ValueError("--advertise: what the control plane tells other nodes; give --control too")
+        if self.advertise:
+            check_advertised(self.advertise)
+        elif self.control_url and self.listen is not None and is_unspecified(self.listen[0]):
+            raise ValueError(f"--advertise: --listen {self.listen[0]} is every address of this machine; "
+                             "say under which host:port other nodes reach it")  # fmt: skip
 
     def _check_tls(self) -> None:
         if self.tls is not None and self.has_plaintext_peers:
