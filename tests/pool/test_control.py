@@ -5,15 +5,17 @@ import time
 from contextlib import ExitStack, closing
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from ems import CcKvOption, EmsErrorCode, EmsException
+from kvloom.pool.auth import node_token
 from kvloom.pool.control.service import build_app
-from kvloom.pool.control.state import ControlState, Heartbeat, Orders
-from kvloom.pool.node import NodeStats
+from kvloom.pool.control.state import Conflict, ControlState, Heartbeat, Orders
+from kvloom.pool.node import NodeStats, PoolStats
 from tests.support.asgi import PromptServer, in_thread
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
@@ -86,6 +88,12 @@ def test_a_revoked_credential_is_gone(api, state):
     assert state.credentials() == []
 
 
+@pytest.mark.parametrize("quota", [2**63, 10**30])
+def test_a_quota_that_no_machine_has_is_refused(api, quota):
+    answer = api.put("/v1/tenants/a", json={"quota_bytes": quota})
+    assert (answer.status_code, answer.json()["error_code"]) == (400, "EMS.0400")
+
+
 def test_limits_of_a_tenant(api):
     body = {"quota_bytes": 100, "guarantee_bytes": 10}
     assert api.put("/v1/tenants/a", json=body).json() == {"tenant": "a", "used_bytes": 0, **body}
@@ -115,6 +123,81 @@ def test_nodes_are_told_who_is_drained_until_it_is_no_more(api, state):
         assert (orders.draining, sorted(orders.members)) == (["b"], ["a", "b"])
     api.post("/v1/nodes/b:undrain")
     assert [orders.draining for orders in heard_of(state, "a", "b")] == [[], []]
+
+
+@pytest.mark.parametrize("jump_s", [-7200, 7200])
+def test_who_is_alive_is_no_matter_of_the_time_of_day(state, clock, jump_s):
+    heard_of(state, "a", "b")
+    clock.now_s += jump_s
+    (orders,) = heard_of(state, "a")
+    assert sorted(orders.members) == ["a", "b"]
+
+
+def test_nodes_that_are_silent_are_left_out(clock):
+    steady = Clock()
+    with closing(ControlState(":memory:", clock, steady)) as state:
+        heard_of(state, "a", "b")
+        steady.now_s += 11
+        assert [sorted(orders.members) for orders in heard_of(state, "a", "b")] == [["a"], ["a", "b"]]
+
+
+def test_a_control_plane_that_was_away_tells_the_first_node_of_those_that_were_there(tmp_path, clock):
+    steady = Clock()
+    with closing(ControlState(tmp_path / "control.db", clock, steady)) as state:
+        heard_of(state, "long gone")
+        clock.now_s, steady.now_s = clock.now_s + 60, steady.now_s + 60
+        heard_of(state, "a", "b")
+    clock.now_s += 3600
+    steady.now_s = 5.0  # another machine
+    with closing(ControlState(tmp_path / "control.db", clock, steady)) as state:
+        assert sorted(heard_of(state, "a")[0].members) == ["a", "b"]
+        steady.now_s += 11
+        assert sorted(heard_of(state, "a")[0].members) == ["a"]
+
+
+def test_of_two_agents_with_one_id_the_later_is_the_node_until_it_is_silent(clock):
+    steady = Clock()
+
+    def beat(incarnation):
+        return state.heartbeat("a", Heartbeat(f"{incarnation}:1", NodeStats("a", [], {}), incarnation)).members["a"]
+
+    with closing(ControlState(":memory:", clock, steady)) as state:
+        assert [beat("first"), beat("later"), beat("later")] == ["first:1", "later:1", "later:1"]
+        with pytest.raises(Conflict, match=r"agent at later:1 started later and calls itself a too; give .*--node-id"):
+            beat("first")
+        assert beat("later") == "later:1"
+        steady.now_s += 11
+        assert beat("first") == "first:1"
+        with pytest.raises(Conflict):
+            beat("later")
+
+
+def test_an_agent_whose_id_is_anothers_says_so(served, caplog):
+    with ExitStack() as stack:
+        one, other = (controlled(stack, served.base_url, "a") for _ in range(2))
+        assert other._control.beat()
+        assert not one._control.beat()
+    assert f"the agent at 127.0.0.1:{other.peer_port} started later and calls itself a too" in caplog.text
+
+
+@pytest.mark.parametrize("address", ["nowhere", "0.0.0.0:9300", "[::]:9300", "10.0.0.1:0"])
+def test_an_address_that_nobody_can_call_is_told_to_nobody(api, state, address):
+    heard_of(state, "a")
+    beat = msgspec.json.encode(Heartbeat(address, NodeStats("b", [], {})))
+    answer = api.post("/v1/nodes/b:heartbeat", content=beat, headers=node_headers())
+    assert (answer.status_code, answer.json()["error_msg"].partition(":")[0]) == (400, "address")
+    assert list(heard_of(state, "a")[0].members) == ["a"]
+
+
+def test_a_node_of_many_tenants_is_heard(api, state):
+    pools = [PoolStats(f"tenant-{n}", {}, dict.fromkeys(map(str, range(200)), n)) for n in range(1500)]
+    beat = msgspec.json.encode(Heartbeat("b:1", NodeStats("b", pools, {})))
+    assert api.post("/v1/nodes/b:heartbeat", content=beat, headers=node_headers()).status_code == 200
+    assert len(state.tenants()) == 1500
+
+
+def node_headers() -> dict[str, str]:
+    return {"Authorization": f"Bearer {node_token(SECRET)}", "Content-Type": "application/json"}
 
 
 def test_a_node_is_told_once_what_to_evict(api, state):

@@ -7,6 +7,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 
 import httpx
@@ -25,6 +26,11 @@ _TIMEOUT_S = 3.0  # of a connection, and of each pause within an answer
 _ANSWER_S = 30.0
 _MAX_ANSWER_BYTES = 64 << 20
 _SIGNATURE_BYTES = 32
+_MAX_REASON = 300  # characters of why a heartbeat is refused, in the log
+
+
+class _Refusal(msgspec.Struct):
+    error_msg: str
 
 
 class ControlLink:
@@ -60,7 +66,7 @@ class ControlLink:
     def beat(self) -> bool:
         """One heartbeat; False, and nothing changed, when the control plane did not give a valid answer."""
         config = self._node.config
-        beat = Heartbeat(self._address(), collect(self._node, self._peers.status()))
+        beat = Heartbeat(self._address(), collect(self._node, self._peers.status()), self._node.incarnation.hex())
         try:
             orders = msgspec.json.decode(self._post(msgspec.json.encode(beat)), type=Orders)
             self._apply(orders)
@@ -82,11 +88,13 @@ class ControlLink:
         headers = {"Authorization": f"Bearer {node_token(config.secret)}", "Content-Type": "application/json"}
         answer, deadline_s = bytearray(), time.monotonic() + _ANSWER_S
         with self._client.stream("POST", url, content=beat, headers=headers) as response:
-            response.raise_for_status()
             for chunk in response.iter_bytes():
                 answer += chunk
                 if len(answer) > _MAX_ANSWER_BYTES or time.monotonic() > deadline_s:
                     raise ValueError(f"more than {_MAX_ANSWER_BYTES} bytes or {_ANSWER_S:g} seconds of answer")
+            if response.status_code == HTTPStatus.CONFLICT:
+                raise ValueError(msgspec.json.decode(answer, type=_Refusal).error_msg[:_MAX_REASON])
+            response.raise_for_status()
         return bytes(answer)
 
     def _complain(self, problem: str) -> None:

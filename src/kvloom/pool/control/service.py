@@ -19,10 +19,13 @@ from starlette.routing import Route
 from kvloom.net.guard import SiteMiddleware
 from kvloom.net.sites import Policy, Refusal
 from kvloom.pool.auth import RefusedLogins, node_token
+from kvloom.pool.config import check_advertised
 from kvloom.pool.control.state import ACCESS_ID, Conflict, ControlState, Heartbeat, Missing
 from kvloom.pool.metrics import render
 
 _MAX_BODY_BYTES = 1 << 20
+_MAX_HEARTBEAT_BYTES = 64 << 20  # a node tells of each of its tenants
+_MAX_BYTES = 2**63 - 1  # that the state's file can hold
 _MAX_OVERLAP_S = 30 * 86400
 
 
@@ -70,7 +73,7 @@ _Handler = Callable[[ControlState, Request, bytes], Response]
 
 
 def _guarded(
-    handler: _Handler, state: ControlState, token: str, refused: RefusedLogins
+    handler: _Handler, state: ControlState, token: str, refused: RefusedLogins, max_bytes: int = _MAX_BODY_BYTES
 ) -> Callable[[Request], Awaitable[Response]]:
     """Checks the bearer token and the size of the body; turns errors into answers."""
 
@@ -83,8 +86,8 @@ def _guarded(
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
-            if len(body) > _MAX_BODY_BYTES:
-                return _error(413, "EMS.0413", f"the body exceeds {_MAX_BODY_BYTES} bytes")
+            if len(body) > max_bytes:
+                return _error(413, "EMS.0413", f"the body exceeds {max_bytes} bytes")
         try:
             return await run_in_threadpool(handler, state, request, bytes(body))
         except tuple(_ERRORS) as error:
@@ -137,6 +140,8 @@ def _set_tenant(state: ControlState, request: Request, body: bytes) -> Response:
     wanted = msgspec.json.decode(body, type=TenantBody)
     if not 0 <= wanted.guarantee_bytes <= wanted.quota_bytes:
         raise Invalid("guarantee_bytes: must be 0 to quota_bytes")
+    if wanted.quota_bytes > _MAX_BYTES:
+        raise Invalid(f"quota_bytes: must be at most {_MAX_BYTES}")
     state.set_tenant(request.path_params["tenant"], wanted.guarantee_bytes, wanted.quota_bytes)
     return _tenant(state, request, body)
 
@@ -147,6 +152,11 @@ def _nodes(state: ControlState, request: Request, body: bytes) -> Response:
 
 def _heartbeat(state: ControlState, request: Request, body: bytes) -> Response:
     beat = msgspec.json.decode(body, type=Heartbeat)
+    if beat.address:
+        try:
+            check_advertised(beat.address)
+        except ValueError as error:
+            raise Invalid(f"address: {error}") from None
     orders = state.heartbeat(request.path_params["node_id"], beat)
     return Response(msgspec.json.encode(orders), media_type="application/json")
 
@@ -163,8 +173,8 @@ def _remove_node(state: ControlState, request: Request, body: bytes) -> Response
 
 def _evict(state: ControlState, request: Request, body: bytes) -> Response:
     wanted = msgspec.json.decode(body, type=Eviction)
-    if wanted.bytes < 1:
-        raise Invalid("bytes: must be at least 1")
+    if not 0 < wanted.bytes <= _MAX_BYTES:
+        raise Invalid(f"bytes: must be 1 to {_MAX_BYTES}")
     state.evict(request.path_params["node_id"], wanted.tenant, wanted.bytes)
     return JSONResponse({"tenant": wanted.tenant, "bytes": wanted.bytes}, 202)
 
@@ -182,8 +192,10 @@ def build_app(state: ControlState, admin_token: str, secret: bytes, hosts: froze
 
     refused = RefusedLogins("a call of the control plane without its token")
 
-    def guarded(handler: _Handler, token: str) -> Callable[[Request], Awaitable[Response]]:
-        return _guarded(handler, state, token, refused)
+    def guarded(handler: _Handler) -> Callable[[Request], Awaitable[Response]]:
+        return _guarded(handler, state, admin_token, refused)
+
+    heartbeat = _guarded(_heartbeat, state, node_token(secret), refused, _MAX_HEARTBEAT_BYTES)
 
     routes: list[tuple[str, str, _Handler]] = [
         ("POST", "/v1/credentials", _issue),
@@ -204,7 +216,7 @@ def build_app(state: ControlState, admin_token: str, secret: bytes, hosts: froze
         routes=[
             Route("/healthz", healthz),
             Route("/metrics", metrics),
-            Route("/v1/nodes/{node_id}:heartbeat", guarded(_heartbeat, node_token(secret)), methods=["POST"]),
-            *(Route(path, guarded(handler, admin_token), methods=[method]) for method, path, handler in routes),
+            Route("/v1/nodes/{node_id}:heartbeat", heartbeat, methods=["POST"]),
+            *(Route(path, guarded(handler), methods=[method]) for method, path, handler in routes),
         ],
     )

@@ -4,6 +4,7 @@ import re
 import secrets
 import sqlite3
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 import msgspec
 
 from ems.keys import verifier
+from kvloom.pool.control.members import ALIVE_S, Members
 from kvloom.pool.node import NodeStats
 
 ACCESS_ID = re.compile(r"[0-9a-z._-]{1,512}")
-_ALIVE_S = 10.0  # a node that has not been heard of for longer is not offered to others
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS credentials (access_id TEXT PRIMARY KEY, tenant TEXT NOT NULL, salt BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS keys (access_id TEXT NOT NULL REFERENCES credentials ON DELETE CASCADE,
@@ -35,10 +36,12 @@ class Missing(Exception):
 
 
 class Heartbeat(msgspec.Struct):
-    """What a node tells: where it can be reached (host:port, empty = nowhere) and its numbers."""
+    """What a node tells: where it can be reached (host:port, empty = nowhere), its numbers, and which life of its agent
+    this is (empty = of an agent that does not say)."""
 
     address: str
     stats: NodeStats
+    incarnation: str = ""
 
 
 class Orders(msgspec.Struct):
@@ -52,15 +55,22 @@ class Orders(msgspec.Struct):
 
 
 class ControlState:
-    """Any thread may call. `now` gives the time in seconds since the epoch."""
+    """Any thread may call. `now` gives the time in seconds since the epoch; `steady` of a clock that nobody sets."""
 
-    def __init__(self, path: Path | str, now: Callable[[], float]) -> None:
+    def __init__(
+        self, path: Path | str, now: Callable[[], float], steady: Callable[[], float] = time.monotonic
+    ) -> None:
         self._now = now
+        self._steady = steady
         self._lock = threading.Lock()
         self._evict: dict[str, list[tuple[str, int]]] = defaultdict(list)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA foreign_keys = ON")
         self._db.executescript(_SCHEMA)
+        last = self._db.execute(
+            "SELECT node_id FROM nodes WHERE seen_s >= (SELECT max(seen_s) FROM nodes) - ?", (ALIVE_S,)
+        )
+        self._members = Members((node_id for (node_id,) in last), steady())
 
     def close(self) -> None:
         with self._lock:
@@ -135,9 +145,18 @@ class ControlState:
         ]
 
     def heartbeat(self, node_id: str, beat: Heartbeat) -> Orders:
-        """Notes a node's numbers and says what it needs to know."""
+        """Notes a node's numbers and says what it needs to know.
+
+        Raises Conflict when another agent that started later calls itself so too.
+        """
         stats = msgspec.json.encode(beat.stats).decode()
         with self._lock:
+            if not self._members.hear(node_id, beat.incarnation, self._steady()):
+                (other,) = self._db.execute("SELECT address FROM nodes WHERE node_id = ?", (node_id,)).fetchone()
+                raise Conflict(
+                    f"the agent at {other or 'no address'} started later and calls itself {node_id} too; "
+                    "give each its own --node-id"
+                )
             self._db.execute(
                 "INSERT INTO nodes VALUES (?, ?, 0, ?, ?) ON CONFLICT (node_id) DO UPDATE SET"
                 " address = excluded.address, seen_s = excluded.seen_s, stats = excluded.stats",
@@ -158,16 +177,17 @@ class ControlState:
         """All nodes ever heard of and not removed; `stats` as last told."""
         with self._lock:
             rows = self._db.execute("SELECT * FROM nodes ORDER BY node_id").fetchall()
-        now_s = self._now()
+            now_s = self._steady()
+            alive = {row[0] for row in rows if self._members.is_alive(row[0], now_s)}
         return [
             {
                 "node_id": node_id,
                 "address": address,
                 "is_draining": bool(is_draining),
-                "is_alive": now_s - seen_s <= _ALIVE_S,
+                "is_alive": node_id in alive,
                 "stats": msgspec.json.decode(stats, type=NodeStats),
             }
-            for node_id, address, is_draining, seen_s, stats in rows
+            for node_id, address, is_draining, _seen_s, stats in rows
         ]
 
     def drain(self, node_id: str, is_draining: bool) -> None:
@@ -177,6 +197,8 @@ class ControlState:
     def remove_node(self, node_id: str) -> None:
         """Forgets a node until it is heard of again. Raises Missing."""
         self._change("DELETE FROM nodes WHERE node_id = ?", (node_id,), node_id)
+        with self._lock:
+            self._members.forget(node_id)
 
     def evict(self, node_id: str, tenant: str, size: int) -> None:
         """Has the node drop that many bytes of a tenant at its next heartbeat. Raises Missing."""
