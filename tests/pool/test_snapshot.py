@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.pool.auth import new_credential
+from kvloom.pool.snapshot import Snapshots
 from kvloom.pool.storage.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle
@@ -95,6 +96,25 @@ def test_tenants_stay_apart(tmp_path):
         for name, key, count in (("a", key_a, len(HASHES)), ("b", key_b, 5)):
             with session(agent.config.socket, oracle.kv, access_id=name, access_key=key) as cc:
                 assert oracle.load(cc, HASHES) == count
+
+
+def test_a_folder_that_cannot_be_written_to_ends_the_start(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", Path("/proc/kept")):
+        with pytest.raises(ValueError, match=f"^--snapshot-dir: {folder} cannot be written to: "):
+            Snapshots(folder)
+
+
+def test_what_is_in_the_way_of_a_file_costs_no_other(saved, caplog):
+    (file,) = saved.iterdir()
+    (saved / "0.ems").mkdir()
+    file.with_suffix(".new").mkdir()
+    with running_agent(snapshot_dir=saved) as agent:
+        until(lambda: not file.exists())
+        assert agent.node.pool("default").usage()["blocks"] == len(HASHES)
+    texts = [record.getMessage() for record in caplog.records]
+    assert [text.startswith("the snapshot ") for text in texts] == [True] * 4, texts
+    assert not file.exists(), "what is in the way of the next one is still there"
 
 
 def test_huge_pages_or_ordinary_ones_hold_the_same_bytes():

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -39,8 +40,13 @@ class Snapshots:
     """Owned by the agent; `restore` may run while sessions save and load."""
 
     def __init__(self, folder: Path) -> None:
-        """Makes the folder, for its owner only. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Makes the folder, for its owner only. Raises ValueError when nothing can be written there."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"--snapshot-dir: {folder} cannot be written to: {error.strerror}") from error
         self._folder = folder
         self._is_closing = False
 
@@ -57,7 +63,7 @@ class Snapshots:
                 fresh.replace(path)
             except OSError as error:
                 log.warning("the snapshot of tenant %s was not written: %s", pool.tenant, error)
-                fresh.unlink(missing_ok=True)
+                _remove(fresh)
         return count
 
     def restore(self, node: Node) -> int:
@@ -70,7 +76,7 @@ class Snapshots:
             except (OSError, ValueError) as error:
                 log.warning("the snapshot %s was not used up: %s", path, error)
             if not self._is_closing:
-                path.unlink(missing_ok=True)
+                _remove(path)
         return count
 
     def _restore_file(self, file: BinaryIO, node: Node) -> int:
@@ -87,6 +93,13 @@ class Snapshots:
 
     def _path(self, tenant: str) -> Path:
         return self._folder / f"{hashlib.sha256(tenant.encode()).hexdigest()[:32]}.ems"
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("the snapshot %s cannot be removed: %s", path, error.strerror)
 
 
 def _salt_digest(node: Node, tenant: str) -> bytes:
