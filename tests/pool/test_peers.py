@@ -1,7 +1,7 @@
 """Nodes read from each other: two or three agents of this process on loopback."""
 
 import socket
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -9,6 +9,7 @@ from ems import CcKvOption, CcResult
 from ems.common.channel import Channel
 from ems.wire import messages as m
 from kvloom.pool import reading
+from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address
 from tests.support.pool import SECRET, blocks_of, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import soon, until
@@ -129,6 +130,19 @@ def test_a_peer_without_the_secret_is_refused(cluster):
         channel.send(m.Proof(bytes(32)), limit)
         assert isinstance(channel.receive(limit).message, m.Failure)
     assert cluster[0].node.counts["auth_failures"] == 1
+
+
+def test_a_node_that_is_called_as_its_peer_is_refused_and_both_say_so(cluster, caplog):
+    one, other = cluster[:2]
+    object.__setattr__(other.config, "node_id", "n0")
+    keys = [bytes([number]) * 32 for number in range(8)]
+    with closing(Peers("n0", SECRET)) as peers:
+        peers.set_members([Address("n1", "127.0.0.1", other.peer_port)])
+        assert peers.has("default", keys, soon()) == [False] * 8
+    texts = [record.getMessage() for record in caplog.records]
+    told = "two agents are called 'n0': give each its own --node-id"
+    assert [told in text for text in texts] == [True, True], texts
+    assert one.node.counts["auth_failures"] == other.node.counts["auth_failures"] == 0
 
 
 def test_a_client_is_not_served_over_tcp(cluster):

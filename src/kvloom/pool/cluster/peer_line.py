@@ -16,6 +16,7 @@ from ems.wire import messages as m
 from ems.wire.frames import WireError
 from ems.wire.messages import Cause
 from kvloom.net.listening import bracketed
+from kvloom.pool.cluster.resolving import Lookup, UnknownName
 from kvloom.pool.cluster.tls_channel import Complaints, TlsChannel, problem_of
 from kvloom.pool.config import Address
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvloom.net.tls import MutualTls
 
 _CONNECT_S = 1.0
+_MAX_REASON = 300  # characters of why we are refused, in the log
 _PATIENCE_S = 0.5  # a call that waited this long for others, while none of them was answered, is a failure of the peer
 
 
@@ -63,6 +65,7 @@ class PeerLine:
         self._breaker = breaker
         self._complaints = complaints
         self._name = f"peer {address.id} at {bracketed(address.host)}:{address.port}"
+        self._lookup = Lookup(address.host, address.port)
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._answered_s = 0.0
@@ -130,8 +133,7 @@ class PeerLine:
 
     def _connect(self, deadline_s: float) -> Channel:
         deadline_s = min(deadline_s, time.monotonic() + _CONNECT_S)
-        address = (self._address.host, self._address.port)
-        sock = socket.create_connection(address, timeout=remaining_s(deadline_s))
+        sock = self._dialled(deadline_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(sock) if self._tls is None else TlsChannel(self._tls, sock, is_server=False)
         try:
@@ -143,6 +145,8 @@ class PeerLine:
                 raise WireError("expected a challenge")
             claim = proof(self._secret, "peer caller", self._own_id, nonce, challenge.nonce)
             welcome = ask(channel, m.Proof(claim), deadline_s)
+            if isinstance(welcome, m.Failure):
+                raise WireError(f"it refuses this node: {welcome.message[:_MAX_REASON]!r}")
             expected = proof(self._secret, "peer called", self._own_id, nonce, challenge.nonce)
             if not isinstance(welcome, m.Welcome) or not same(welcome.proof, expected):
                 raise WireError("the peer does not know the cluster's secret, or we do not")
@@ -153,9 +157,21 @@ class PeerLine:
         self._complaints.forget(self._name)
         return channel
 
+    def _dialled(self, deadline_s: float) -> socket.socket:
+        """A connection to the first address of the peer's name that answers."""
+        problem: OSError = UnknownName("its name has no addresses")
+        for address in self._lookup.addresses(max(0.0, deadline_s - time.monotonic())):
+            try:
+                return socket.create_connection(address, timeout=remaining_s(deadline_s))
+            except OSError as error:
+                problem = error
+        raise problem
+
     def _complain(self, error: Exception) -> None:
-        """Of a peer that is there and does not do as agreed; one that is away is no news."""
-        if isinstance(error, WireError | ssl.SSLError | ConnectionResetError | BrokenPipeError):
+        """Of a peer that is there and does not do as agreed, or that nobody can find; one that is away is no news."""
+        if isinstance(error, UnknownName):
+            self._complaints.warn(self._name, str(error))
+        elif isinstance(error, WireError | ssl.SSLError | ConnectionResetError | BrokenPipeError):
             self._complaints.warn(self._name, problem_of(error, self._tls is not None))
 
     def end_revoked(self) -> bool:

@@ -54,14 +54,21 @@ class PeerSession:
         if not secret or not isinstance(claim, m.Proof) or not same(claim.proof, expected):
             self._node.counts.add("auth_failures")
             self._node.refused.note(f"node {hello.access_id!r}, which does not know the cluster's secret")
-            self._channel.send(m.Failure(int(EmsErrorCode.EMS_IO_ERROR), "wrong proof"), deadline_s)
-            return False
+            return self._refuse("wrong proof: the cluster's secret is another one", deadline_s)
+        if hello.access_id == self._node.config.node_id:
+            problem = f"two agents are called {hello.access_id!r}: give each its own --node-id, and a peer its address"
+            self._node.refused.note(f"a node, since {problem}")
+            return self._refuse(problem, deadline_s)
         answer = proof(secret, "peer called", hello.access_id, hello.nonce, nonce)
         welcome = m.Welcome(self._node.incarnation, b"", answer, 0, self._node.config.slab_bytes, False)
         self._channel.send(welcome, deadline_s)
         theirs, ours = session_keys(secret, hello.nonce, nonce)
         self._channel.use_key(ours, theirs)
         return True
+
+    def _refuse(self, problem: str, deadline_s: float) -> bool:
+        self._channel.send(m.Failure(int(EmsErrorCode.EMS_IO_ERROR), problem), deadline_s)
+        return False
 
     def _get(self, message: m.PeerGet, deadline_s: float) -> None:
         pool = self._node.pool(message.tenant)
