@@ -17,7 +17,7 @@ from httpx._transports import default as httpx_transports
 from hypothesis import Phase, settings
 
 from kvloom.checkpoints.demo_models import pull
-from tests.support import kept_models
+from tests.support import forks, kept_models
 from tests.support.vllm_serving import OVER_VLLM
 
 if TYPE_CHECKING:
@@ -144,6 +144,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_processes() -> Iterator[None]:
+    """Processes of ours are forked, see forks.py; `really_started` is for who tests how they start."""
+    forks.install()
+    yield
+    forks.remove()
+    forks.end()
+
+
+@pytest.fixture
+def really_started() -> Iterator[None]:
+    """Processes of ours are started as a user starts them: Python, then its imports."""
+    forks.remove()
+    yield
+    forks.install()
 
 
 @pytest.fixture(scope="module", autouse=True)

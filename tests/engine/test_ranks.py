@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import socket
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -31,7 +29,6 @@ from tests.support.executors import opened
 from tests.support.pool import blocks_of, running_agent
 
 NUM_KILLS = int(os.environ.get("KVLOOM_TEST_RANK_KILLS", "6"))
-RANK = (sys.executable, "-m", "kvloom.rank.main")  # as a server starts it
 LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order
 PARAMS = (
     SamplingParams(temperature=0, max_tokens=20, logprobs=3),
@@ -40,10 +37,10 @@ PARAMS = (
 )
 
 
-def answers(config: EngineConfig, command: Sequence[str] = ()) -> tuple[list[list[int]], list[float]]:
+def answers(config: EngineConfig) -> tuple[list[list[int]], list[float]]:
     """Tokens of three requests that run together, and the log-probabilities they asked for."""
     requests = [Request(f"r{i}", tuple(range(3 + i, 40 + i)), params) for i, params in enumerate(PARAMS)]
-    with opened(config, command) as executor:
+    with opened(config) as executor:
         found = run_all(Engine(config, executor, ByteTokenizer()), *requests)
     values = [value.logprob for request in requests for delta in found[request.id] for value in delta.logprobs]
     for delta in found["r1"]:
@@ -52,11 +49,13 @@ def answers(config: EngineConfig, command: Sequence[str] = ()) -> tuple[list[lis
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2 moe", "gpt-oss"])
-def test_two_ranks_give_the_tokens_of_one(tmp_path, name):
+def test_two_ranks_give_the_tokens_of_one(tmp_path, name, request):
+    if name == "llama":
+        request.getfixturevalue("really_started")
     path = save(tiny_model(name), tmp_path)
     config = EngineConfig(model=str(path), backend="reference", dtype="float32", num_blocks=64)
     alone, alone_values = answers(config)
-    shared, shared_values = answers(replace(config, world_size=2), RANK if name == "llama" else ())
+    shared, shared_values = answers(replace(config, world_size=2))
     assert shared == alone
     assert torch.allclose(torch.tensor(shared_values), torch.tensor(alone_values), atol=LOGPROB_TOLERANCE, rtol=0)
 

@@ -200,6 +200,7 @@ def test_when_an_app_is_killed_its_sessions_go(start_daemon, start_client, model
     until(lambda: daemon.status()["sessions"] == [])
 
 
+@pytest.mark.usefixtures("really_started")
 def test_a_worker_answers_and_its_death_is_a_pause(start_daemon, start_client, model):
     daemon = start_daemon(None, "--backend", "fake")
     client = start_client(daemon)

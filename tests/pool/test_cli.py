@@ -93,6 +93,7 @@ def test_bench_as_a_user_runs_it():
     assert (answer.exit_code, "'--rounds'" in answer.output) == (2, True)
 
 
+@pytest.mark.usefixtures("really_started")
 def test_an_agent_ends_on_sigterm_and_removes_its_socket(tmp_path):
     path = tmp_path / "a.sock"
     command = [sys.executable, "-m", "kvloom", "pool", "agent", f"--socket={path}", "--pool=16M", "--no-prefault"]

@@ -101,6 +101,7 @@ def test_under_pressure_a_busy_model_gives_back_the_kv_of_idle_sessions(smollm2_
         daemon.stop()
 
 
+@pytest.mark.usefixtures("really_started")
 @pytest.mark.parametrize("budget_mib", [340, 500])
 def test_all_processes_together_stay_within_the_budget(budget_mib, smollm2_path, tmp_path):
     daemon = DaemonProcess(tmp_path, None, GEWU_MEM_BUDGET=f"{budget_mib}M")

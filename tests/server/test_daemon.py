@@ -42,6 +42,7 @@ def generate(url: str, model: str, **parameters: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.usefixtures("really_started")
 def test_it_says_the_line_that_deployers_wait_for_and_logs_to_its_file(tmp_path):
     config, pid_file = install(tmp_path, ("llama_65b", "baichuan")), tmp_path / "daemon.pid"
     with serving([*DAEMON, "--config", str(config), "--pid-file", str(pid_file)]) as daemon:

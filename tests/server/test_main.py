@@ -75,6 +75,7 @@ def mock_config(folder: Path, **model: object) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("really_started")
 def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
     with serve(*MOCK) as server:
         assert "Daemon start success!" in server.lines
@@ -259,6 +260,7 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.usefixtures("really_started")
 def test_memory_returns_to_its_level_after_many_large_bad_bodies():
     bodies = (b'{"a":' * 200_000, b"[" * 1_000_000, b'{"model": "mock", "prompt": "' + b"x" * 1_000_000 + b'"}')
     with serve(*MOCK) as server, httpx.Client(base_url=server.url, timeout=120) as client:

@@ -1,6 +1,7 @@
 """Models opened as a server does: one rank in this process, several in theirs."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -10,14 +11,16 @@ from kvloom.engine.link.executor import Executor
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.rank.main import open_runner
 from tests.support.engines import in_process
-from tests.support.forked_ranks import program
+from tests.support.forks import WITH_TORCH
+
+FORKED = (sys.executable, *WITH_TORCH, "-m", "kvloom.rank.main")
 
 
 @contextmanager
-def opened(config: EngineConfig, command: Sequence[str] = ()) -> Iterator[Executor]:
+def opened(config: EngineConfig) -> Iterator[Executor]:
     """The ranks of `config`, by default forked; no token ends an answer by itself."""
     if config.world_size > 1:
-        executor = RankExecutor(command or program(), config, list)
+        executor = RankExecutor(FORKED, config, list)
         try:
             yield executor
         finally:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tests.support.forks import is_template
 from tests.support.waiting import WAIT_S, until
 
 CLI = (sys.executable, "-m", "kvloom.cli")
@@ -29,7 +30,7 @@ class ServeProcess:
         for task in os.listdir(f"/proc/{self.process.pid}/task"):
             with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
                 children += file.read().split()
-        return int(children[0])
+        return next(pid for pid in map(int, children) if not is_template(pid))
 
     def stop(self, limit_s: float = WAIT_S) -> None:
         """As its user would, so that what it has started ends with it."""

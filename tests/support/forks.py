@@ -1,0 +1,347 @@
+"""Our own processes, forked from one that has imported what they need: that takes them longer than what a test asks.
+
+From `install` on, a Popen of `python -m` one of PROGRAMS is such a fork. It is a child of whoever asks for it, as ever,
+with the descriptors, folder, environment, limits and command line that it would have; only its modules are there.
+What is asked for in another way (Python's other options, variables that a process reads when it starts) is started.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib.util
+import inspect
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.abc import InspectLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+# What may be forked, and whether it starts such processes itself.
+PROGRAMS = {
+    "kvloom": True,
+    "kvloom.cli": True,
+    "kvloom.gewu": True,
+    "kvloom.server.run.daemon": True,
+    "kvloom.engine_api.host": True,
+    "kvloom.rank.main": False,
+    "kvloom.rank.check": False,
+    "kvloom.gewu.prober.main": False,
+    "kvloom.gewu.worker.main": False,
+    "kvloom.server.run.parse_process": False,
+    "tests.gewu.client": False,
+}
+# What they import, but for what only some do and takes long: torch, Ray.
+IMPORTED = (
+    "kvloom.cli",
+    "kvloom.commands",
+    "kvloom.rank.fake",
+    "kvloom.rank.loading",
+    "kvloom.server.run.cli",
+    "kvloom.server.run.main",
+    "kvloom.server.run.compose",
+    "kvloom.server.run.mount",
+    "kvloom.server.run.parse_process",
+    "kvloom.pool.cli",
+    "kvloom.gewu.cli",
+    "kvloom.gewu.service.daemon",
+    "kvloom.gewu.worker.main",
+    "kvloom.gewu.prober.main",
+)
+WITH_TORCH = ("-X", "torch")  # before -m: of a process that has imported torch, too
+
+_READ_AT_START = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "LANG", "LC_", "TZ", "SSL_")
+_PR_SET_CHILD_SUBREAPER = 36
+_MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS = 1 << 18, 200
+_COMMAND_LINE_BYTES = 4096
+_ABOVE = 512  # which no descriptor of a test's process has
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all of a group; its own end comes otherwise
+_USUAL = {"executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1}
+_BE = "from tests.support.forks import be; be()"
+ROOT = Path(__file__).parents[2]
+_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a process is to be. Its descriptors come with it: they are to have the numbers `targets`."""
+
+    argv: list[str]
+    kind: tuple[str, ...]
+    targets: list[int]
+    environ: dict[str, str]
+    folder: str
+    limits: list[tuple[int, int]]
+    cores: set[int]
+    begins_session: bool
+    group: int
+    first: Callable[[], None] | None
+
+    @property
+    def starts_others(self) -> bool:
+        return PROGRAMS[self.argv[2]]
+
+
+class Template:
+    """A process that forks, as its parent sees it. Any thread may ask; it ends with the parent."""
+
+    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._sock, self._process = sock, process
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    @property
+    def is_mine(self) -> bool:
+        """Not in a forked child, which is no parent of it."""
+        return os.getpid() == self._owner
+
+    def fork(self, asked: Asked, descriptors: Sequence[int]) -> int:
+        """The process id of a new child of this process."""
+        with self._lock, _adopting():
+            socket.send_fds(self._sock, [pickle.dumps(asked)], descriptors)
+            return int(self._sock.recv(32))
+
+    def close(self) -> None:
+        """It ends; what it has forked runs on."""
+        self._sock.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+_start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = inspect.signature(_start)
+_templates: dict[tuple[str, ...], Template] = {}
+_environ: dict[str, str] = {}
+
+
+def install() -> None:
+    """From now on; undone by `remove`."""
+    _environ.clear()
+    _environ.update(os.environ)
+    subprocess.Popen._execute_child = _fork_or_start  # type: ignore[attr-defined]
+
+
+def remove() -> None:
+    """What has been forked runs on."""
+    subprocess.Popen._execute_child = _start  # type: ignore[attr-defined]
+
+
+def end() -> None:
+    """The templates of this process."""
+    while _templates:
+        _templates.popitem()[1].close()
+
+
+def is_template(pid: int) -> bool:
+    """Whether it is the one of a process that has been forked."""
+    return _BE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def _fork_or_start(process: Any, *given: Any, **named: Any) -> None:
+    """In place of Popen's own method, which it calls for everything that is out of the ordinary."""
+    options = _parameters.bind(process, *given, **named).arguments
+    asked = _asked(options)
+    template = None if asked is None else _template(asked.kind)
+    if asked is None or template is None:
+        _start(process, *given, **named)
+        return
+    pipes = [options["p2cread"], options["c2pwrite"], options["errwrite"]]
+    descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
+    try:
+        process.pid = template.fork(asked, [*descriptors, *asked.targets[3:]])
+        process._child_created = True
+    finally:
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        process._close_pipe_fds(*(options[name] for name in ends))
+
+
+def _asked(options: dict[str, Any]) -> Asked | None:
+    """None: it is to be started."""
+    words = options["args"]
+    argv = [words] if isinstance(words, str | bytes | os.PathLike) else [os.fspath(word) for word in words]
+    kind = WITH_TORCH if tuple(argv[1:3]) == WITH_TORCH else ()
+    argv[1:3] = argv[1:3] if not kind else []
+    if argv[0] != sys.executable or argv[1:2] != ["-m"] or "".join(argv[2:3]) not in PROGRAMS:
+        return None
+    if any(options[name] != usual for name, usual in _USUAL.items()) or any(map(os.isatty, range(3))):
+        return None
+    environ = dict(os.environ if options["env"] is None else options["env"])
+    folder = os.path.abspath(options["cwd"] or ".")
+    if _read_at_start(environ) != _read_at_start(_environ) or not os.path.isdir(folder):
+        return None
+    return Asked(
+        argv,
+        kind,
+        [0, 1, 2, *options["pass_fds"]],
+        environ,
+        folder,
+        [resource.getrlimit(limit) for limit in _LIMITS],
+        os.sched_getaffinity(0),
+        options["start_new_session"],
+        options["process_group"],
+        options["preexec_fn"],
+    )
+
+
+def _read_at_start(environ: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
+
+
+def _template(kind: tuple[str, ...]) -> Template | None:
+    """Of this process, begun for the first who asks; None in a forked child, which could not adopt what it forks."""
+    if kind not in _templates:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-c", _BE, str(theirs.fileno()), *kind, "-" * _COMMAND_LINE_BYTES]
+        null = subprocess.DEVNULL
+        with theirs:
+            process = subprocess.Popen(command, cwd=ROOT, stdin=null, stdout=null, pass_fds=(theirs.fileno(),))
+        _templates[kind] = Template(ours, process)
+    return _templates[kind] if _templates[kind].is_mine else None
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Inside, a process whose parent ends becomes a child of this one, if it is a descendant."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+# -- the process that forks, and what is forked
+
+
+def be() -> NoReturn:
+    """A template; in what it has forked, the program that was asked for. It does not return."""
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock.set_inheritable(False)
+    for name in (*IMPORTED, *(("kvloom.rank.torch_backend",) if tuple(sys.argv[2:4]) == WITH_TORCH else ())):
+        import_module(name)
+    gc.collect()
+    gc.freeze()
+    signals = {number: signal.signal(number, signal.SIG_IGN) for number in _OF_GROUPS}
+    asked, descriptors = _offer(sock)
+    while asked.starts_others:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork():
+            theirs.close()
+            with ours:
+                above = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
+            _templates[()] = Template(socket.socket(fileno=above))
+            break
+        ours.close()
+        for number in descriptors:
+            os.close(number)
+        asked, descriptors = _offer(theirs)
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+    _become(asked, descriptors)
+    os._exit(_status(lambda: _run(asked.argv)))
+
+
+def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
+    """In each child, what that is to become, and its descriptors. It ends when nobody can ask any more."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(sock, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        if not message:
+            os._exit(0)
+        between = os.fork()
+        if between == 0:
+            parent = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == parent:
+                time.sleep(0.0002)
+            sock.send(str(os.getpid()).encode())
+            sock.close()
+            return pickle.loads(message), descriptors
+        os.waitpid(between, 0)
+        for number in descriptors:
+            os.close(number)
+
+
+def _become(asked: Asked, descriptors: Sequence[int]) -> None:
+    """As between fork and exec."""
+    above = max(_ABOVE, *asked.targets) + 1
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in descriptors]
+    for number in descriptors:
+        os.close(number)
+    for number, target in zip(moved, asked.targets, strict=True):
+        os.dup2(number, target)
+        os.close(number)
+    os.chdir(asked.folder)
+    os.environ.clear()
+    os.environ.update(asked.environ)
+    for limit, value in zip(_LIMITS, asked.limits, strict=True):
+        if resource.getrlimit(limit) != value:
+            resource.setrlimit(limit, value)
+    os.sched_setaffinity(0, asked.cores)
+    if asked.begins_session:
+        os.setsid()
+    if asked.group >= 0:
+        os.setpgid(0, asked.group)
+    if asked.first is not None:
+        asked.first()
+    _show(asked.argv)
+    if asked.starts_others:
+        install()
+
+
+def _show(argv: Sequence[str]) -> None:
+    """The command line that others see of this process."""
+    begin, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"\0".join(map(os.fsencode, argv))[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, shown, len(shown))
+
+
+def _run(argv: Sequence[str]) -> None:
+    """As `python -m` does."""
+    name = argv[2]
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert isinstance(spec.loader, InspectLoader)
+    main = ModuleType("__main__")
+    vars(main).update(__spec__=spec, __file__=spec.origin, __package__=spec.parent, __loader__=spec.loader)
+    sys.modules["__main__"] = main
+    sys.argv = [str(spec.origin), *argv[3:]]
+    sys.path[0] = os.getcwd()
+    code = spec.loader.get_code(name)
+    assert code is not None
+    exec(code, vars(main))
+
+
+def _status(run: Callable[[], None]) -> int:
+    """As Python ends, but for freeing all that there is one by one, which takes longer than most have run."""
+    status = 0
+    try:
+        run()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status & 0xFF
