@@ -8,6 +8,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from kvloom.contract.errors import ModelError
@@ -101,7 +103,8 @@ def prebuild(folder: Path) -> None:
 
 
 def compile_library(isa: str, target: Path) -> None:
-    """Compiles into a temporary file and renames: a half-written library is never seen, two builders do not clash.
+    """Compiles into a temporary folder, as many sources at once as there are cores, and renames what is linked of them:
+    a half-written library is never seen, two builders do not clash.
 
     Raises ModelError when there is no compiler, or with what it said.
     """
@@ -110,14 +113,23 @@ def compile_library(isa: str, target: Path) -> None:
         raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
     log.info("compiling the CPU kernels (%s) into %s, once", _library(isa), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    command: list[str | Path] = [compiler, *COMMON_FLAGS, *ISAS[isa][0]]
+    num_cores = len(os.sched_getaffinity(0))
+    sources = sorted(SOURCES.glob("*.cpp"))
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(num_cores) as side_by_side:
+        objects = [Path(folder) / f"{source.stem}-{target.name}.o" for source in sources]
+        each = [[*command, "-c", source, "-o", path] for source, path in zip(sources, objects, strict=True)]
+        for done in [side_by_side.submit(_run_compiler, words) for words in each]:
+            done.result()
         built = Path(folder) / target.name
-        sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
-        command = [compiler, *COMMON_FLAGS, *ISAS[isa][0], *sources, "-o", str(built)]
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            raise ModelError(f"the CPU kernels do not compile with {compiler}: {result.stderr.strip()[-2000:]}")
+        _run_compiler([*command, *objects, "-o", built])
         os.replace(built, target)
+
+
+def _run_compiler(words: Sequence[str | Path]) -> None:
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ModelError(f"the CPU kernels do not compile with {words[0]}: {result.stderr.strip()[-2000:]}")
 
 
 def find_compiler() -> str | None:
