@@ -167,18 +167,17 @@ static void test_attention(int dim, int length, int window) {
     }
     test_attention_in_tiles<Cache, Tiles>(head, length, window);
     for (int rows = 1; rows <= kAttentionRows; rows++) {
-        std::vector<typename Cache::Factor> q(size_t(rows * dim));
+        std::vector<typename Cache::Stored> q(size_t(rows * dim));
         std::vector<float> sums(q.size());
         std::vector<Query> queries;
         Partials partials;
+        partials.sums = sums.data();
         for (int m = 0; m < rows; m++) {
             const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
             const int64_t until = std::max(1, length - rows + 1 + m);
             queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
-            partials.sums[m] = sums.data() + m * dim;
         }
-        for (int64_t chunk = queries[0].from / kChunkKeys; chunk * kChunkKeys < length; chunk++)
-            chunk_kernel<Cache>(rows)(head, queries.data(), Chunk(head, chunk, length), partials);
+        attend_rows<Cache, Tiles>(head, queries.data(), rows, queries[0].from, length, false, &partials);
         std::vector<double> want(static_cast<size_t>(dim));
         const double tolerance = format == KVL_KV_INT8 ? 0.001 : 0.02;  // what bf16 probabilities lose, 15 bits keep
         for (int m = 0; m < rows; m++) {

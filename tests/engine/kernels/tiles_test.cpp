@@ -38,25 +38,26 @@ static void test_attention_in_tiles(const PagedHead& head, int64_t length, int64
     if (!can_attend_in_tiles(Cache::kFormat)) return;
     const TinyIsZero as_in_a_step;
     const int dim = head.head_dim;
-    for (int rows : {1, 2, 3, 4, 7, 15, 16}) {
-        std::vector<typename Cache::Factor> q(size_t(rows * dim));
-        std::vector<float> together(q.size()), alone(q.size());
+    for (int rows : {1, 2, 3, 4, 7, 15, 16, 17, 31, 32}) {
+        std::vector<typename Cache::Stored> q(size_t(kTileQueries * dim));  // as many rows as are read
+        std::vector<float> together(size_t(rows * dim)), alone(together);
         std::vector<Query> queries;
-        Partials of_all;
+        Partials of_all[kTileGroups];
+        for (int g = 0; g < kTileGroups; g++) of_all[g].sums = together.data() + g * kLanes * dim;
         for (int m = 0; m < rows; m++) {
             const float scale = Cache::store_query(q.data() + m * dim, noise(dim).data(), dim, 1.0f / std::sqrt(float(dim)));
             const int64_t until = std::max<int64_t>(1, length - (rows - 1 - m) / 3);
             queries.push_back({q.data() + m * dim, scale, window ? std::max<int64_t>(0, until - window) : 0, until});
-            of_all.sums[m] = together.data() + m * dim;
         }
         attend_in_tiles<Tiles>(head, queries.data(), rows, queries[0].from, length, of_all);
         for (int m = 0; m < rows; m++) {
             const Query& query = queries[size_t(m)];
             Partials own;
-            own.sums[0] = alone.data() + m * dim;
-            attend_rows<Cache, Tiles>(head, &query, 1, query.from, query.until, false, own);
-            near(of_all.weight[m], own.weight[0], 0, "weight in tiles", rows, m);
-            near(of_all.peak[m], own.peak[0], 0, "peak in tiles", rows, m);
+            own.sums = alone.data() + m * dim;
+            attend_rows<Cache, Tiles>(head, &query, 1, query.from, query.until, false, &own);
+            const Partials& group = of_all[m / kLanes];
+            near(group.weight[m % kLanes], own.weight[0], 0, "weight in tiles", rows, m);
+            near(group.peak[m % kLanes], own.peak[0], 0, "peak in tiles", rows, m);
             for (int d = 0; d < dim; d++) near(together[size_t(m * dim + d)], alone[size_t(m * dim + d)], 0, "sum in tiles", rows, d);
         }
     }

@@ -27,7 +27,7 @@ from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 BLOCK_SIZE = 16
-_SUMS = "s3"  # counts the orders in which attention and bf16 linears have added: other sums are other keys and values
+_SUMS = "s4"  # counts the orders in which attention and bf16 linears have added: other sums are other keys and values
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,15 +19,15 @@ struct PagedHead {
     const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
 };
 
-// A query row: factors [head_dim] as the cache's form wants them; times `scale`, the query times
+// A query row: numbers [head_dim], as the cache's form stores them or as its factors; times `scale`, the query times
 // log2(e) / sqrt(head_dim). Sees keys in [from, until).
 struct Query {
-    const void* factors;
+    const void* numbers;
     float scale;
     int64_t from, until;
-    template <class Factor>
-    const Factor* as() const {
-        return static_cast<const Factor*>(factors);
+    template <class Number>
+    const Number* as() const {
+        return static_cast<const Number*>(numbers);
     }
 };
 
@@ -40,11 +40,12 @@ struct Partials {
     }
     alignas(64) float peak[kLanes];
     alignas(64) float weight[kLanes];
-    float* sums[kLanes];  // [head_dim] each
+    float* sums = nullptr;  // [rows][head_dim]
 };
 
 // The blocks of one chunk that somebody sees: keys [first_key, first_key + num_keys).
 struct Chunk {
+    Chunk() = default;
     Chunk(const PagedHead& head, int64_t chunk, int64_t until) : first_key(chunk * kChunkKeys) {
         const int64_t first_block = first_key / kBlockTokens, last_block = (until + kBlockTokens - 1) / kBlockTokens;
         num_blocks = int(min_of(last_block - first_block, int64_t(kChunkBlocks)));
@@ -85,10 +86,10 @@ void score_block(const uint8_t* tile, int head_dim, const Query* queries, float*
     for (int m = 0; m < ROWS; m++) store(scores + m * kChunkKeys, Cache::scores(sums[m], tile, queries[m].scale));
 }
 
-// Scores of keys that the query must not see become kMasked, in place; returns whether there are any.
-inline bool mask_scores(const Query& query, const Chunk& chunk, float* scores) {
+// Scores of keys that the query must not see become kMasked, in place.
+inline void mask_scores(const Query& query, const Chunk& chunk, float* scores) {
     const int64_t seen = query.until - chunk.first_key, hidden = query.from - chunk.first_key;
-    if (seen >= chunk.num_keys && hidden <= 0) return false;
+    if (seen >= chunk.num_keys && hidden <= 0) return;
     for (int k = 0; k < chunk.num_keys; k += kLanes) {
         F32 value = first_lanes(load(scores + k), int(max_of(min_of(seen - k, kLanes), 0)), kMasked);
         if (hidden > k) {  // keys that have left the sliding window: what is not among the first `hidden`
@@ -97,41 +98,34 @@ inline bool mask_scores(const Query& query, const Chunk& chunk, float* scores) {
         }
         store(scores + k, value);
     }
-    return true;
 }
 
-// Turns VECS * 16 scores into probabilities relative to their own peak, in place; returns the peak, and their sum in `weight`.
+// The largest of VECS * 16 scores of each row.
 template <int VECS>
-inline float softmax_row(float* scores, bool is_masked, float* weight) {
-    F32 score[VECS], peaks = splat(kMasked), total = splat(0);
+F32 peaks_of(const float* scores, int rows) {
+    F32 peaks[kLanes];
+    for (int m = 0; m < kLanes; m++) peaks[m] = splat(kMasked);
+    for (int m = 0; m < rows; m++, scores += kChunkKeys) {
+        F32 odd = peaks[m];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; v++) {
-        score[v] = load(scores + v * kLanes);
-        peaks = max(peaks, score[v]);
+        for (int v = 0; v < VECS; v++) (v % 2 ? odd : peaks[m]) = max(v % 2 ? odd : peaks[m], load(scores + v * kLanes));
+        peaks[m] = max(peaks[m], odd);
     }
-    const float peak = largest(peaks);
-    if (peak <= kMasked / 2) {  // nothing visible in this chunk
-        for (int v = 0; v < VECS; v++) store(scores + v * kLanes, splat(0));
-        *weight = 0;
-        return kMasked;
-    }
-#pragma GCC unroll 8
-    for (int v = 0; v < VECS; v++) {
-        F32 value = exp2_share(sub(score[v], splat(peak)));
-        if (is_masked) value = zero_where_masked(value, score[v]);
-        total = add(total, value);
-        store(scores + v * kLanes, value);
-    }
-    *weight = sum(total);
-    return peak;
+    return largest_of(peaks);
 }
 
-// The same for any number of them: a multiple of 16, at most a chunk.
-template <int VECS = kChunkKeys / kLanes>
-float softmax_row(float* scores, int count, bool is_masked, float* weight) {
-    if constexpr (VECS > 1)
-        if (count < VECS * kLanes) return softmax_row<VECS - 1>(scores, count, is_masked, weight);
-    return softmax_row<VECS>(scores, is_masked, weight);
+// Turns VECS * 16 scores into probabilities relative to `peak`, which become factors of the chunk's values; returns what the
+// factors' sums are to be multiplied by, and in `total` lanes whose sum is that of the probabilities.
+template <class Form, int VECS>
+float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Form::Factor* factors, F32& total) {
+    F32 p[VECS];
+    total = splat(0);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) {
+        p[v] = exp2_share(sub(load(scores + v * kLanes), splat(peak)));
+        total = add(total, p[v]);
+    }
+    return Form::store_probabilities(factors, p, chunk.values);
 }
 
 // What the sums of up to kLanes rows are to be scaled by when a chunk joins them: the old ones, its own.
@@ -140,25 +134,40 @@ struct Shares {
     alignas(64) float gain[kLanes];
 };
 
-// Softmax of `rows` queries over a chunk, merged into `out`: scores [rows][kChunkKeys] become `factors`, as Form wants them.
-template <class Form>
-Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Query* queries, int rows, float* scores,
-                  typename Form::Factor* factors, Partials& out) {
-    alignas(64) float peak[kLanes], weight[kLanes], scale[kLanes];
-    store(peak, splat(kMasked));
-    store(weight, splat(0));
-    store(scale, splat(0));
-    for (int m = 0; m < rows; m++) {
-        float* const row = scores + m * kChunkKeys;
+// Up to kLanes queries, where their scores with a chunk are, and where their factors go: [rows][kChunkKeys], factors
+// `stride` apart. A row's factors may take the place of its scores.
+template <class Factor>
+struct Scored {
+    const Query* queries;
+    int rows;
+    float* scores;
+    Factor* factors;
+    int stride;
+};
+
+// Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants them. After
+// each row `meanwhile` is told which it was.
+template <class Form, int VECS, class Meanwhile>
+Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
+    alignas(64) float peak[kLanes], scale[kLanes] = {};
+    F32 totals[kLanes];
+    for (int m = 0; m < of.rows; m++) {
+        float* const row = of.scores + m * kChunkKeys;
         if (head.softcap > 0)
-            for (int k = 0; k < chunk.num_keys; k += kLanes) store(row + k, softcap(load(row + k), head.softcap));
-        const bool is_masked = mask_scores(queries[m], chunk, row);
-        peak[m] = softmax_row(row, chunk.num_keys, is_masked, weight + m);
-        scale[m] = Form::store_probabilities(factors + m * kChunkKeys, row, chunk.num_keys, chunk.values);
+            for (int k = 0; k < VECS * kLanes; k += kLanes) store(row + k, softcap(load(row + k), head.softcap));
+        mask_scores(of.queries[m], chunk, row);
     }
-    const F32 old = load(out.peak), own = load(peak), top = max(old, own);
+    const F32 own = peaks_of<VECS>(of.scores, of.rows);
+    store(peak, own);
+    for (int m = 0; m < kLanes; m++) totals[m] = splat(0);
+    for (int m = 0; m < of.rows; m++) {
+        const float top = peak[m] > kMasked / 2 ? peak[m] : 0.0f;  // where nothing is visible nothing has a share
+        scale[m] = weigh_row<Form, VECS>(of.scores + m * kChunkKeys, top, chunk, of.factors + m * of.stride, totals[m]);
+        meanwhile(m);
+    }
+    const F32 old = load(out.peak), top = max(old, own);
     const F32 keep = exp2(sub(old, top)), gain = exp2(sub(own, top));
-    store(out.weight, fma(load(out.weight), keep, mul(load(weight), gain)));
+    store(out.weight, fma(load(out.weight), keep, mul(sums_of(totals), gain)));
     store(out.peak, top);
     Shares shares;
     store(shares.keep, keep);
@@ -166,9 +175,18 @@ Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Query* querie
     return shares;
 }
 
-// New sums of row m to the old ones at `to`.
-inline void join(float* to, F32 sums, const Shares& shares, int m) {
-    store(to, fma(load(to), splat(shares.keep[m]), mul(sums, splat(shares.gain[m]))));
+// The same for any number of blocks.
+template <class Form, int VECS = Chunk::kChunkBlocks, class Meanwhile>
+Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
+    if constexpr (VECS > 1)
+        if (chunk.num_blocks < VECS) return weigh_keys<Form, VECS - 1>(head, chunk, of, out, meanwhile);
+    return weigh_blocks<Form, VECS>(head, chunk, of, out, meanwhile);
+}
+
+// New sums of `count` dims of row m to the old ones at `to`.
+inline void join(float* to, const float* sums, int count, const Shares& shares, int m) {
+    const F32 keep = splat(shares.keep[m]), gain = splat(shares.gain[m]);
+    for (int i = 0; i < count; i += kLanes) store(to + i, fma(load(to + i), keep, mul(load(sums + i), gain)));
 }
 
 // Adds VECS * 16 dims of the chunk's values, weighted, into sums[m][dim ..].
@@ -198,8 +216,11 @@ void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cach
 #pragma GCC unroll 4
             for (int v = 0; v < VECS; v++) Cache::close(sums[m][v]);
     }
-    for (int m = 0; m < ROWS; m++)
-        for (int v = 0; v < VECS; v++) join(out.sums[m] + dim + v * kLanes, Cache::sums(sums[m][v]), shares, m);
+    for (int m = 0; m < ROWS; m++) {
+        alignas(64) float own[VECS * kLanes];
+        for (int v = 0; v < VECS; v++) store(own + v * kLanes, Cache::sums(sums[m][v]));
+        join(out.sums + m * head_dim + dim, own, VECS * kLanes, shares, m);
+    }
 }
 
 // One chunk of ROWS queries, merged into out.
@@ -209,7 +230,7 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
     alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
     for (int b = 0; b < chunk.num_blocks; b++)
         score_block<Cache, ROWS>(chunk.keys[b], head.head_dim, queries, scores + b * kBlockTokens);
-    const Shares shares = weigh_keys<Cache>(head, chunk, queries, ROWS, scores, factors, out);
+    const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, [](int) {});
     int dim = 0;
     for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)
         weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.head_dim, dim, factors, shares, out);

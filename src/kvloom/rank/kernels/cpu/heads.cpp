@@ -38,9 +38,14 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     if (weight != nullptr && norms_heads) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
     if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
     if (key >= 0) return Cache::store_key(cache(instruction.layer, 0) + block + key * tile_bytes_, at, dim, slot);
-    const int64_t query = token * shape_.num_heads + head;
-    auto* to = reinterpret_cast<typename Cache::Factor*>(scratch_.queries + query * dim);
+    const int64_t query = query_at(token, head);
+    auto* to = reinterpret_cast<typename Cache::Stored*>(scratch_.queries + query * dim);
     scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale);
+}
+
+// Where a query is: those of a kv head lie together, token by token.
+int64_t Step::query_at(int64_t token, int head) const {
+    return (head / heads_per_kv_ * batch_.num_tokens + token) * heads_per_kv_ + head % heads_per_kv_;
 }
 
 // Of a whole row of the qkv buffer, which is not needed afterwards.
@@ -73,20 +78,19 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kTileQueries];
-    Partials partials;
+    Partials partials[kTileGroups];
     alignas(64) float sums[kTileQueries * kMaxHeadDim];
     std::fill(sums, sums + rows * dim, 0.0f);
+    for (int g = 0; g < kTileGroups; g++) partials[g].sums = sums + g * kLanes * dim;
+    const int64_t first = query_at(batch_.qstart[task.sequence], task.kv_head * heads_per_kv_) + task.first_row;
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
-        const int row = task.first_row + m;
-        const int64_t token = batch_.qstart[task.sequence] + row / heads_per_kv_;
-        const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + row % heads_per_kv_;
-        const int64_t at = token * shape_.num_heads + own, window = instruction.window, position = batch_.pos[token];
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
+        const int64_t window = instruction.window, position = batch_.pos[token];
         const int64_t last = shape_.sees_ahead ? batch_.pos[batch_.qstart[task.sequence + 1] - 1] : position;
         const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
-        queries[m] = {scratch_.queries + at * dim, scratch_.query_scale[at],
+        queries[m] = {scratch_.queries + (first + m) * dim, scratch_.query_scale[first + m],
                       window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
-        partials.sums[m] = sums + m * dim;
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
@@ -97,8 +101,9 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     for (int m = 0; m < rows; m++) {
         const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
-        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, partials.peak[m], partials.weight[m]));
-        float* const head_sums = partials.sums[m];
+        const Partials& group = partials[m / kLanes];
+        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % kLanes], group.weight[m % kLanes]));
+        float* const head_sums = sums + m * dim;
         float* const to = is_fused ? head_sums : scratch_.attended.row(token) + own * dim;
         for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));
         if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);

@@ -39,10 +39,12 @@ void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim)
     store_apart(tile + (slot / 2 * dim + first_dim) * 2 + slot % 2, elements);
 }
 
-// What a query, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them over tiles, a lane for
-// each key or dim: Sum, to be closed at the end of each stretch. kVectors: of values that share a load of the factors.
+// A query as it is stored: Stored. What it, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them
+// over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kVectors: of values that share a load of
+// the factors.
 struct Bf16Cache {
     static constexpr int kFormat = KVL_KV_BF16, kVectors = 1;
+    using Stored = uint16_t;
     using Factor = float;  // a bf16, widened
     struct Sum {
         F32 first, second, whole;
@@ -61,9 +63,14 @@ struct Bf16Cache {
     static F32 sums(const Sum& sum) { return sum.whole; }
 
     // A query head times `scale`; returns the scale that is left to apply.
-    static float store_query(Factor* to, const float* head, int dim, float scale) {
-        for (int i = 0; i < dim; i += kLanes) store(to + i, round_bf16(mul(load(head + i), splat(scale))));
+    static float store_query(Stored* to, const float* head, int dim, float scale) {
+        for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, mul(load(head + i), splat(scale)));
         return 1.0f;
+    }
+    // A stored query as factors, in `room` [dim] where they are not the same.
+    static const Factor* factors_of(const Stored* query, int dim, Factor* room) {
+        for (int i = 0; i < dim; i += kLanes) store(room + i, load_bf16(query + i));
+        return room;
     }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
         alignas(64) uint16_t half[kLanes];
@@ -79,16 +86,19 @@ struct Bf16Cache {
             scatter_value(reinterpret_cast<uint16_t*>(tile), half, i, slot, dim);
         }
     }
-    // Probabilities of `count` keys (whose V tiles begin with tiles[0 ..]) as factors of the tiles' elements; returns
+    // Probabilities of the keys of VECS blocks (whose V tiles are tiles[0 ..]) as factors of the tiles' elements; returns
     // what the sums are to be multiplied by.
-    static float store_probabilities(Factor* to, const float* p, int count, const uint8_t* const*) {
-        for (int k = 0; k < count; k += kLanes) store(to + k, round_bf16(load(p + k)));
+    template <int VECS>
+    static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const*) {
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) store(to + v * kLanes, round_bf16(p[v]));
         return 1.0f;
     }
 };
 
 struct Int8Cache {
     static constexpr int kFormat = KVL_KV_INT8, kVectors = kAttentionRows >= 4 ? 4 : 2;
+    using Stored = int16_t;
     using Factor = int16_t;
     using Sum = I32;
     static Sum zero() { return splat_int(0); }
@@ -107,6 +117,7 @@ struct Int8Cache {
     static float store_query(Factor* to, const float* head, int dim, float scale) {
         return store_scaled(to, head, dim) * scale;
     }
+    static const Factor* factors_of(const Stored* query, int, Factor*) { return query; }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
         alignas(64) int8_t bytes[kLanes];
         const float inverse = store_scale(tile, head, dim, slot);
@@ -124,10 +135,12 @@ struct Int8Cache {
         }
     }
     // The values' scales go into the probabilities, so that one sum runs over all keys of a chunk.
-    static float store_probabilities(Factor* to, const float* p, int count, const uint8_t* const* tiles) {
-        alignas(64) float weighed[kChunkKeys];
-        for (int k = 0; k < count; k += kLanes) store(weighed + k, mul(load(p + k), scales(tiles[k / kBlockTokens])));
-        return store_scaled(to, weighed, count);
+    template <int VECS>
+    static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const* tiles) {
+        alignas(64) float weighed[VECS * kLanes];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) store(weighed + v * kLanes, mul(p[v], scales(tiles[v])));
+        return store_scaled(to, weighed, VECS * kLanes);
     }
 
   private:

@@ -99,8 +99,8 @@ struct Scratch {
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
     Rows branch;                        // what is normed before it is added to the residual stream
-    float* queries;                     // [tokens][num_heads][head_dim] of room for what kvcache.hpp stores
-    float* query_scale;                 // [tokens][num_heads]
+    uint16_t* queries;                  // [num_kv_heads][tokens][heads of one][head_dim] of what kvcache.hpp stores
+    float* query_scale;                 // of each
     Activations shared;                 // written by all threads, behind a barrier
     Activations fused;                  // of instructions that are done with the one before them (fused.cpp)
     std::vector<float*> unit;           // [threads] of panels that are finished together: their floats, of one pass

@@ -124,7 +124,7 @@ inline float value_at(const PagedHead& head, int kv_format, int64_t key, int d) 
 }
 
 inline float query_at(const Query& query, int kv_format, int d) {
-    return (kv_format == KVL_KV_BF16 ? query.as<float>()[d] : float(query.as<int16_t>()[d])) * query.scale;
+    return (kv_format == KVL_KV_BF16 ? bf16_to_float(query.as<uint16_t>()[d]) : float(query.as<int16_t>()[d])) * query.scale;
 }
 
 // Softmax attention of one query over the keys it sees; out[head_dim].

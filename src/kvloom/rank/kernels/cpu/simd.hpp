@@ -37,17 +37,16 @@ inline F32 exp2(F32 x) {
     return scale_by_power(p, whole);
 }
 
-// 2^x for x <= 0, relative error below 3e-6, which is less than probabilities lose when they are rounded. 2^0 is 1. Minimax
-// polynomial on [-0.5, 0.5].
+// 2^x for x <= 0, relative error below 4e-6, which is less than probabilities lose when they are rounded. 2^0 is 1, and 0 what
+// is below 2^-126. Minimax polynomial on [0, 1].
 inline F32 exp2_share(F32 x) {
-    x = max(x, splat(-126.0f));
-    const F32 whole = round_even(x), part = sub(x, whole);
-    F32 p = splat(9.5828511e-3f);
-    p = fma(p, part, splat(5.5906430e-2f));
-    p = fma(p, part, splat(2.4024099e-1f));
-    p = fma(p, part, splat(6.9312418e-1f));
+    const F32 part = fraction(x);
+    F32 p = splat(1.3425155e-2f);
+    p = fma(p, part, splat(5.2245375e-2f));
+    p = fma(p, part, splat(2.4127856e-1f));
+    p = fma(p, part, splat(6.9304514e-1f));
     p = fma(p, part, splat(1.0f));
-    return scale_by_power(p, whole);
+    return scale_by_floor(p, x);
 }
 
 // x / (1 + e^-x)

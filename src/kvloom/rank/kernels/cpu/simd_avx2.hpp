@@ -89,6 +89,25 @@ inline F32 round_even(F32 a) {
     return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
 }
 
+// a - floor(a); 2^floor(a) times b in [1, 2], 0 where that is below normal floats. a <= 0.
+inline F32 fraction(F32 a) { return sub(a, {_mm256_floor_ps(a.lo), _mm256_floor_ps(a.hi)}); }
+inline F32 scale_by_floor(F32 b, F32 a) {
+    const __m256 least = _mm256_set1_ps(-126.0f);
+    const F32 normal{_mm256_max_ps(_mm256_floor_ps(a.lo), least), _mm256_max_ps(_mm256_floor_ps(a.hi), least)};
+    const F32 scaled = scale_by_power(b, normal);
+    return {_mm256_and_ps(scaled.lo, _mm256_cmp_ps(a.lo, least, _CMP_GE_OQ)), _mm256_and_ps(scaled.hi, _mm256_cmp_ps(a.hi, least, _CMP_GE_OQ))};
+}
+inline F32 sums_of(const F32 (&rows)[kLanes]) {
+    alignas(64) float sums[kLanes];
+    for (int m = 0; m < kLanes; m++) sums[m] = sum(rows[m]);
+    return load(sums);
+}
+inline F32 largest_of(const F32 (&rows)[kLanes]) {
+    alignas(64) float peaks[kLanes];
+    for (int m = 0; m < kLanes; m++) peaks[m] = largest(rows[m]);
+    return load(peaks);
+}
+
 inline I32 splat_int(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
 inline I32 add(I32 a, I32 b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
 inline F32 to_float(I32 a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }

@@ -40,6 +40,7 @@ inline F32 load_bf16(const uint16_t* from) {
 }
 inline void store(float* to, F32 a) { _mm512_storeu_ps(to, a.v); }
 inline void store_bf16(uint16_t* to, F32 a) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(a.v)); }
+inline void store_bf16(uint16_t* to, F32 a, F32 b) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)); }
 inline F32 add(F32 a, F32 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline F32 sub(F32 a, F32 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F32 mul(F32 a, F32 b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -50,11 +51,35 @@ inline F32 min(F32 a, F32 b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
+
+// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and 1.
+template <class Join>
+inline F32 across(const F32 (&rows)[kLanes], Join join) {
+    __m512 halves[8], quarters[4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)  // of rows i, i + 8
+        halves[i] = join(_mm512_shuffle_f32x4(rows[i].v, rows[i + 8].v, 0x44), _mm512_shuffle_f32x4(rows[i].v, rows[i + 8].v, 0xee));
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++)  // of rows i, i + 8, i + 4, i + 12
+        quarters[i] = join(_mm512_shuffle_f32x4(halves[i], halves[i + 4], 0x88), _mm512_shuffle_f32x4(halves[i], halves[i + 4], 0xdd));
+    const __m512 even = join(_mm512_shuffle_ps(quarters[0], quarters[2], 0x44), _mm512_shuffle_ps(quarters[0], quarters[2], 0xee));
+    const __m512 odd = join(_mm512_shuffle_ps(quarters[1], quarters[3], 0x44), _mm512_shuffle_ps(quarters[1], quarters[3], 0xee));
+    const __m512 all = join(_mm512_shuffle_ps(even, odd, 0x88), _mm512_shuffle_ps(even, odd, 0xdd));  // 0, 2, 1, 3 of each quarter
+    return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), all)};
+}
+inline F32 sums_of(const F32 (&rows)[kLanes]) {
+    return across(rows, [](__m512 a, __m512 b) { return _mm512_add_ps(a, b); });
+}
+inline F32 largest_of(const F32 (&rows)[kLanes]) {
+    return across(rows, [](__m512 a, __m512 b) { return _mm512_max_ps(a, b); });
+}
 inline F32 first_lanes(F32 a, int count, float other) {
     const __mmask16 kept = count >= kLanes ? 0xffff : count <= 0 ? 0 : __mmask16((1u << count) - 1);
     return {_mm512_mask_mov_ps(_mm512_set1_ps(other), kept, a.v)};
 }
 inline F32 scale_by_power(F32 b, F32 a) { return {_mm512_scalef_ps(b.v, a.v)}; }
+inline F32 fraction(F32 a) { return {_mm512_reduce_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)}; }
+inline F32 scale_by_floor(F32 b, F32 a) { return {_mm512_scalef_ps(b.v, a.v)}; }
 inline F32 round_even(F32 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 
 inline I32 splat_int(int32_t value) { return {_mm512_set1_epi32(value)}; }

@@ -91,6 +91,20 @@ inline F32 scale_by_power(F32 b, F32 a) {
 inline F32 round_even(F32 a) {
     return each([&](int i) { return std::nearbyint(a.lane[i]); });
 }
+// a - floor(a); 2^floor(a) times b in [1, 2], 0 where that is below normal floats. a <= 0.
+inline F32 fraction(F32 a) {
+    return each([&](int i) { return a.lane[i] - std::floor(a.lane[i]); });
+}
+inline F32 scale_by_floor(F32 b, F32 a) {
+    return each([&](int i) { return a.lane[i] < -126.0f ? 0.0f : std::ldexp(b.lane[i], int(std::floor(a.lane[i]))); });
+}
+// Of each row, in row m's lane.
+inline F32 sums_of(const F32 (&rows)[kLanes]) {
+    return each([&](int m) { return sum(rows[m]); });
+}
+inline F32 largest_of(const F32 (&rows)[kLanes]) {
+    return each([&](int m) { return largest(rows[m]); });
+}
 
 inline I32 splat_int(int32_t value) {
     I32 result;

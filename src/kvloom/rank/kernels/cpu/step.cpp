@@ -36,7 +36,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.qkv = {take<float>(at, tokens * qkv), qkv};
     s.attended = {take<float>(at, tokens * queries), queries};
     s.mlp = {take<float>(at, tokens * mlp), mlp};
-    s.queries = take<float>(at, tokens * model.query_width());
+    s.queries = take<uint16_t>(at, tokens * model.query_width() + kLanes * model.shape.head_dim);
     s.query_scale = take<float>(at, tokens * model.shape.num_heads);
     s.shared = take_activations(at, tokens, widest);
     s.fused = take_activations(at, tokens, widest);

@@ -76,6 +76,7 @@ class Step {
     void place_token(const kvl_instruction& instruction, int64_t token);
     template <class Cache>
     void place_head(const kvl_instruction& instruction, int64_t token, int head, float* at);
+    int64_t query_at(int64_t token, int head) const;
     void route(const kvl_instruction& instruction, int thread);
     void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
     void choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choice* out);
