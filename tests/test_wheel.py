@@ -95,7 +95,7 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
     libraries = {name for name in names if ".so" in Path(name).name}
     expected = {f"kvloom/rank/kernels/lib/{build.file_name(isa)}" for isa in build.ISAS}
     expected |= {"kvloom/gewu/lib/libqos.so.1", "kvloom/engine_api/lib/libkvloom_engine.so.1"}
-    expected |= {"ems/native/lib/libems_blocks.so", "kvloom/pool/storage/native/lib/libkvloom_pool.so"}
+    expected |= {"ems/native/sdk/lib/libems_blocks.so", "kvloom/pool/storage/native/lib/libkvloom_pool.so"}
     expected |= {"kvloom/pool/cluster/native/lib/libkvloom_stream.so"}
     assert libraries == expected
     headers = {f"kvloom/engine_api/{path.relative_to(LIBRARY.package)}" for path in LIBRARY.include.rglob("*.h")}

@@ -16,6 +16,7 @@ from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult, checked_option
 from ems.keys import KeySpace
+from ems.native.calls import NOT_PLAIN, How, NativeCalls
 from ems.native.functions import Plan
 from ems.native.plan import native_names, native_planner
 from ems.profiling import Profiler
@@ -108,7 +109,9 @@ class ContextCaching:
         **kwargs: Any,
     ) -> CcResult:
         """Saves blocks: slots with hashes and tokens a block (`offsets`), or with token_ids and mask as keywords."""
-        return self._run(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=False))
+        arguments = Arguments(slot_mapping, hashes, offsets, kwargs)
+        done = self._at_once(arguments, option, is_load=False)
+        return done if done is not None else self._run(self._checked(arguments, option, is_load=False))
 
     def load(
         self,
@@ -119,7 +122,9 @@ class ContextCaching:
         **kwargs: Any,
     ) -> CcResult:
         """Loads the contiguous prefix of blocks that the pool has; the rest of the cache stays untouched."""
-        return self._run(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=True))
+        arguments = Arguments(slot_mapping, hashes, offsets, kwargs)
+        done = self._at_once(arguments, option, is_load=True)
+        return done if done is not None else self._run(self._checked(arguments, option, is_load=True))
 
     def async_save(
         self,
@@ -159,11 +164,13 @@ class ContextCaching:
 
         offsets: tokens of each block, as in `save`; without it all are full blocks, and a short one is not found.
         """
-        settings = checked_option(option)
-        values = plan_hashes(hashes)
-        counts = plan_counts(values, offsets) if offsets is not None else None
-        deadline_s = time.monotonic() + max(_FLOOR_S, settings.timeout / 1000)
         try:
+            found = self._exists_at_once(hashes, option) if offsets is None else None
+            if found is not None:
+                return found
+            settings, values = checked_option(option), plan_hashes(hashes)
+            counts = plan_counts(values, offsets) if offsets is not None else None
+            deadline_s = _deadline_s(time.monotonic(), settings)
             with self._links.lend(deadline_s) as link:
                 cache = self._planning_cache(link.welcome.key_salt)
                 if counts is None:
@@ -191,6 +198,51 @@ class ContextCaching:
                 planner = None if groups else native_planner(registered.tensors, (size, num_slots), keys.hash_base)
                 self._key_space = (salt, Cache(keys, size, num_slots, groups, planner))
             return self._key_space[1]
+
+    def _lend_calls(self) -> tuple[Link | None, NativeCalls | None]:
+        """An idle link, and plain calls over it; both None where Python is asked."""
+        key_space = self._key_space
+        if key_space is not None and (planner := key_space[1].planner) is not None:
+            link = self._links.take_idle()
+            if link is not None:
+                calls = pipeline.calls_of(link, planner) if link.welcome.key_salt == key_space[0] else None
+                if calls is not None:
+                    return link, calls
+                self._links.give_back(link)
+        return None, None
+
+    def _at_once(self, arguments: Arguments, option: CcKvOption | None, is_load: bool) -> CcResult | None:
+        """A plain call over a link that is there, in one step; None where nothing was done, and Python is to look."""
+        start_s = time.monotonic()
+        how = _how(start_s, option)
+        link, calls = self._lend_calls() if not arguments.others else (None, None)
+        if link is None or calls is None:
+            return None
+        given = arguments[:3]
+        problem = calls.load(given, how, link.mapped) if is_load else calls.save(given, how, link.staging)
+        if problem and problem != NOT_PLAIN:
+            call = replace(self._checked(arguments, option, is_load), start_s=start_s)
+            return self._try(call, pipeline.Begun(link, calls, problem))
+        result = CcResult(calls.last.count, calls.last.total) if problem == 0 else None
+        if result is not None and self._profiler.is_on:
+            name, num_bytes = "load" if is_load else "save", calls.last.done_bytes
+            self._profiler.record(name, result.total, result.success, num_bytes, start_s)
+        self._links.give_back(link)
+        return result
+
+    def _exists_at_once(self, hashes: object, option: CcKvOption | None) -> int | None:
+        """Likewise."""
+        how = _how(time.monotonic(), option)
+        link, calls = self._lend_calls()
+        if link is None or calls is None:
+            return None
+        problem = calls.exists(hashes, how)
+        if problem and problem != NOT_PLAIN:
+            with self._links.lend(how.deadline_ns / 1e9, link):
+                link.check(problem)
+        found = calls.last.count if problem == 0 else None
+        self._links.give_back(link)
+        return found
 
     def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool, is_async: bool = False) -> _Call:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
@@ -247,21 +299,21 @@ class ContextCaching:
             if call.source is not None:
                 self._count_snapshot(-call.source.num_bytes)
 
-    def _try(self, call: _Call) -> CcResult:
-        deadline_s = call.start_s + max(_FLOOR_S, call.option.timeout / 1000)
+    def _try(self, call: _Call, begun: pipeline.Begun | None = None) -> CcResult:
+        deadline_s = _deadline_s(call.start_s, call.option)
         total, progress = len(call.request), pipeline.Progress()
         if total == 0:
             return CcResult(0, 0)
-        if time.monotonic() > deadline_s:
+        if begun is None and time.monotonic() > deadline_s:
             raise io_timeout("waited for other calls until the deadline")
         try:
-            with self._links.lend(deadline_s) as link:
+            with self._links.lend(deadline_s, begun.link if begun else None) as link:
                 request = self._request_for(link, call)
                 transfer = pipeline.Transfer(link, request, call.option, deadline_s, progress)
                 if call.is_load:
-                    pipeline.load(transfer, self._registered())
+                    pipeline.load(transfer, self._registered(), begun)
                 else:
-                    pipeline.save(transfer, call.source or self._registered())
+                    pipeline.save(transfer, call.source or self._registered(), begun)
         except EmsException:
             if progress.success == 0:
                 raise
@@ -287,6 +339,17 @@ class ContextCaching:
     def after_fork(self) -> None:
         """In a forked child: the parent's threads are not here; new ones start when needed."""
         self._start()
+
+
+def _deadline_s(start_s: float, option: CcKvOption) -> float:
+    return start_s + max(_FLOOR_S, option.timeout / 1000)
+
+
+def _how(start_s: float, option: CcKvOption | None) -> How:
+    """How C++ carries out a call. Raises EMS_INVALID_ARGUMENT."""
+    settings = checked_option(option) if option is not _DEFAULT else _DEFAULT
+    is_local = settings.read_local_only or settings.timeout == 0
+    return How(int(_deadline_s(start_s, settings) * 1e9), is_local, settings.write_rcache)
 
 
 def _checked_future(ccfuture: object) -> CcFuture:

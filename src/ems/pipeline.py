@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,8 +15,10 @@ from ems.blocks import Request
 from ems.buffer import RegisteredCache, Snapshot
 from ems.config import CcKvOption
 from ems.keys import KEY_BYTES
+from ems.native.calls import PARTLY, NativeCalls
 from ems.native.functions import Plan, Save
-from ems.native.line import WantedLoad, WantedSave
+from ems.native.line import Loaded, WantedLoad, WantedSave
+from ems.native.plan import Planner
 from ems.native.tensors import NativeHostTensors
 from ems.runs import Areas, Blocks, Bytes
 from ems.transport import Link
@@ -82,6 +85,14 @@ class Transfer:
         return self.option.read_local_only or self.option.timeout == 0
 
 
+class Begun(NamedTuple):
+    """A call in one step that C++ has left with something to do or to say."""
+
+    link: Link
+    calls: NativeCalls
+    problem: int
+
+
 def _groups(sizes: Sequence[int], first_bytes: int, max_bytes: int) -> list[range]:
     """Cuts the blocks into growing sub-batches of at most _GROUP_KEYS blocks and `max_bytes`, one block at least."""
     groups: list[range] = []
@@ -99,10 +110,18 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def save(transfer: Transfer, cache: RegisteredCache | Snapshot) -> None:
+def calls_of(link: Link, planner: Planner) -> NativeCalls | None:
+    """Plain calls over that link in one step each; None where Python carries them out."""
+    return link.calls(planner, (_REGION_BYTES, _REGIONS, _NATIVE_FIRST_BYTES))
+
+
+def save(transfer: Transfer, cache: RegisteredCache | Snapshot, begun: Begun | None = None) -> None:
     """Saves the blocks in order; stops at the first that the pool does not take."""
     request, link = transfer.request, transfer.link
-    if isinstance(request, Plan) and request.largest <= link.welcome.max_block_bytes:
+    if begun is not None:
+        transfer.progress.add_counted(begun.calls.last.save)
+        link.check(0 if begun.problem == PARTLY else begun.problem)
+    elif isinstance(request, Plan) and request.largest <= link.welcome.max_block_bytes:
         _save_natively(transfer, request, len(request), request.largest)
     else:
         _save_fitting(transfer, cache)
@@ -243,28 +262,34 @@ def _mapped(link: Link, segments: list[int], deadline_s: float) -> dict[int, Byt
     return {number: link.segment(number, deadline_s) for number in dict.fromkeys(segments)}
 
 
-def load(transfer: Transfer, cache: RegisteredCache) -> None:
+def load(transfer: Transfer, cache: RegisteredCache, begun: Begun | None = None) -> None:
     """Loads the blocks in order until one is missing or damaged; later ones leave the caller's cache as it was.
 
     Where copies of other nodes' blocks found no more room beside those being read, these are released, and it goes on.
     """
-    request, tensors = transfer.request, cache.tensors
+    request, tensors, progress = transfer.request, cache.tensors, transfer.progress
     sizes = _sizes(request, cache)
+    if begun is not None:
+        problem = 0 if begun.problem == PARTLY else begun.problem
+        done = transfer.link.finish_load(begun.calls.last.load, problem, transfer.deadline_s)
+        progress.success, progress.num_bytes = done.num_done, sum(sizes[: done.num_done])
+        if not (_is_cut(done) and done.num_done):
+            return
     if isinstance(request, Plan):
         plan: Plan | None = request
     elif transfer.link.is_native and isinstance(tensors, NativeHostTensors):
         plan = _planned(request, tensors, sizes)
     else:
         plan = None
-    start = 0
+    start = progress.success
     while start < len(sizes):
         part = slice(start, min(start + m.MAX_KEYS, len(sizes)))
-        before = transfer.progress.success
+        before = progress.success
         if plan is not None:
             is_cut = _load_natively(transfer, plan, sizes, part)
         else:
             is_cut = _load_part(transfer, cache, sizes, part)
-        count = transfer.progress.success - before
+        count = progress.success - before
         if count < part.stop - start and not (is_cut and count):
             return
         start += count
@@ -276,6 +301,11 @@ def _load_natively(transfer: Transfer, plan: Plan, sizes: list[int], part: slice
     done = transfer.link.load(WantedLoad(plan, part.start, part.stop, transfer.is_local), transfer.deadline_s)
     progress.success += done.num_done
     progress.num_bytes += sum(sizes[part.start : part.start + done.num_done])
+    return _is_cut(done)
+
+
+def _is_cut(done: Loaded) -> bool:
+    """Whether a load ended for want of room for copies."""
     return done.cause == m.Cause.NO_ROOM and not done.is_damaged
 
 

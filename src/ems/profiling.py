@@ -18,11 +18,11 @@ class Profiler:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: TextIO | None = None
-        self._is_on = os.environ.get("ENABLE_CC_PROFILING") == "1"
+        self.is_on = os.environ.get("ENABLE_CC_PROFILING") == "1"
 
     def record(self, operation: str, total: int, success: int, num_bytes: int, start_s: float) -> None:
         """One call: blocks asked for and done, bytes moved, and the time since `start_s` (monotonic)."""
-        if not self._is_on:
+        if not self.is_on:
             return
         line = {
             "time": round(time.time(), 6),
@@ -45,7 +45,7 @@ class Profiler:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = (folder / f"ems_profiling_{os.getpid()}.log").open("a")
         except OSError as error:
-            self._is_on = False
+            self.is_on = False
             _log.warning("profiling is off: %s", error)
 
     def close(self) -> None:

@@ -14,105 +14,28 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms
 from ems.common.exception import EmsErrorCode, EmsException, io_error, io_timeout
+from ems.common.maps import SegmentMaps
 from ems.common.sockets import why_unreachable
 from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same, verifier
-from ems.native.functions import Save, Segment
-from ems.native.line import Loaded, Mapped, NativeLine, Unexpected, WantedLoad, native_line
-from ems.runs import address_of
+from ems.native.calls import NativeCalls, Sizes
+from ems.native.functions import Load, Save
+from ems.native.line import Loaded, Mapped, Maps, NativeLine, Unexpected, WantedLoad, native_line
+from ems.native.plan import Planner
+from ems.runs import Bytes
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
-Bytes = npt.NDArray[np.uint8]
+T = TypeVar("T")
 log = logging.getLogger("ems")
 _MAX_IDLE_LINKS = 8
 _CONNECT_S = 5.0
-_IDLE_S = 30.0  # mappings that nobody used for as long, or twice as long, go
 _RETRY_S = 0.005  # until a full queue of callers is tried again
-
-
-class SegmentMaps:
-    """Mappings of the agent's segments, shared by the links of a process; dropped when another agent answers.
-
-    They are let go of when nobody has used one for a while, on a thread: what the agent gave back stays the mapper's
-    until then, and a process that does not load any more learns of it by nothing else.
-    """
-
-    def __init__(self, idle_s: float = _IDLE_S) -> None:
-        self._lock = threading.Lock()
-        self._idle_s = idle_s
-        self._is_used = self._is_watched = False
-        self._closed = threading.Event()
-        self._incarnation = b""
-        self._num_given_back = 0
-        self._said: set[tuple[bytes, str]] = set()
-        self._maps: dict[int, tuple[mmap.mmap, Bytes]] = {}
-        self._mapped: Mapped | None = None  # the same for C++, until it changes
-
-    def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
-        """Lets go of all mappings when the pool has given segments back: their memory is free when nobody maps it."""
-        with self._lock:
-            if (incarnation, num_given_back) != (self._incarnation, self._num_given_back):
-                self._incarnation, self._num_given_back, self._maps = incarnation, num_given_back, {}
-                self._mapped = None
-
-    def is_news(self, incarnation: bytes, problem: str) -> bool:
-        """Whether this was not said of that agent yet."""
-        with self._lock:
-            is_new = (incarnation, problem) not in self._said
-            self._said.add((incarnation, problem))
-            return is_new
-
-    def find(self, incarnation: bytes, segment: int) -> Bytes | None:
-        with self._lock:
-            if incarnation != self._incarnation:
-                self._incarnation, self._maps, self._mapped = incarnation, {}, None
-            self._is_used = True
-            found = self._maps.get(segment)
-            return found[1] if found else None
-
-    def mapped(self, incarnation: bytes) -> Mapped:
-        """All of them, for C++."""
-        with self._lock:
-            if incarnation != self._incarnation:
-                self._incarnation, self._maps, self._mapped = incarnation, {}, None
-            self._is_used = True
-            if self._mapped is None:
-                rows = [(number, memory) for number, (_map, memory) in self._maps.items()]
-                table = (Segment * len(rows))(*(Segment(n, address_of(memory), len(memory)) for n, memory in rows))
-                self._mapped = Mapped(table, [memory for _number, memory in rows], self._num_given_back)
-            return self._mapped
-
-    def add(self, incarnation: bytes, segment: int, fd: int, size: int, is_writable: bool) -> Bytes:
-        """Maps the descriptor; a second mapping of the same segment is dropped in favour of the first."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
-        with self._lock:
-            if incarnation != self._incarnation:
-                self._incarnation, self._maps = incarnation, {}
-            self._mapped = None
-            if not self._is_watched:
-                self._is_watched = True
-                threading.Thread(target=self._watch, name="ems-maps", daemon=True).start()
-            return self._maps.setdefault(segment, (mapped, np.frombuffer(mapped, np.uint8)))[1]
-
-    def _watch(self) -> None:
-        """Until nothing is mapped."""
-        while self._is_watched:
-            is_closed = self._closed.wait(self._idle_s)
-            with self._lock:
-                if is_closed or not self._is_used:
-                    self._maps, self._mapped, self._is_watched = {}, None, False
-                self._is_used = False
-
-    def close(self) -> None:
-        """Lets go of all mappings."""
-        self._closed.set()
 
 
 class Link:
@@ -125,6 +48,7 @@ class Link:
         self._next_id = 0
         self.channel = Channel(_connected(path, deadline_s))
         self._line: NativeLine | None = None
+        self._calls: NativeCalls | None = None
         try:
             self.welcome = self._authenticate(access_id, access_key, deadline_s)
         except BaseException:
@@ -192,19 +116,46 @@ class Link:
         """Whether `load` and `save` may be called."""
         return self._native() is not None
 
+    def calls(self, planner: Planner, regions: tuple[int, int, int]) -> NativeCalls | None:
+        """Plain calls in one step each; None where Python carries them out. regions: see `Sizes`, behind the first."""
+        if self._calls is None or self._calls.planner is not planner:
+            line = self._native()
+            if line is None or self.welcome.is_direct:
+                return None
+            self._calls = NativeCalls(line, planner, Sizes(self.welcome.max_block_bytes, *regions))
+        return self._calls
+
+    @property
+    def mapped(self) -> Mapped:
+        """The segments that are mapped, for C++."""
+        return self._maps.mapped(self.welcome.incarnation)
+
+    @property
+    def staging(self) -> tuple[Bytes | None, int]:
+        """The staging area, if there is one, and how much was asked for."""
+        return self._arena, self._arena_asked
+
     def load(self, wanted: WantedLoad, deadline_s: float) -> Loaded:
         """Loads a batch in C++, the longest prefix that the pool has."""
         assert self._line is not None, "there is a library"
+        return self._loaded(self._line.load, wanted, deadline_s)
 
+    def finish_load(self, load: Load, problem: int, deadline_s: float) -> Loaded:
+        """Goes on with a load of `calls` that has come so far."""
+        assert self._line is not None, "there is a library"
+        line = self._line
+        return self._loaded(lambda begun, maps, _deadline_s: line.finish(begun, problem, maps), load, deadline_s)
+
+    def _loaded(self, load: Callable[[T, Maps, float], Loaded], what: T, deadline_s: float) -> Loaded:
         def maps(numbers: list[int] | None, num_given_back: int) -> Mapped:
             if numbers is not None:
                 self.keep_up(num_given_back)
                 for number in set(numbers):
                     self.segment(number, deadline_s)
-            return self._maps.mapped(self.welcome.incarnation)
+            return self.mapped
 
         try:
-            return self._line.load(wanted, maps, deadline_s)
+            return load(what, maps, deadline_s)
         except IndexError as error:
             raise WireError(str(error)) from None
         except Unexpected as unexpected:
@@ -213,8 +164,13 @@ class Link:
     def save(self, save: Save, deadline_s: float) -> None:
         """Saves a batch in C++; writes into `save` what became of the blocks, also when it raises."""
         assert self._line is not None, "there is a library"
+        self.check(self._line.save(save, deadline_s))
+
+    def check(self, problem: int) -> None:
+        """Raises what a save in C++ has met."""
+        assert self._line is not None, "there is a library"
         try:
-            self._line.save(save, deadline_s)
+            self._line.check(problem)
         except Unexpected as unexpected:
             raise self._unexpected(unexpected.data) from None
 
@@ -313,11 +269,13 @@ class LinkPool:
         self._is_closed = False
 
     @contextlib.contextmanager
-    def lend(self, deadline_s: float) -> Iterator[Link]:
-        """A link for one call. What goes wrong inside leaves as EmsException; then the link is not used again."""
-        link = None
+    def lend(self, deadline_s: float, link: Link | None = None) -> Iterator[Link]:
+        """A link for one call. What goes wrong inside leaves as EmsException; then the link is not used again.
+
+        link: one that `take_idle` gave and a call has begun on.
+        """
         try:
-            link = self._take(deadline_s)
+            link = link or self._take(deadline_s)
             yield link
         except TimeoutError:
             self._drop(link)
@@ -329,14 +287,19 @@ class LinkPool:
             self._drop(link)
             raise
         else:
-            self._give_back(link)
+            self.give_back(link)
+
+    def take_idle(self) -> Link | None:
+        """A link that is connected, if it was not closed since; whoever has it lends it or gives it back."""
+        with self._lock:
+            return self._idle.pop() if self._idle else None
 
     def _take(self, deadline_s: float) -> Link:
         while True:
             with self._lock:
                 if self._is_closed:
                     raise io_error("Ems was shut down")
-                link = self._idle.pop() if self._idle else None
+            link = self.take_idle()
             if link is None:
                 connect_s = min(deadline_s, time.monotonic() + _CONNECT_S)
                 made = Link(self._locate(connect_s), self._access_id, self._access_key, self._maps, connect_s)
@@ -351,7 +314,8 @@ class LinkPool:
         if link is not None:
             link.close()
 
-    def _give_back(self, link: Link) -> None:
+    def give_back(self, link: Link) -> None:
+        """After a call whose answers were all read."""
         with self._lock:
             if len(self._idle) < _MAX_IDLE_LINKS and not self._is_closed:
                 self._idle.append(link)

@@ -191,6 +191,9 @@ counted = st.lists(st.integers(1, 5), max_size=4)
 @example(counts=[5, 3], order=ASCENDING, spoiled=None, values=[1, 2, 3, 4], shape="list")  # on into the next block
 @example(counts=[3], order=ASCENDING, spoiled=(1, 0), values=[1, 2, 3, 4], shape="list")  # a slot twice in a row
 @example(counts=[2, 2], order=ASCENDING, spoiled=(3, 0), values=[1, 2, 3, 4], shape="list")  # and in two blocks
+@example(counts=[4], order=ASCENDING, spoiled=None, values=[True, 2, 3, 4], shape="list")
+@example(counts=[4, 2], order=ASCENDING, spoiled=None, values=[-1, 2**63, 3, 4], shape="tuple")
+@example(counts=[4, 2], order=ASCENDING, spoiled=None, values=[1, 2**63, 3, 4], shape="list")
 def test_a_call_is_planned_as_python_plans_it(counts, order, spoiled, values, shape):
     registered = RegisteredCache([[np.zeros((6, 4, 1, 8), np.uint8), np.zeros((6, 4, 1, 3), np.uint8)]])
     keys = KeySpace(b"salt", Identity("m", "vllm", "MHA", 1, 1, 0, 0), registered.layout)

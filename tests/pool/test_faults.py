@@ -18,6 +18,7 @@ import pytest
 
 from ems import CcKvOption, EmsErrorCode, EmsException, context_caching
 from ems.common.channel import Channel
+from ems.native.calls import NativeCalls
 from ems.native.line import NativeLine
 from ems.wire import messages as m
 from kvloom.net.devcerts import make_files
@@ -44,7 +45,8 @@ def _nothing_is_left():
 @contextmanager
 def waits_until(deadline_ms: int):
     """Whatever the call inside waits for, it waits until its deadline at the latest: the clock stands as it begins."""
-    begin_s, wait, begin, found = time.monotonic(), Channel._wait, NativeLine._by, []
+    begin_s, found = time.monotonic(), []
+    wait, begin, load, save = Channel._wait, NativeLine._by, NativeCalls.load, NativeCalls.save
 
     def noted(poll, deadline_s) -> None:
         found.append(deadline_s)
@@ -54,8 +56,17 @@ def waits_until(deadline_ms: int):
         found.append(deadline_s)
         return begin(line, deadline_s)
 
+    def noted_call(call):
+        def noted(calls, given, how, memory):
+            found.append(how.deadline_ns / 1e9)
+            return call(calls, given, how, memory)
+
+        return noted
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context_caching, "time", SimpleNamespace(monotonic=lambda: begin_s))
+        patch.setattr(NativeCalls, "load", noted_call(load))
+        patch.setattr(NativeCalls, "save", noted_call(save))
         patch.setattr(Channel, "_wait", staticmethod(noted))
         patch.setattr(NativeLine, "_by", noted_by)
         yield

@@ -9,9 +9,11 @@ import time
 import numpy as np
 
 from ems.common.channel import Channel
+from ems.native.calls import PARTLY, How, NativeCalls, Sizes
 from ems.native.functions import Segment, functions
 from ems.native.line import Mapped, NativeLine, WantedLoad, WantedSave, native_line
-from ems.native.tensors import native_tensors
+from ems.native.plan import native_planner
+from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import Blocks, address_of
 from ems.tensors import as_tensor
 from ems.wire import messages as m
@@ -56,7 +58,9 @@ class Sessions:
             channel.send(m.Ping())
             channel.receive(None)
             for number in range(ROUNDS):
-                self.turn(line, arena, random.Random(seed * ROUNDS + number))
+                draw = random.Random(seed * ROUNDS + number)
+                self.turn(line, arena, draw)
+                self.call(line, arena, draw)
         except BaseException as error:
             self.errors.append(error)
         here.close()
@@ -69,15 +73,12 @@ class Sessions:
         source = np.empty((count, 1, 1, size), np.uint8)
         for block, key in zip(source, keys, strict=True):
             block[:] = key[3]
-        cache = as_tensor("t", source)
-        assert cache is not None
-        moving = native_tensors([cache], [0])
-        assert moving is not None
+        moving = _tensors(source)
         blocks, sizes = Blocks.of([(((i, 0, 1),),) for i in range(count)]), np.full(count, size)
         named = b"".join(keys)
         plan = moving.plan_of(blocks, named, sizes)
         save = WantedSave(plan, count, b"", arena.data, 1 << 16, 4, 1 << 14, True).call()
-        line.save(save, deadline_s)
+        line.check(line.save(save, deadline_s))
         assert 0 < save.num_done <= count
         assert 0 <= save.num_local <= save.num_success <= save.num_done
         assert save.done_bytes == save.num_done * size
@@ -89,8 +90,38 @@ class Sessions:
         for block, key in zip(source[: loaded.num_done], keys, strict=False):
             assert (block == key[3]).all(), "wrong bytes"
 
+    def call(self, line: NativeLine, arena: SharedMemory, draw: random.Random) -> None:
+        """The same in one step each, from lists."""
+        size, count = draw.choice(SIZES), draw.randint(1, 8)
+        hashes = draw.sample(range(200), count)
+        source = np.empty((count, 1, 1, size), np.uint8)
+        source[:] = np.array(hashes, np.uint8)[:, None, None, None]
+        planner = native_planner(_tensors(source), (1, count), b"storm")
+        assert planner is not None
+        calls = NativeCalls(line, planner, Sizes(1 << 16, 1 << 16, 4, 1 << 14))
+        given, how = (list(range(count)), hashes, [1] * count), How(time.monotonic_ns() + 60 * 10**9, 0, 1)
+        problem = calls.save(given, how, (arena.data, 1 << 18))
+        line.check(0 if problem == PARTLY else problem)
+        assert 0 <= calls.last.count <= count
+        assert (problem == 0) == (calls.last.count == count)
+        assert calls.exists(hashes, how) == 0
+        assert calls.last.count <= count
+        source[:] = 255
+        loaded = line.finish(calls.last.load, calls.load(given, how, self.maps(None, 0)), self.maps)
+        for block, number in zip(source[: loaded.num_done], hashes, strict=False):
+            assert (block == number).all(), "wrong bytes"
+        assert (source[loaded.num_done :] == 255).all()
+
     def maps(self, numbers: list[int] | None, num_given_back: int) -> Mapped:
         """The pool's own memory: nothing has to be mapped."""
         memories = [(n, self.pool.view(n * (1 << 17), 1 << 17)) for n in set(numbers or [])]
         table = (Segment * len(memories))(*((n, address_of(memory), len(memory)) for n, memory in memories))
         return Mapped(table, [memory for _number, memory in memories], num_given_back)
+
+
+def _tensors(source: np.ndarray) -> NativeHostTensors:
+    cache = as_tensor("t", source)
+    assert cache is not None
+    moving = native_tensors([cache], [0])
+    assert moving is not None
+    return moving

@@ -80,4 +80,4 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvloom" / "ems"
 
 
-BLOCKS = Library("libems_blocks", HERE)
+BLOCKS = Library("libems_blocks", HERE / "sdk")

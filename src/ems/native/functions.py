@@ -55,19 +55,6 @@ class Cache(ctypes.Structure):
     ]
 
 
-class Given(ctypes.Structure):
-    """A caller's arguments. Arrays by address."""
-
-    _fields_ = [
-        ("slots", c_void_p),
-        ("num_slots", c_int64),
-        ("hashes", c_void_p),
-        ("counts", c_void_p),
-        ("num", c_int64),
-        ("is_signed", c_int64),
-    ]
-
-
 class Line(ctypes.Structure):
     """A link."""
 
@@ -143,13 +130,14 @@ _SIGNATURES = {
     "ems_sum": (None, [POINTER(Xxh3), c_char_p, c_uint64, c_void_p]),
     "ems_gather": (None, [POINTER(Batch), c_void_p, POINTER(Xxh3), c_void_p]),
     "ems_scatter": (c_int64, [POINTER(Batch), c_void_p, c_void_p, POINTER(Xxh3), c_char_p]),
-    "ems_plan": (c_void_p, [POINTER(Cache), POINTER(Given)]),
     "ems_plan_close": (None, [POINTER(Plan)]),
     "ems_line_open": (c_void_p, [c_int]),
     "ems_line_close": (None, [POINTER(Line)]),
     "ems_line_exists": (c_int, [POINTER(Line), c_char_p, c_int64, c_int, POINTER(c_int64)]),
     "ems_line_load": (c_int, [POINTER(Line), POINTER(Load)]),
     "ems_cut": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
+    "ems_calls_open": (c_void_p, [c_void_p]),
+    "ems_calls_close": (None, [c_void_p]),
     "ems_line_save": (c_int, [POINTER(Line), POINTER(Save)]),
     "ems_hash_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p]),
     "ems_token_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),

@@ -4,7 +4,7 @@ import ctypes
 import errno
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ems.keys import KEY_BYTES
 from ems.native import functions as c
@@ -28,6 +28,10 @@ class Mapped(NamedTuple):
     table: "ctypes.Array[c.Segment]"
     memories: list[Bytes]
     num_given_back: int  # by the agent, when they were mapped
+
+
+Maps: TypeAlias = Callable[[list[int] | None, int], Mapped]
+"""The mapped segments, with those of these numbers, after so many were given back; None = as they are."""
 
 
 class WantedLoad(NamedTuple):
@@ -74,18 +78,25 @@ class NativeLine:
     """Calls over one socket, one at a time. Methods raise TimeoutError, OSError or Unexpected."""
 
     def __init__(self, library: ctypes.CDLL, functions: Xxh3, fd: int) -> None:
-        self._library = library
+        self.library = library
         self._xxh3 = ctypes.pointer(functions)
-        self._line = c.Line.from_address(library.ems_line_open(fd))
+        self.address: int = library.ems_line_open(fd)
+        self._line = c.Line.from_address(self.address)
 
     def __del__(self) -> None:
-        self._library.ems_line_close(self._line)
+        self.library.ems_line_close(self._line)
+
+    @property
+    def xxh3_address(self) -> int:
+        """Where the functions' addresses are."""
+        return ctypes.addressof(self._xxh3.contents)
 
     def _by(self, deadline_s: float) -> c.Line:
         self._line.deadline_ns = int(deadline_s * 1e9)
         return self._line
 
-    def _check(self, problem: int) -> None:
+    def check(self, problem: int) -> None:
+        """Raises what a call that returned this has met; nothing for 0."""
         if problem == _UNEXPECTED:
             raise Unexpected(ctypes.string_at(self._line.odd, self._line.num_odd))
         if problem == errno.ECONNRESET:
@@ -97,14 +108,11 @@ class NativeLine:
         """How many of the keys, from the first on, a load would find."""
         count = ctypes.c_int64()
         num = len(keys) // KEY_BYTES
-        self._check(self._library.ems_line_exists(self._by(deadline_s), keys, num, is_local, ctypes.byref(count)))
+        self.check(self.library.ems_line_exists(self._by(deadline_s), keys, num, is_local, ctypes.byref(count)))
         return count.value
 
-    def load(self, wanted: WantedLoad, maps: Callable[[list[int] | None, int], Mapped], deadline_s: float) -> Loaded:
-        """Loads the longest prefix that the pool has. Raises IndexError for a block outside of its segment.
-
-        maps: the mapped segments, with those of these numbers, after so many were given back; None = as they are.
-        """
+    def load(self, wanted: WantedLoad, maps: Maps, deadline_s: float) -> Loaded:
+        """Loads the longest prefix that the pool has. Raises IndexError for a block outside of its segment."""
         plan, start, stop, is_local = wanted
         mapped = maps(None, 0)
         load = c.Load(
@@ -116,21 +124,25 @@ class NativeLine:
             num_given_back=mapped.num_given_back,
             corrupt=-1,
         )
-        problem = _UNMAPPED
+        load.mapped, load.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+        return self.finish(load, self.library.ems_line_load(self._by(deadline_s), load), maps)
+
+    def finish(self, load: c.Load, problem: int, maps: Maps) -> Loaded:
+        """Goes on with a load that has come so far. Raises as `load` does."""
         while problem == _UNMAPPED:
+            numbers = (ctypes.c_int64 * load.num_found).from_address(load.segments or 0)
+            mapped = maps(list(numbers), load.num_given_back)
             load.mapped, load.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
-            problem = self._library.ems_line_load(self._by(deadline_s), load)
-            if problem == _UNMAPPED:
-                numbers = (ctypes.c_int64 * load.num_found).from_address(load.segments or 0)
-                mapped = maps(list(numbers), load.num_given_back)
+            problem = self.library.ems_line_load(self._line, load)
         if problem == _OUTSIDE:
             raise IndexError("a block outside of its segment")
-        self._check(problem)
+        self.check(problem)
         return Loaded(load.num_done, load.corrupt >= 0, load.cause)
 
-    def save(self, save: c.Save, deadline_s: float) -> None:
-        """Saves the blocks; writes into `save` what became of them, also when it raises."""
-        self._check(self._library.ems_line_save(self._by(deadline_s), save))
+    def save(self, save: c.Save, deadline_s: float) -> int:
+        """Saves the blocks; writes into `save` what became of them. What it returns is for `check`."""
+        problem: int = self.library.ems_line_save(self._by(deadline_s), save)
+        return problem
 
 
 def native_line(fd: int) -> NativeLine | None:

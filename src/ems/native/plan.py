@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ems.native.functions import Cache, Given, Plan, functions_at_hand
+from ems.native.functions import Cache, Plan, functions_at_hand
+from ems.native.python import Python, python_functions
 from ems.native.tensors import NativeHostTensors
 from ems.runs import Blocks, Numbers, address_of
 
 NAME_BYTES = 32
 _found: list["Sha256 | None"] = []
+_PLAN = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.py_object] * 3)
 _NAMES = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
 
 
@@ -70,33 +72,28 @@ class Planner:
     """Plans calls under hash semantics by a registered cache without layer groups, in C++."""
 
     def __init__(
-        self, library: ctypes.CDLL, tensors: NativeHostTensors, slots: tuple[int, int], names: tuple[Sha256, bytes]
+        self,
+        functions: tuple[ctypes.CDLL, Python],
+        tensors: NativeHostTensors,
+        slots: tuple[int, int],
+        names: tuple[Sha256, bytes],
     ) -> None:
         """slots: tokens a block of the cache, and how many there are. names: the hash, and what they begin with."""
-        sha256, base = names
+        (library, python), (sha256, base) = functions, names
         table = tensors.table
-        self._kept = tensors, sha256, base
+        self._kept = tensors, sha256, base, python
         token_bytes = int(table[:, 2].sum())
         self._cache = Cache(
             address_of(table), len(table), token_bytes, *slots, ctypes.addressof(sha256), base, len(base)
         )
-        self._plan, self._close = library.ems_plan, library.ems_plan_close
+        self.address = ctypes.addressof(self._cache)
+        self.python_address = ctypes.addressof(python)
+        self._plan = _PLAN(("ems_plan", library))
+        self._close = library.ems_plan_close
 
     def plan(self, slot_mapping: object, hashes: object, offsets: object) -> Plan | None:
         """What `blocks.plan` finds; None where it is to look itself: whatever is not plain, or not as it should be."""
-        slots, counts = _plain(slot_mapping), _plain(offsets)
-        numbers = _plain(hashes, has_large=True)
-        if slots is None or counts is None or numbers is None or len(numbers) != len(counts):
-            return None
-        given = Given(
-            slots.buffer_info()[0],
-            len(slots),
-            numbers.buffer_info()[0],
-            counts.buffer_info()[0],
-            len(counts),
-            numbers.typecode == "q",
-        )
-        found = self._plan(self._cache, given)
+        found = self._plan(self.python_address, self.address, slot_mapping, hashes, offsets)
         if found is None:
             return None
         plan = OwnedPlan.from_address(found)
@@ -106,29 +103,10 @@ class Planner:
 
 def native_planner(tensors: object, slots: tuple[int, int], base: bytes) -> Planner | None:
     """Of host tensors; None without the library, or where Python's SHA-256 cannot be called from it."""
-    library, sha256 = functions_at_hand(), _hashlibs()
-    if library is None or sha256 is None or not isinstance(tensors, NativeHostTensors):
+    library, sha256, python = functions_at_hand(), _hashlibs(), python_functions()
+    if library is None or sha256 is None or python is None or not isinstance(tensors, NativeHostTensors):
         return None
-    return Planner(library, tensors, slots, (sha256, base))
-
-
-def _plain(values: object, has_large: bool = False) -> "array[int] | None":
-    """A list, tuple or array of integers within 64 bits; has_large: or of those that need all 64 without a sign."""
-    if isinstance(values, list | tuple):
-        if set(map(type, values)) == {int}:
-            return _numbers(values) if has_large else _signed(values)
-    elif isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == np.int64:
-        numbers = array("q")
-        numbers.frombytes(values.tobytes())
-        return numbers
-    return None
-
-
-def _signed(values: Sequence[int]) -> "array[int] | None":
-    try:
-        return array("q", values)
-    except OverflowError:
-        return None
+    return Planner((library, python), tensors, slots, (sha256, base))
 
 
 def native_cut(slots: Numbers, counts: list[int], block_size: int, num_slots: int) -> Blocks | None:

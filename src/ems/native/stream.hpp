@@ -216,6 +216,12 @@ class Exchange : public EmsLine {
         return is_odd ? unexpected(frame) : problem;
     }
 
+    // Whether the connection is there, with nothing to be read.
+    bool is_idle() const {
+        pollfd wanted{fd_, POLLIN, 0};
+        return !stream_.has_frame() && poll(&wanted, 1, 0) == 0;
+    }
+
     int unexpected(const Frame& frame) {
         odd = frame.bytes;
         num_odd = static_cast<int64_t>(frame.size);

@@ -3,9 +3,8 @@
 // what it is.
 #include <numeric>
 
-#include "plan.hpp"
+#include "line.hpp"
 #include "second.hpp"
-#include "stream.hpp"
 
 namespace {
 
@@ -16,66 +15,12 @@ using ems::kOutside;
 using ems::kUnmapped;
 using ems::Sum;
 
-constexpr int64_t kGroupBlocks = 64;  // of a message
-constexpr int64_t kAlign = 64;
+using ems::aligned;
+using ems::kGroupBlocks;
+
 constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: what is up to the first, and the second, is a success
 
 bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
-
-int64_t aligned(int64_t size) { return (size + kAlign - 1) / kAlign * kAlign; }
-
-}  // namespace
-
-extern "C" {
-
-// A segment of the pool that is mapped here.
-struct EmsSegment {
-    int64_t number;
-    const uint8_t* memory;
-    int64_t bytes;
-};
-
-// Blocks to load: `num` of a plan's, from `first` on.
-struct EmsLoad {
-    const EmsPlan* plan;
-    int64_t first;
-    int64_t num;
-    int64_t is_local;
-    const ems::Xxh3* xxh3;
-    const EmsSegment* mapped;
-    int64_t num_mapped;
-    int64_t num_given_back;  // when they were mapped; what the answer says
-    // The answer. segments [num_found]: until the link's next call.
-    const int64_t* segments;
-    int64_t num_found;
-    int64_t lease;
-    int64_t cause;
-    int64_t is_asked;   // the answer is here: the call goes on behind it
-    int64_t num_done;   // blocks that were verified and written
-    int64_t corrupt;    // the first that was damaged, or -1
-};
-
-// Blocks to save: the first `num` of a plan's.
-struct EmsSave {
-    const EmsPlan* plan;
-    int64_t num;
-    const uint8_t* parent;  // the key before the first, or null
-    uint8_t* arena;
-    int64_t region_bytes;  // of the arena, for one message's blocks; a multiple of kAlign
-    int64_t num_regions;
-    int64_t first_bytes;  // of the first message, about; the next ones grow
-    int64_t write_rcache;
-    // The answers, as Progress of pipeline.py counts them.
-    int64_t num_done;  // blocks that have one
-    int64_t done_bytes;
-    int64_t num_success;  // up to the first that was not saved; of these, those on this node only
-    int64_t num_local;
-    int64_t problem;  // what became of that one, or -1
-};
-
-}  // extern "C"
-
-namespace {
 
 // A load under way: the answer, then each block where it lies, verified before it is copied.
 class Loading {
@@ -122,7 +67,7 @@ class Loading {
         FrameWriter& request = line_.begin(ems::kLoad, 2);
         request.bytes(load_.plan->keys + load_.first * ems::kKeyBytes, load_.num * ems::kKeyBytes);
         request.boolean(load_.is_local != 0);
-        Frame frame;
+        Frame frame{};
         int problem = line_.send();
         problem = problem != 0 ? problem : line_.receive(ems::kFound, frame);
         return problem == 0 && !read(frame) ? line_.unexpected(frame) : problem;
@@ -313,7 +258,7 @@ class Saving {
     }
 
     int collect() {
-        Frame frame;
+        Frame frame{};
         if (const int problem = line_.receive(ems::kSaved, frame)) {
             return problem;
         }
@@ -360,7 +305,7 @@ int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_loca
         FrameWriter& request = exchange.begin(ems::kExists, 2);
         request.bytes(keys + start * ems::kKeyBytes, part * ems::kKeyBytes);
         request.boolean(is_local != 0);
-        Frame frame;
+        Frame frame{};
         int problem = exchange.send();
         problem = problem != 0 ? problem : exchange.receive(ems::kCount, frame);
         if (problem != 0) {

@@ -1,7 +1,10 @@
 // The blocks of a call, as planned in C++ (plan.cpp, names.cpp) or in Python (blocks.py, keys.py).
 #pragma once
 
+#include <vector>
+
 #include "blocks.hpp"
+#include "given.hpp"
 
 extern "C" {
 
@@ -23,4 +26,32 @@ struct EmsPlan {
     int64_t largest;
 };
 
+// A registered cache without layer groups, and what the names of its blocks begin with.
+struct EmsCache {
+    const ems::Tensor* tensors;
+    int64_t num_tensors;
+    int64_t token_bytes;  // of all tensors
+    int64_t block_size;
+    int64_t num_slots;
+    const EmsSha256* sha256;
+    const uint8_t* base;
+    int64_t num_base;
+};
+
 }  // extern "C"
+
+namespace ems {
+
+// With the memory that it names, which serves one call after the other.
+class Planned : public EmsPlan {
+  public:
+    // Whether what a caller gave is as it should be; else it is of no use until the next time.
+    bool make(const EmsCache& cache, const GivenBlocks& given);
+
+  private:
+    std::vector<Run> runs_;
+    std::vector<int64_t> edges_, bytes_;
+    std::vector<uint8_t> names_;
+};
+
+}  // namespace ems

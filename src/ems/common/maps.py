@@ -1,0 +1,91 @@
+"""SegmentMaps: the memory of the pool that a process has mapped."""
+
+import mmap
+import threading
+
+import numpy as np
+
+from ems.native.functions import Segment
+from ems.native.line import Mapped
+from ems.runs import Bytes, address_of
+
+_IDLE_S = 30.0  # mappings that nobody used for as long, or twice as long, go
+
+
+class SegmentMaps:
+    """Mappings of the agent's segments, shared by the links of a process; dropped when another agent answers.
+
+    They are let go of when nobody has used one for a while, on a thread: what the agent gave back stays the mapper's
+    until then, and a process that does not load any more learns of it by nothing else.
+    """
+
+    def __init__(self, idle_s: float = _IDLE_S) -> None:
+        self._lock = threading.Lock()
+        self._idle_s = idle_s
+        self._is_used = self._is_watched = False
+        self._closed = threading.Event()
+        self._incarnation = b""
+        self._num_given_back = 0
+        self._said: set[tuple[bytes, str]] = set()
+        self._maps: dict[int, tuple[mmap.mmap, Bytes]] = {}
+        self._mapped: Mapped | None = None  # the same for C++, until it changes
+
+    def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
+        """Lets go of all mappings when the pool has given segments back: their memory is free when nobody maps it."""
+        with self._lock:
+            if (incarnation, num_given_back) != (self._incarnation, self._num_given_back):
+                self._incarnation, self._num_given_back, self._maps = incarnation, num_given_back, {}
+                self._mapped = None
+
+    def is_news(self, incarnation: bytes, problem: str) -> bool:
+        """Whether this was not said of that agent yet."""
+        with self._lock:
+            is_new = (incarnation, problem) not in self._said
+            self._said.add((incarnation, problem))
+            return is_new
+
+    def find(self, incarnation: bytes, segment: int) -> Bytes | None:
+        with self._lock:
+            if incarnation != self._incarnation:
+                self._incarnation, self._maps, self._mapped = incarnation, {}, None
+            self._is_used = True
+            found = self._maps.get(segment)
+            return found[1] if found else None
+
+    def mapped(self, incarnation: bytes) -> Mapped:
+        """All of them, for C++."""
+        with self._lock:
+            if incarnation != self._incarnation:
+                self._incarnation, self._maps, self._mapped = incarnation, {}, None
+            self._is_used = True
+            if self._mapped is None:
+                rows = [(number, memory) for number, (_map, memory) in self._maps.items()]
+                table = (Segment * len(rows))(*(Segment(n, address_of(memory), len(memory)) for n, memory in rows))
+                self._mapped = Mapped(table, [memory for _number, memory in rows], self._num_given_back)
+            return self._mapped
+
+    def add(self, incarnation: bytes, segment: int, fd: int, size: int, is_writable: bool) -> Bytes:
+        """Maps the descriptor; a second mapping of the same segment is dropped in favour of the first."""
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
+        mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+        with self._lock:
+            if incarnation != self._incarnation:
+                self._incarnation, self._maps = incarnation, {}
+            self._mapped = None
+            if not self._is_watched:
+                self._is_watched = True
+                threading.Thread(target=self._watch, name="ems-maps", daemon=True).start()
+            return self._maps.setdefault(segment, (mapped, np.frombuffer(mapped, np.uint8)))[1]
+
+    def _watch(self) -> None:
+        """Until nothing is mapped."""
+        while self._is_watched:
+            is_closed = self._closed.wait(self._idle_s)
+            with self._lock:
+                if is_closed or not self._is_used:
+                    self._maps, self._mapped, self._is_watched = {}, None, False
+                self._is_used = False
+
+    def close(self) -> None:
+        """Lets go of all mappings."""
+        self._closed.set()

@@ -1,0 +1,113 @@
+"""NativeCalls: plain calls over a link in one step each, from the caller's lists to the result.
+
+Everything that a call needs stays with the link. What is not plain, or wrong, is left to Python: `NOT_PLAIN`.
+"""
+
+import ctypes
+from ctypes import POINTER, PYFUNCTYPE, c_int, c_int64, c_void_p, py_object
+from typing import NamedTuple
+
+from ems.native import functions as c
+from ems.native.line import Mapped, NativeLine
+from ems.native.plan import Planner
+from ems.runs import Bytes, address_of
+
+NOT_PLAIN, PARTLY = -4, -5  # instead of an error number: nothing was done; there is something left to do or to say
+
+
+class How(ctypes.Structure):
+    """How a call is carried out. deadline_ns: of time.monotonic_ns()."""
+
+    deadline_ns: int
+    _fields_ = [("deadline_ns", c_int64), ("is_local", c_int64), ("write_rcache", c_int64)]
+
+
+class Calls(ctypes.Structure):
+    """What calls over one link have in common, and what became of the last one, as call.cpp has them."""
+
+    arena: int
+    arena_bytes: int
+    arena_asked: int
+    mapped: int
+    num_mapped: int
+    num_given_back: int
+    total: int
+    count: int
+    done_bytes: int
+    load: c.Load
+    save: c.Save
+    _fields_ = [
+        ("python", c_void_p),
+        ("cache", c_void_p),
+        ("xxh3", c_void_p),
+        ("line", c_void_p),
+        ("max_block_bytes", c_int64),
+        ("region_bytes", c_int64),
+        ("num_regions", c_int64),
+        ("first_bytes", c_int64),
+        ("arena", c_void_p),
+        ("arena_bytes", c_int64),
+        ("arena_asked", c_int64),
+        ("mapped", c_void_p),
+        ("num_mapped", c_int64),
+        ("num_given_back", c_int64),
+        ("total", c_int64),
+        ("count", c_int64),
+        ("done_bytes", c_int64),
+        ("load", c.Load),
+        ("save", c.Save),
+    ]
+
+
+class Sizes(NamedTuple):
+    """Bytes of the pool's largest block, of a message's blocks, of the first one's; messages at once."""
+
+    max_block_bytes: int
+    region_bytes: int
+    num_regions: int
+    first_bytes: int
+
+
+class NativeCalls:
+    """Calls of a link by one planner, one at a time. They return 0, NOT_PLAIN, or what `NativeLine` makes errors of."""
+
+    def __init__(self, line: NativeLine, planner: Planner, sizes: Sizes) -> None:
+        library = line.library
+        self.planner = planner
+        kept = Calls(planner.python_address, planner.address, line.xxh3_address, line.address, *sizes)
+        self._kept = kept, planner, line
+        self._close = library.ems_calls_close
+        self._address: int = library.ems_calls_open(ctypes.byref(kept))
+        self.last = Calls.from_address(self._address)
+        whole = PYFUNCTYPE(c_int, c_void_p, py_object, py_object, py_object, POINTER(How))
+        self._load, self._save = whole(("ems_call_load", library)), whole(("ems_call_save", library))
+        self._exists = PYFUNCTYPE(c_int, c_void_p, py_object, POINTER(How))(("ems_call_exists", library))
+        self._mapped: Mapped | None = None
+        self._arena: Bytes | None = None
+
+    def __del__(self) -> None:
+        self._close(self._address)
+
+    def load(self, arguments: tuple[object, object, object], how: How, mapped: Mapped) -> int:
+        """Slots, hashes and tokens of each block."""
+        if mapped is not self._mapped:
+            last, self._mapped = self.last, mapped
+            last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+            last.num_given_back = mapped.num_given_back
+        return int(self._load(self._address, *arguments, how))
+
+    def save(self, arguments: tuple[object, object, object], how: How, arena: tuple[Bytes | None, int]) -> int:
+        """Slots, hashes and tokens of each block. arena: the staging area, and how much was asked for."""
+        memory, asked = arena
+        if memory is not self._arena:
+            self._arena = memory
+            if memory is not None:
+                self.last.arena, self.last.arena_bytes = address_of(memory), len(memory)
+        if memory is None:
+            return NOT_PLAIN
+        self.last.arena_asked = asked
+        return int(self._save(self._address, *arguments, how))
+
+    def exists(self, hashes: object, how: How) -> int:
+        """Of full blocks; `last.count`."""
+        return int(self._exists(self._address, hashes, how))

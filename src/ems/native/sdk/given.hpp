@@ -1,0 +1,168 @@
+// What a caller gave in Python: lists and arrays of integers, read through functions of Python's stable ABI, whose
+// addresses are handed in. With Python's lock held.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+extern "C" {
+
+struct PyObject;
+
+// Py_buffer, as the stable ABI has it.
+struct EmsBuffer {
+    void* memory;
+    PyObject* owner;
+    ptrdiff_t bytes;
+    ptrdiff_t item_bytes;
+    int is_readonly;
+    int num_dimensions;
+    const char* format;
+    ptrdiff_t* shape;
+    ptrdiff_t* strides;
+    ptrdiff_t* suboffsets;
+    void* internal;
+};
+
+// Addresses of the functions, in the order in which Python hands them in, and of four types.
+struct EmsPython {
+    ptrdiff_t (*list_size)(PyObject* list);
+    PyObject* (*list_item)(PyObject* list, ptrdiff_t index);  // which stays the list's
+    ptrdiff_t (*tuple_size)(PyObject* tuple);
+    PyObject* (*tuple_item)(PyObject* tuple, ptrdiff_t index);
+    PyObject* (*type_of)(PyObject* of);                       // which is the caller's
+    void (*release)(PyObject* of);
+    long long (*as_signed)(PyObject* integer);  // or -1 and an error
+    unsigned long long (*as_unsigned)(PyObject* integer);
+    PyObject* (*error)();
+    void (*forget_error)();
+    int (*get_buffer)(PyObject* of, EmsBuffer* buffer, int flags);
+    void (*release_buffer)(EmsBuffer* buffer);
+    void* (*unlock)();
+    void (*lock)(void* state);
+    PyObject* list;
+    PyObject* tuple;
+    PyObject* integer;
+    PyObject* array;  // numpy's
+};
+
+}  // extern "C"
+
+namespace ems {
+
+// Integers of 64 bits: with a sign, or without where one is too large for that.
+class Given {
+  public:
+    const int64_t* data() const { return values_.data(); }
+    const uint64_t* bits() const { return reinterpret_cast<const uint64_t*>(values_.data()); }
+    int64_t size() const { return static_cast<int64_t>(values_.size()); }
+    bool is_signed() const { return is_signed_; }
+
+    void fill(size_t count, int64_t value) { values_.assign(count, value); }
+
+    // Whether it is a list or tuple of integers, no less and no more, or a flat array of such with a sign. Otherwise Python looks
+    // at it. may_be_large: some may need all 64 bits; then none is negative.
+    bool read(const EmsPython& python, PyObject* from, bool may_be_large) {
+        is_signed_ = true;
+        if (is_a(python, from, python.list)) {
+            return read_items(python, from, python.list_size(from), python.list_item, may_be_large);
+        }
+        if (is_a(python, from, python.tuple)) {
+            return read_items(python, from, python.tuple_size(from), python.tuple_item, may_be_large);
+        }
+        return is_a(python, from, python.array) && read_array(python, from);
+    }
+
+  private:
+    static constexpr int kContiguous = 0x8 | 0x4;  // PyBUF_ND | PyBUF_FORMAT
+
+    static bool is_a(const EmsPython& python, PyObject* object, PyObject* type) {
+        PyObject* found = python.type_of(object);
+        python.release(found);
+        return found == type;
+    }
+
+    using Item = PyObject* (*)(PyObject* of, ptrdiff_t index);
+
+    bool read_items(const EmsPython& python, PyObject* from, ptrdiff_t count, Item item_of, bool may_be_large) {
+        values_.resize(static_cast<size_t>(count));
+        bool has_negative = false;
+        for (ptrdiff_t i = 0; i < count; i++) {
+            PyObject* item = item_of(from, i);
+            if (!is_a(python, item, python.integer)) {
+                return false;
+            }
+            int64_t value = is_signed_ ? python.as_signed(item) : large(python, item);
+            if (value == -1 && has_failed(python)) {
+                if (!is_signed_ || !may_be_large || has_negative) {
+                    return false;
+                }
+                is_signed_ = false;
+                value = large(python, item);
+                if (value == -1 && has_failed(python)) {
+                    return false;
+                }
+            }
+            has_negative = has_negative || (is_signed_ && value < 0);
+            values_[static_cast<size_t>(i)] = value;
+        }
+        return true;
+    }
+
+    static int64_t large(const EmsPython& python, PyObject* item) {
+        return static_cast<int64_t>(python.as_unsigned(item));
+    }
+
+    static bool has_failed(const EmsPython& python) {
+        const bool has = python.error() != nullptr;
+        if (has) {
+            python.forget_error();
+        }
+        return has;
+    }
+
+    bool read_array(const EmsPython& python, PyObject* array) {
+        EmsBuffer buffer;
+        if (python.get_buffer(array, &buffer, kContiguous) != 0) {
+            python.forget_error();
+            return false;
+        }
+        const bool is_plain = buffer.num_dimensions == 1 && buffer.item_bytes == sizeof(int64_t) &&
+                              (std::strcmp(buffer.format, "l") == 0 || std::strcmp(buffer.format, "q") == 0);
+        if (is_plain) {
+            const auto* values = static_cast<const int64_t*>(buffer.memory);
+            values_.assign(values, values + buffer.bytes / sizeof *values);
+        }
+        python.release_buffer(&buffer);
+        return is_plain;
+    }
+
+    std::vector<int64_t> values_;
+    bool is_signed_ = true;
+};
+
+// Without Python's lock as long as it lives.
+class Unlocked {
+  public:
+    explicit Unlocked(const EmsPython& python) : python_(python), state_(python.unlock()) {}
+    ~Unlocked() { python_.lock(state_); }
+
+  private:
+    const EmsPython& python_;
+    void* state_;
+};
+
+// What a caller gave for a batch of blocks: slots, hashes, and how many tokens each block has.
+struct GivenBlocks {
+    Given slots, hashes, counts;
+
+    // Whether they are plain, and as many hashes as counts.
+    bool read(const EmsPython& python, PyObject* const* from) {
+        return slots.read(python, from[0], false) && hashes.read(python, from[1], true) &&
+               counts.read(python, from[2], false) && hashes.size() == counts.size();
+    }
+};
+
+}  // namespace ems

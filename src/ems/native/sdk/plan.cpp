@@ -1,0 +1,118 @@
+// From a caller's arguments to blocks, as blocks.py has it: slots are cut into runs of consecutive slots within a block of
+// the cache, and blocks are named. What is not as it should be is told as such, and Python says what it is.
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+
+#include "plan.hpp"
+#include "wire.hpp"
+
+namespace {
+
+bool has_twice(std::vector<int64_t>& values) {
+    if (std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) == values.end()) {
+        return false;  // in order, as most are
+    }
+    std::sort(values.begin(), values.end());
+    return std::adjacent_find(values.begin(), values.end()) != values.end();
+}
+
+}  // namespace
+
+extern "C" {
+
+// counts [num_blocks]: tokens of each block, which are `num` together. runs [num]; edges [num_blocks + 1]: where those of
+// each block begin. Returns how many runs there are; -1 when a slot is not of the cache, or named more than once.
+int64_t ems_cut(const int64_t* slots, int64_t num, const int64_t* counts, int64_t num_blocks, int64_t block_size,
+                int64_t num_slots, ems::Run* runs, int64_t* edges) {
+    int64_t num_runs = 0, token = 0;
+    edges[0] = 0;
+    for (int64_t block = 0; block < num_blocks; block++) {
+        for (const int64_t end = token + counts[block]; token < end; token++) {
+            const int64_t slot = slots[token];
+            if (slot < 0 || slot >= num_slots) {
+                return -1;
+            }
+            const bool goes_on = num_runs > edges[block] && slot == slots[token - 1] + 1 && slot % block_size != 0;
+            if (goes_on) {
+                runs[num_runs - 1].count++;
+            } else {
+                runs[num_runs++] = {slot / block_size, slot % block_size, 1};
+            }
+        }
+        edges[block + 1] = num_runs;
+    }
+    std::vector<int64_t> values(static_cast<size_t>(num_runs));
+    std::transform(runs, runs + num_runs, values.begin(), [](const ems::Run& run) { return run.number; });
+    if (has_twice(values)) {  // several runs in one block may overlap
+        values.assign(slots, slots + num);
+        if (has_twice(values)) {
+            return -1;
+        }
+    }
+    return num_runs;
+}
+
+}  // extern "C"
+
+namespace {
+
+bool are_tokens(const ems::GivenBlocks& given) {
+    int64_t total = 0;
+    const int64_t *counts = given.counts.data(), num_slots = given.slots.size();
+    for (int64_t i = 0; i < given.counts.size(); i++) {
+        if (counts[i] < 1 || counts[i] > num_slots - total) {
+            return false;
+        }
+        total += counts[i];
+    }
+    return given.counts.size() > 0 && total == num_slots;
+}
+
+}  // namespace
+
+namespace ems {
+
+bool Planned::make(const EmsCache& cache, const GivenBlocks& given) {
+    if (!are_tokens(given)) {
+        return false;
+    }
+    const int64_t *counts = given.counts.data(), num_blocks = given.counts.size(), num_slots = given.slots.size();
+    const auto num = static_cast<size_t>(num_blocks);
+    runs_.resize(static_cast<size_t>(num_slots));
+    edges_.resize(num + 1);
+    if (ems_cut(given.slots.data(), num_slots, counts, num_blocks, cache.block_size, cache.num_slots, runs_.data(),
+                edges_.data()) < 0) {
+        return false;
+    }
+    bytes_.resize(num);
+    std::transform(counts, counts + num, bytes_.begin(), [&](int64_t count) { return count * cache.token_bytes; });
+    names_.resize(num * kKeyBytes);
+    ems_hash_names(cache.sha256, cache.base, cache.num_base, given.hashes.bits(),
+                   static_cast<int>(given.hashes.is_signed()), given.counts.bits(), 1, num_blocks, names_.data());
+    blocks = {cache.tensors, cache.num_tensors, 1, runs_.data(), edges_.data(), num_blocks};
+    keys = names_.data();
+    sizes = bytes_.data();
+    largest = *std::max_element(bytes_.begin(), bytes_.end());
+    return true;
+}
+
+}  // namespace ems
+
+extern "C" {
+
+// Called with Python's lock. The caller closes it. Null when something is not plain, or not as it should be.
+EmsPlan* ems_plan(const EmsPython* python, const EmsCache* cache, PyObject* slots, PyObject* hashes, PyObject* counts) {
+    PyObject* const all[] = {slots, hashes, counts};
+    ems::GivenBlocks given;
+    if (!given.read(*python, all)) {
+        return nullptr;
+    }
+    const ems::Unlocked unlocked(*python);
+    auto plan = std::make_unique<ems::Planned>();
+    return plan->make(*cache, given) ? plan.release() : nullptr;
+}
+
+void ems_plan_close(EmsPlan* plan) { delete static_cast<ems::Planned*>(plan); }
+
+}  // extern "C"
