@@ -51,7 +51,7 @@ inline bool is_alike(const Save& save, int64_t start) {
 inline int64_t count_missing(const Pool& pool, const Save& save, int64_t start) {
     int64_t count = 0;
     for (int64_t i = start; i < save.num; i++) {
-        count += pool.find(save.keys[i]) == kNone;
+        count += pool.find_next(save.keys + start, i - start, save.num - start) == kNone;
     }
     return count;
 }
@@ -96,6 +96,9 @@ inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
         pool.memory.free(offset);
     }
     batch.free.clear();
+    if (save.num > 0) {  // they come while the blocks are copied
+        pool.expect_new(save.keys, save.num, slot_bytes(static_cast<uint32_t>(save.lengths[0])));
+    }
     return kDone;
 }
 

@@ -67,6 +67,10 @@ class Remembered {
 
     size_t size() const { return list_.size(); }
 
+    // As those of HashIndex.
+    void expect(uint64_t hash) const { index_.expect(hash); }
+    void expect_first(uint64_t hash) const { index_.expect_first(hash); }
+
     void put(uint64_t hash, uint8_t value) {
         Id id = find(hash);
         if (id == kNone) {

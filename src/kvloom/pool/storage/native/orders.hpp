@@ -16,6 +16,16 @@ class Order {
 
     size_t size() const { return small_.size() + main_.size(); }
 
+    // As those of HashIndex, for a key that comes or goes.
+    void expect(uint64_t hash) const {
+        ghosts_.expect(hash);
+        former_.expect(hash);
+    }
+    void expect_first(uint64_t hash) const {
+        ghosts_.expect_first(hash);
+        former_.expect_first(hash);
+    }
+
     void add(Entries& entries, Id id) {
         Entry& entry = entries[id];
         entry.uses = 0;

@@ -10,10 +10,6 @@ constexpr int64_t kEvictedAtOnce = 8 << 20;  // bytes of one chain, likewise
 constexpr int64_t kAheadBlocks = 64;      // evicted at a time: a request that comes meanwhile waits for that long
 }  // namespace
 
-Id Pool::find(const Key& key) const {
-    return index_.find(hash_of(key, seed_), [&](const Entry& entry) { return entry.key == key; });
-}
-
 // A use.
 void Pool::pin(Id id) {
     Entry& entry = entries[id];
@@ -215,6 +211,9 @@ std::vector<Id> Pool::evict_from(const std::vector<Order*>& orders, int64_t want
     Id leaf = leaf_below(victim);
     while (leaf != kNone && wanted > 0) {
         const Id above = leaf != victim ? entries[leaf].parent : kNone;
+        if (above != kNone) {
+            expect_gone(above);
+        }
         forget(leaf, kEvicted);
         gone.push_back(leaf);
         wanted -= entries[leaf].slot;

@@ -3,6 +3,8 @@
 // a call that lacks memory stops with `kNeedsMemory` and is called again when Python has asked for it.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -78,6 +80,7 @@ class Pool {
     size_t size() const { return index_.size(); }
 
     // Reading
+    Id find_next(const Key* keys, int64_t i, int64_t num) const;
     Id find(const Key& key) const;
     void pin(Id id);
     void unpin(Id id);
@@ -87,6 +90,7 @@ class Pool {
     std::vector<Id> by_birth() const;
 
     // Writing
+    void expect_new(const Key* keys, int64_t num, uint32_t slot);
     Outcome make_room(const Wish& wish, std::vector<uint64_t>& offsets);
     Published publish(const Written& written);
     void spoil(Id id);
@@ -99,6 +103,8 @@ class Pool {
     const char* check();
 
   private:
+    void expect(const Key* keys, int64_t num) const;
+    void expect_gone(Id id);
     Id victim_of(const std::vector<Order*>& orders);
     std::vector<Id> evict_from(const std::vector<Order*>& orders, int64_t wanted);
     Id leaf_below(Id id) const;
@@ -121,6 +127,62 @@ class Pool {
     Id hint_ = kNone;
     uint64_t hint_born_ = 0;
 };
+
+constexpr int64_t kExpected = 64;  // keys that are expected at once: what that reads stays in a core's own caches
+
+// Before keys are looked for, kExpected at most: what that reads is in no cache, since batches of blocks pass through them.
+inline void Pool::expect(const Key* keys, int64_t num) const {
+    std::array<uint64_t, kExpected> hashes;
+    for (int64_t i = 0; i < num; i++) {
+        hashes[i] = hash_of(keys[i], seed_);
+        index_.expect(hashes[i]);
+    }
+    for (int64_t i = 0; i < num; i++) {
+        index_.expect_first(hashes[i]);
+    }
+}
+
+// Before blocks of that class are published whose keys were not found. They may have been before.
+inline void Pool::expect_new(const Key* keys, int64_t num, uint32_t slot) {
+    const Order& order = orders_.of(slot, false);
+    std::array<uint64_t, kExpected> hashes;
+    num = std::min(num, kExpected);
+    for (int64_t i = 0; i < num; i++) {
+        hashes[i] = hash_of(keys[i], seed_);
+        lost_.expect(hashes[i]);
+        order.expect(hashes[i]);
+    }
+    entries.expect_free(static_cast<size_t>(num));
+    for (int64_t i = 0; i < num; i++) {
+        lost_.expect_first(hashes[i]);
+        order.expect_first(hashes[i]);
+    }
+}
+
+// Before a block is forgotten.
+inline void Pool::expect_gone(Id id) {
+    const Entry& entry = entries[id];
+    index_.expect(entry.key_hash);
+    lost_.expect(entry.key_hash);
+    orders_.of(entry).expect(entry.key_hash);
+    for (Id beside : {entry.parent, entry.prev_in_queue, entry.next_in_queue, entry.prev_on_shelf, entry.next_on_shelf}) {
+        if (beside != kNone) {
+            entries.expect(beside);
+        }
+    }
+}
+
+inline Id Pool::find(const Key& key) const {
+    return index_.find(hash_of(key, seed_), [&](const Entry& entry) { return entry.key == key; });
+}
+
+// The block of the i-th of some keys that are looked for in turn.
+inline Id Pool::find_next(const Key* keys, int64_t i, int64_t num) const {
+    if (i % kExpected == 0) {
+        expect(keys + i, std::min(kExpected, num - i));
+    }
+    return find(keys[i]);
+}
 
 constexpr size_t kNumStatuses = 8;  // of messages.Status
 constexpr size_t kNumCauses = 8;    // of messages.Cause

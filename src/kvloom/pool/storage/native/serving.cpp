@@ -213,7 +213,7 @@ bool Serving::load(const Frame& frame) {
         const Held held(handle_);
         Pool& pool = handle_->pool;
         for (int64_t i = 0; i < asked.num; i++) {
-            const Id id = pool.find(asked.keys[i]);
+            const Id id = pool.find_next(asked.keys, i, asked.num);
             if (id == kNone) {
                 cause = pool.missed(asked.keys[i], asked.num - i);
                 break;
@@ -245,7 +245,7 @@ bool Serving::pick(const Frame& frame) {
         const Held held(handle_);
         Pool& pool = handle_->pool;
         for (int64_t i = 0; i < asked.num; i++) {
-            ids[i] = pool.find(asked.keys[i]);
+            ids[i] = pool.find_next(asked.keys, i, asked.num);
             num_found += ids[i] != kNone;
             if (ids[i] == kNone && cause == 0) {
                 cause = pool.missed(asked.keys[i], 1);
@@ -362,7 +362,7 @@ bool Serving::exists(const Frame& frame) {
     int64_t count = 0;
     {
         const Held held(handle_);
-        while (count < asked.num && handle_->pool.find(asked.keys[count]) != kNone) {
+        while (count < asked.num && handle_->pool.find_next(asked.keys, count, asked.num) != kNone) {
             count++;
         }
     }
@@ -385,7 +385,7 @@ bool Serving::has(const Frame& frame) {
     {
         const Held held(handle_);
         for (int64_t i = 0; i < asked.num; i++) {
-            found[i] = handle_->pool.find(asked.keys[i]) != kNone;
+            found[i] = handle_->pool.find_next(asked.keys, i, asked.num) != kNone;
         }
     }
     if (asks_others(asked.is_local) && std::count(found.begin(), found.end(), 0) > 0) {

@@ -2,6 +2,7 @@
 // Nothing here ever touches all of its elements at once, so that no call takes longer because a pool is large.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,6 +30,9 @@ class Chunked {
     std::vector<std::unique_ptr<T[]>> chunks_;
 };
 
+// Has what lies there on its way: several of those that a batch will read, all in no cache, come in the time of one.
+inline void expect(const void* what) { __builtin_prefetch(what); }
+
 // Records by number; a number that is given back is used again.
 template <typename T>
 class Records {
@@ -48,7 +52,23 @@ class Records {
 
     void give_back(Id id) { free_.push_back(id); }
 
+    void expect(Id id) const {
+        const char* record = reinterpret_cast<const char*>(&records_[id]);
+        for (size_t at = 0; at < sizeof(T); at += kLine) {
+            pool::expect(record + at);
+        }
+    }
+
+    // Those that are taken next.
+    void expect_free(size_t count) const {
+        for (size_t i = 0; i < std::min(count, free_.size()); i++) {
+            expect(free_[free_.size() - 1 - i]);
+        }
+    }
+
   private:
+    static constexpr size_t kLine = 64;
+
     Chunked<T> records_;
     std::vector<Id> free_;
     Id size_ = 0;
@@ -67,6 +87,14 @@ class HashIndex {
     }
 
     size_t size() const { return size_; }
+
+    // Before `find`: the bucket of a hash, and some time later its first record.
+    void expect(uint64_t hash) const { pool::expect(&heads_[bucket(hash)]); }
+    void expect_first(uint64_t hash) const {
+        if (const Id id = heads_[bucket(hash)]; id != kNone) {
+            records_.expect(id);
+        }
+    }
 
     template <typename Matches>
     Id find(uint64_t hash, Matches matches) const {
