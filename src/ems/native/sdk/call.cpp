@@ -13,6 +13,8 @@ constexpr int kNotPlain = -4;  // nothing was sent
 constexpr int kPartly = -5;    // Python has something to do or to say
 constexpr int64_t kNoRoom = 6;  // of messages.py: why a load found no more
 
+constexpr int64_t kKeptSlots = 1 << 16;  // a call's memory serves the next one up to that: 3 MiB about
+
 }  // namespace
 
 extern "C" {
@@ -59,6 +61,10 @@ class Calls : public EmsCalls {
     explicit Calls(const EmsCalls& kept) : EmsCalls(kept) {}
 
     Calls& begin_call(const EmsHow& how) {
+        if (given_.slots.size() > kKeptSlots) {
+            given_ = {};
+            plan_ = {};
+        }
         total = count = done_bytes = 0;
         line->deadline_ns = how.deadline_ns;
         return *this;
