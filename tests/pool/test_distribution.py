@@ -200,6 +200,21 @@ def test_blocks_whose_home_is_cut_off_are_local(engines):
     assert engines[0].load(hashes, CcKvOption(read_local_only=True)) == 60
 
 
+def test_blocks_that_their_home_does_not_take_are_local(engines, caplog):
+    """Told from the second save on: what a node takes is known once it was called."""
+    for engine in engines[1:]:
+        object.__setattr__(engine.agent.config, "slab_bytes", BLOCK_BYTES // 2)
+    hashes = list(range(60))
+    engines[0].save(hashes)
+    links = engines[0].agent.peers._links.values()
+    until(lambda: all(link._saves.max_block_bytes for link in links))
+    result = engines[0].save(hashes)
+    keys_away = sum(home(key, ["n0", "n1", "n2"]) != "n0" for key in engines[0].pool.block_keys())
+    assert (result.success, result.local) == (60, keys_away)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len([text for text in texts if f"takes, is {BLOCK_BYTES // 2} and that of this node" in text]) == 2, texts
+
+
 def test_a_push_under_way_does_not_hold_up_a_load(engines, monkeypatch):
     hashes = list(range(40))
     engines[1].save(hashes)

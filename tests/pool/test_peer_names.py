@@ -36,11 +36,12 @@ def line_to(host: str, port: int = 1) -> PeerLine:
 
 def test_a_name_that_is_looked_up_for_ever_costs_the_deadline(monkeypatch, caplog):
     is_over = threading.Event()
-    names_are(monkeypatch, lambda _host: "127.0.0.1" if is_over.wait(60) else "nowhere")
-    monkeypatch.setattr("kvloom.pool.cluster.resolving._PATIENCE_S", 0.1)
+    names_are(monkeypatch, lambda _host: "127.0.0.1" if is_over.wait(10) else "nowhere")
+    monkeypatch.setattr("kvloom.pool.cluster.resolving._PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvloom.pool.cluster.peer_line._CONNECT_S", 0.1)
     with closing(line_to("slow.example")) as line, caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert line.call(time.monotonic() + 0.2, lambda _channel: Cause.NONE) is Cause.PEER_DOWN
+            assert line.call(time.monotonic() + 60, lambda _channel: Cause.NONE) is Cause.PEER_DOWN
         lookups = [thread for thread in threading.enumerate() if thread.name == "ems-lookup"]
         is_over.set()
     assert len(lookups) == 1, "the second call waits for the first one's lookup"

@@ -108,7 +108,9 @@ class Agent:
     def _join_cluster(self) -> None:
         config = self.config
         if config.peers or config.control_url:
-            self.peers = Peers(config.node_id, config.secret, self.tls, config.peer_connections)
+            self.peers = Peers(
+                config.node_id, config.secret, self.tls, config.peer_connections, config.geometry.slab_bytes
+            )
             self.peers.set_members(config.peers)
             self.node.others = self.peers
         if self.engine is not None:

@@ -44,13 +44,15 @@ def ask(channel: Channel, message: m.Message, deadline_s: float) -> m.Message:
 class Own:
     """This node as it shows itself to others. tls: how connections are encrypted; None = not.
 
-    num_lines: connections to each other node that a load may use at once.
+    num_lines: connections to each other node that a load may use at once. max_block_bytes: of the largest block that
+    this node takes.
     """
 
     node_id: str
     secret: bytes
     tls: "MutualTls | None" = None
     num_lines: int = 1
+    max_block_bytes: int = 0
 
 
 class PeerLine:
@@ -59,6 +61,8 @@ class PeerLine:
     def __init__(self, address: Address, own: Own, breaker: Breaker, complaints: Complaints) -> None:
         """breaker, complaints: of the peer, which may have more lines."""
         self._own_id = own.node_id
+        self._own_max_bytes = own.max_block_bytes
+        self.max_block_bytes = 0  # of the largest block that the peer takes; 0 = it has not said so yet
         self._address = address
         self._secret = own.secret
         self._tls = own.tls
@@ -154,8 +158,20 @@ class PeerLine:
         except BaseException:
             channel.close()
             raise
-        self._complaints.forget(self._name)
+        self._note_size(welcome.max_block_bytes)
         return channel
+
+    def _note_size(self, max_block_bytes: int) -> None:
+        """The peer is as it should be, but for the size of blocks, perhaps."""
+        self.max_block_bytes = max_block_bytes
+        if max_block_bytes < self._own_max_bytes:
+            problem = (
+                f"its --slab, the largest block that it takes, is {max_block_bytes} and that of this node "
+                f"{self._own_max_bytes}: larger blocks stay where they were saved, and others do not find them"
+            )
+            self._complaints.warn(self._name, problem)
+        else:
+            self._complaints.forget(self._name)
 
     def _dialled(self, deadline_s: float) -> socket.socket:
         """A connection to the first address of the peer's name that answers."""

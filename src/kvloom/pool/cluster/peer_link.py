@@ -115,10 +115,12 @@ class PeerLink:
         return [Status(status).is_success for status in statuses]
 
     def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
-        """Queues a pinned block for the peer, waiting for room until the deadline; False when there was none.
+        """Queues a pinned block for the peer, waiting for room until the deadline; False when there was none, or when
+        the peer, as far as is known, takes no block of its size.
 
         Takes over the pin, which ends when the block is sent or given up.
         """
+        known = max(line.max_block_bytes for line in (self._saves, *self._loads))
         try:
             self._pushes.put(_Push(pool, entry, parent), timeout=max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
@@ -127,7 +129,7 @@ class PeerLink:
             return False
         if self._is_closed:
             self._drain()
-        return True
+        return not known or entry.length <= known
 
     def _push_all(self) -> None:
         push = self._pushes.get()

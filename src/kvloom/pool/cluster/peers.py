@@ -26,10 +26,20 @@ TLS_LINES = 2  # one processor decrypts less than a network brings
 class Peers:
     """Implements `kvloom.pool.node.Others`. Any thread may call."""
 
-    def __init__(self, own_id: str, secret: bytes, tls: "MutualTls | None" = None, num_lines: int = 0) -> None:
-        """tls: how links are encrypted; None = not. num_lines: connections for loads from a node, 0 = by `tls`."""
+    def __init__(
+        self,
+        own_id: str,
+        secret: bytes,
+        tls: "MutualTls | None" = None,
+        num_lines: int = 0,
+        max_block_bytes: int = 0,
+    ) -> None:
+        """tls: how links are encrypted; None = not. num_lines: connections for loads from a node, 0 = by `tls`.
+
+        max_block_bytes: that this node takes; of peers that take less is told.
+        """
         self._own_id = own_id
-        self._own = Own(own_id, secret, tls, num_lines or (TLS_LINES if tls is not None else 1))
+        self._own = Own(own_id, secret, tls, num_lines or (TLS_LINES if tls is not None else 1), max_block_bytes)
         self._lock = threading.Lock()
         self._links: dict[str, PeerLink] = {}
         self._active: tuple[str, ...] = (own_id,)
