@@ -189,7 +189,7 @@ CONTROLLED = {"control_url": "http://127.0.0.1:8081", "secret": SECRET, "has_pla
         ({"peers": (Address("b", "c", 1), Address("b", "d", 1)), "secret": SECRET}, "^--peer: b is there twice"),
         ({"control_url": "10.0.0.1:8081", "secret": SECRET}, "^--control: an address as http://"),
         ({"advertise": "10.0.0.1:9300"}, "^--advertise: .* give --control too"),
-        ({**CONTROLLED, "advertise": "nowhere"}, "an address is host:port, got 'nowhere'"),
+        ({**CONTROLLED, "advertise": "nowhere"}, "^--advertise: an address is host:port, got 'nowhere'"),
         ({**CONTROLLED, "advertise": "0.0.0.0:9300"}, "^--advertise: other nodes cannot call 0.0.0.0:9300"),
         ({**CONTROLLED, "listen": ("::", 9300)}, "^--advertise: --listen :: is every address"),
     ],

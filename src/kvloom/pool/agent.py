@@ -18,7 +18,7 @@ from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
 from ems.wire import messages as m
 from ems.wire.frames import WireError
-from kvloom.net.listening import UnixListener, listen, own_names
+from kvloom.net.listening import UnixListener, bracketed, listen, own_names
 from kvloom.net.sites import Policy
 from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.pool.auth import read_credentials
@@ -123,7 +123,7 @@ class Agent:
     def _advertised(self) -> str:
         if self.config.advertise or self.config.listen is None:
             return self.config.advertise
-        return f"{self.config.listen[0]}:{self.peer_port}"
+        return f"{bracketed(self.config.listen[0])}:{self.peer_port}"
 
     @property
     def http_port(self) -> int:

@@ -61,7 +61,7 @@ def check_advertised(address: str) -> None:
     """Raises ValueError where other nodes could not call "host:port"."""
     host, port = parse_address(address)
     if not port or is_unspecified(host):
-        raise ValueError(f"--advertise: other nodes cannot call {address}; give an address of this node and its port")
+        raise ValueError(f"other nodes cannot call {address}; give an address of this node and its port")
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +197,10 @@ class AgentConfig:
         if self.advertise and not self.control_url:
             raise ValueError("--advertise: what the control plane tells other nodes; give --control too")
         if self.advertise:
-            check_advertised(self.advertise)
+            try:
+                check_advertised(self.advertise)
+            except ValueError as error:
+                raise ValueError(f"--advertise: {error}") from None
         elif self.control_url and self.listen is not None and is_unspecified(self.listen[0]):
             raise ValueError(f"--advertise: --listen {self.listen[0]} is every address of this machine; "
                              "say under which host:port other nodes reach it")  # fmt: skip

@@ -141,7 +141,7 @@ def _mooncake(case: Case, client: SdkClient, other: mooncake.MooncakeClient) -> 
             "mooncake_save": _timed(lambda: other.save(names, source, case.block_bytes)),
             "mooncake_load": _timed(lambda: other.load(names, target, case.block_bytes)),
         }
-        other.forget(names)
+        other.evict(names, case.block_bytes)
         return took
 
     return column
@@ -168,7 +168,7 @@ def _columns(case: Case, stack: contextlib.ExitStack) -> tuple[SdkClient, list[_
         columns.append(_redis(case, client, stack.enter_context(contextlib.closing(redis.RedisClient(address)))))
     if mooncake.is_installed():
         master = stack.enter_context(mooncake.private_master())
-        other = mooncake.MooncakeClient(master, 2 * case.pool_bytes, client.ring)
+        other = mooncake.MooncakeClient(master, case.pool_bytes, client.ring)
         columns.append(_mooncake(case, client, stack.enter_context(contextlib.closing(other))))
     return client, columns
 

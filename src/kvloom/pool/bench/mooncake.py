@@ -11,6 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,15 +46,21 @@ def _own_address() -> str:
 
 
 class MooncakeClient:
-    """Saves from and loads into one registered array."""
+    """Saves from and loads into one registered array.
+
+    What is saved stays until `pool_bytes` have followed, so its memory is used in turn, as that of a full pool is.
+    """
 
     def __init__(self, master: str, pool_bytes: int, data: Bytes) -> None:
         self._store: Any = importlib.import_module("mooncake.store").MooncakeDistributedStore()
         host = f"{_own_address()}:{free_port()}"
-        code = self._store.setup(host, "P2PHANDSHAKE", pool_bytes, 64 << 20, "tcp", "", master)
+        code = self._store.setup(host, "P2PHANDSHAKE", 2 * pool_bytes, 64 << 20, "tcp", "", master)
         if code:
             raise RuntimeError(f"Mooncake's setup failed with code {code}")
         self._store.register_buffer(data.ctypes.data, data.nbytes)
+        self._pool_bytes = pool_bytes
+        self._kept: deque[tuple[list[str], int]] = deque()
+        self._kept_bytes = 0
 
     def save(self, names: list[str], data: Bytes, size: int) -> None:
         codes = self._store.batch_put_from(names, self._places(names, data, size), [size] * len(names))
@@ -63,9 +70,15 @@ class MooncakeClient:
         counts = self._store.batch_get_into(names, self._places(names, target, size), [size] * len(names))
         assert set(counts) == {size}, "a block is missing"
 
-    def forget(self, names: list[str]) -> None:
-        """Makes room: the store's own eviction is too late for a bench, and then refuses blocks."""
-        self._store.batch_remove(names, True)
+    def evict(self, names: list[str], size: int) -> None:
+        """These were saved; what has become too much goes. The store's own eviction is too late for a bench, and then
+        refuses blocks."""
+        self._kept.append((names, len(names) * size))
+        self._kept_bytes += len(names) * size
+        while self._kept_bytes > self._pool_bytes:
+            oldest, num_bytes = self._kept.popleft()
+            self._store.batch_remove(oldest, True)
+            self._kept_bytes -= num_bytes
 
     @staticmethod
     def _places(names: list[str], data: Bytes, size: int) -> list[int]:

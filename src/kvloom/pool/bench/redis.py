@@ -16,6 +16,7 @@ Bytes = npt.NDArray[np.uint8]
 SERVERS = ("valkey-server", "redis-server")
 _START_S = 5.0
 _POLL_S = 0.01
+_MAX_PARTS = 1024  # of a system call
 
 
 def find_server() -> str | None:
@@ -33,11 +34,11 @@ class RedisClient:
         self._buffer: Bytes = np.zeros(0, np.uint8)
 
     def save(self, keys: list[bytes], data: Bytes, size: int) -> None:
-        """MSET of all blocks."""
+        """MSET of all blocks, which are sent from where they lie, as its own clients do with long values."""
         parts: list[bytes | memoryview] = [b"*%d\r\n$4\r\nMSET\r\n" % (1 + 2 * len(keys))]
         for i, key in enumerate(keys):
             parts += [b"$%d\r\n%b\r\n$%d\r\n" % (len(key), key, size), data[i * size : (i + 1) * size].data, b"\r\n"]
-        self._sock.sendall(b"".join(parts))
+        self._send(parts)
         assert self._receive(5).tobytes() == b"+OK\r\n", "a block was not stored"
 
     def load(self, keys: list[bytes], target: Bytes, size: int) -> None:
@@ -52,6 +53,16 @@ class RedisClient:
             assert answer[position:start].tobytes() == heads[1], "a block is missing"
             target[i * size : (i + 1) * size] = answer[start : start + size]
             position = start + size + 2
+
+    def _send(self, parts: list[bytes | memoryview]) -> None:
+        first = 0
+        while first < len(parts):
+            count = self._sock.sendmsg(parts[first : first + _MAX_PARTS])
+            while count and count >= len(parts[first]):
+                count -= len(parts[first])
+                first += 1
+            if count:
+                parts[first] = memoryview(parts[first])[count:]
 
     def _receive(self, size: int) -> Bytes:
         """Exactly `size` bytes, in memory that is reused."""
