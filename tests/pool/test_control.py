@@ -3,6 +3,7 @@
 import socket
 import time
 from contextlib import ExitStack, closing
+from typing import Any
 
 import httpx
 import msgspec
@@ -94,6 +95,20 @@ def test_a_quota_that_no_machine_has_is_refused(api, quota):
     assert (answer.status_code, answer.json()["error_code"]) == (400, "EMS.0400")
 
 
+def test_a_full_disk_is_told_to_callers_and_nodes_and_ends_nothing(api, state, caplog):
+    heard_of(state, "a")
+    state._db.execute("PRAGMA query_only = ON")
+    for answer in (
+        api.put("/v1/tenants/t", json={"quota_bytes": 1}),
+        api.post("/v1/nodes/a:heartbeat", **beat_of("a")),
+    ):
+        assert (answer.status_code, answer.json()["error_code"]) == (503, "EMS.0503")
+        assert answer.json()["error_msg"].startswith("the control plane cannot keep its --state: ")
+    assert "Traceback" not in caplog.text
+    state._db.execute("PRAGMA query_only = OFF")
+    assert api.post("/v1/nodes/a:heartbeat", **beat_of("a")).status_code == 200
+
+
 def test_limits_of_a_tenant(api):
     body = {"quota_bytes": 100, "guarantee_bytes": 10}
     assert api.put("/v1/tenants/a", json=body).json() == {"tenant": "a", "used_bytes": 0, **body}
@@ -114,6 +129,13 @@ def test_state_survives_a_restart(tmp_path, clock):
 def heard_of(state, *node_ids) -> list[Orders]:
     """What each node is told in answer to its heartbeat."""
     return [state.heartbeat(node_id, Heartbeat(f"{node_id}:1", NodeStats(node_id, [], {}))) for node_id in node_ids]
+
+
+def beat_of(node_id: str, address: str = "10.0.0.1:1", pools: list[PoolStats] | None = None) -> dict[str, Any]:
+    """A heartbeat as a node sends it: body and headers."""
+    headers = {"Authorization": f"Bearer {node_token(SECRET)}", "Content-Type": "application/json"}
+    beat = Heartbeat(address, NodeStats(node_id, pools or [], {}))
+    return {"content": msgspec.json.encode(beat), "headers": headers}
 
 
 def test_nodes_are_told_who_is_drained_until_it_is_no_more(api, state):
@@ -183,21 +205,15 @@ def test_an_agent_whose_id_is_anothers_says_so(served, caplog):
 @pytest.mark.parametrize("address", ["nowhere", "0.0.0.0:9300", "[::]:9300", "10.0.0.1:0"])
 def test_an_address_that_nobody_can_call_is_told_to_nobody(api, state, address):
     heard_of(state, "a")
-    beat = msgspec.json.encode(Heartbeat(address, NodeStats("b", [], {})))
-    answer = api.post("/v1/nodes/b:heartbeat", content=beat, headers=node_headers())
+    answer = api.post("/v1/nodes/b:heartbeat", **beat_of("b", address))
     assert (answer.status_code, answer.json()["error_msg"].partition(":")[0]) == (400, "address")
     assert list(heard_of(state, "a")[0].members) == ["a"]
 
 
 def test_a_node_of_many_tenants_is_heard(api, state):
     pools = [PoolStats(f"tenant-{n}", {}, dict.fromkeys(map(str, range(200)), n)) for n in range(1500)]
-    beat = msgspec.json.encode(Heartbeat("b:1", NodeStats("b", pools, {})))
-    assert api.post("/v1/nodes/b:heartbeat", content=beat, headers=node_headers()).status_code == 200
+    assert api.post("/v1/nodes/b:heartbeat", **beat_of("b", pools=pools)).status_code == 200
     assert len(state.tenants()) == 1500
-
-
-def node_headers() -> dict[str, str]:
-    return {"Authorization": f"Bearer {node_token(SECRET)}", "Content-Type": "application/json"}
 
 
 def test_a_node_is_told_once_what_to_evict(api, state):

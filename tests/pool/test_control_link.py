@@ -110,7 +110,7 @@ def test_over_tls_the_systems_authorities_count(tmp_path, monkeypatch, caplog):
     ("answers", "problem"),
     [
         ({"status": 401, "body": b"no"}, "Client error '401 Unauthorized'"),
-        ({"status": 409, "body": b'{"error_msg": "no\\nway"}'}, "no"),
+        ({"status": 409, "body": b'{"error_msg": "no\\nway"}'}, "409, no"),
         ({"status": 500, "body": b""}, "Server error '500 Internal Server Error'"),
         ({"body": b"[]"}, "Expected `object`, got `array`"),
         ({"body": ORDERS[:-1]}, "Input data was truncated"),

@@ -43,7 +43,10 @@ def control(
                 typer.echo(f"admin token: {token}")
             settings = uvicorn.Config(build_app(opened, token, secret, hosts), log_level="warning")
             _ControlServer(settings, listener).run(sockets=[listener])
-    except (OSError, ValueError, sqlite3.Error) as error:
+    except sqlite3.Error as error:
+        typer.echo(f"kvloom pool control: --state {state}: {error}", err=True)
+        raise typer.Exit(1) from None
+    except (OSError, ValueError) as error:
         typer.echo(f"kvloom pool control: {error}", err=True)
         raise typer.Exit(1) from None
 

@@ -7,7 +7,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from http import HTTPStatus
 from pathlib import Path
 
 import httpx
@@ -92,8 +91,8 @@ class ControlLink:
                 answer += chunk
                 if len(answer) > _MAX_ANSWER_BYTES or time.monotonic() > deadline_s:
                     raise ValueError(f"more than {_MAX_ANSWER_BYTES} bytes or {_ANSWER_S:g} seconds of answer")
-            if response.status_code == HTTPStatus.CONFLICT:
-                raise ValueError(msgspec.json.decode(answer, type=_Refusal).error_msg[:_MAX_REASON])
+            if response.is_error and (reason := _reason(answer)):
+                raise ValueError(f"{response.status_code}, {reason}")
             response.raise_for_status()
         return bytes(answer)
 
@@ -136,6 +135,14 @@ class ControlLink:
         if self._thread.is_alive():
             self._thread.join(_TIMEOUT_S + 1)
         self._client.close()
+
+
+def _reason(answer: bytearray) -> str:
+    """Why a heartbeat was refused, as the control plane says it; empty when this is no answer of its."""
+    try:
+        return msgspec.json.decode(answer, type=_Refusal).error_msg[:_MAX_REASON]
+    except msgspec.MsgspecError:
+        return ""
 
 
 def one_line(error: Exception) -> str:

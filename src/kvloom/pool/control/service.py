@@ -5,6 +5,7 @@ and error_msg. Nodes go on with what they know while it is down.
 """
 
 import hmac
+import sqlite3
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -58,7 +59,9 @@ _ERRORS: dict[type[Exception], tuple[int, str]] = {
     msgspec.DecodeError: (400, "EMS.0400"),
     Missing: (404, "EMS.0404"),
     Conflict: (409, "EMS.0409"),
+    sqlite3.Error: (503, "EMS.0503"),
 }
+_unkept = RefusedLogins("a change of the state")  # by the disk
 
 
 def _error(status: int, code: str, message: str) -> Response:
@@ -92,7 +95,10 @@ def _guarded(
             return await run_in_threadpool(handler, state, request, bytes(body))
         except tuple(_ERRORS) as error:
             status, code = next(found for kind, found in _ERRORS.items() if isinstance(error, kind))
-            return _error(status, code, str(error))
+            if not isinstance(error, sqlite3.Error):
+                return _error(status, code, str(error))
+            _unkept.note(f"{request.method} {request.url.path}, {error}")
+            return _error(status, code, f"the control plane cannot keep its --state: {error}")
 
     return endpoint
 
