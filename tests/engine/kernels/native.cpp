@@ -11,6 +11,7 @@
 #include "pack.cpp"
 #include "pool.cpp"
 #include "step.cpp"
+#include "way.cpp"
 
 #include "kernels_test.cpp"
 #include "step_test.cpp"

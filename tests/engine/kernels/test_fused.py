@@ -8,7 +8,7 @@ import torch
 
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
-from .models import MIXED, SPECS, all_logits, four_bit, mixed_weights, ragged, random_weights
+from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights
 
 FEW = 60  # rows of a step that does one instruction after the other
 MIXED_FILE = "a file of many kinds"
@@ -17,6 +17,8 @@ CASES = [(name, "w8a8", "bf16") for name in SPECS] + [
     ("qwen3", "bf16", "int8"),
     ("gemma2", "w8a8", "int8"),
     ("gelu, uneven sizes", "w4a8", "bf16"),
+    ("gelu, uneven sizes", "by channel", "bf16"),
+    ("smollm2 heads", "by channel", "int8"),
     (MIXED_FILE, "stored", "bf16"),
 ]
 
@@ -27,6 +29,8 @@ def backend_of(name: str, weight_format: str, kv_dtype: str, threads: int = 2) -
     weights = mixed_weights() if spec is MIXED else random_weights(spec)
     if weight_format == "w4a8":
         weights = four_bit(weights, "q4_1")
+    if weight_format == "by channel":  # of rows and columns: what reads a row needs all of it
+        weights, weight_format = by_channel(weights), "stored"
     return CpuBackend(spec, weights, 64, CpuOptions(weight_format, kv_dtype, threads))
 
 
@@ -50,9 +54,10 @@ def test_sequences_in_one_step_have_the_bits_of_steps_of_few_rows(name, weight_f
 
 
 @pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("weight_format", ["w8a8", "bf16", "by channel"])
 @pytest.mark.parametrize("length", [64, 517, 700])  # the least; more rows than a panel meets at a time
-def test_a_long_prompt_has_the_bits_of_its_pieces(length, threads):
-    backend = backend_of("smollm2 heads", "w8a8", "bf16", threads)
+def test_a_long_prompt_has_the_bits_of_its_pieces(length, weight_format, threads):
+    backend = backend_of("smollm2 heads", weight_format, "bf16", threads)
     tokens, blocks = tokens_of(length), list(range(64))
     whole = outcome(backend, [(tokens, 0, blocks)])
     ends = [*range(0, length, FEW), length]

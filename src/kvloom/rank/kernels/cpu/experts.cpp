@@ -43,7 +43,7 @@ void Step::route(const kvl_instruction& instruction, int thread) {
     ExpertScratch& e = scratch_.experts;
     const int64_t rows = batch_.num_tokens;
     const bool small = is_small(rows);
-    const Activations& to = small ? scratch_.own[size_t(thread)] : scratch_.shared;
+    const Activations& to = activations(instruction, rows, thread);
     for (int64_t r = small ? 0 : deal(rows, thread); r < (small ? rows : deal(rows, thread + 1)); r++) {
         const float* x = float_row(instruction, r, scratch_.row[size_t(thread)]);
         store_activations(to, r, x, linear.padded_cols, linear.activation_format());
@@ -54,7 +54,7 @@ void Step::route(const kvl_instruction& instruction, int thread) {
     Choice* chosen = small ? e.own_chosen[size_t(thread)].data() : e.chosen;
     for (int64_t r = 0; small && r < rows; r++) choose_row(mixture, r, thread, chosen + r * mixture.per_token);
     e.groups[size_t(thread)].build(chosen, rows, mixture.per_token, mixture.num_experts);
-    if (!small) gather(linear, thread);
+    if (!small) gather(linear, to, thread);
 }
 
 // The router's logits of a row, those of this thread in a small step, and the weight of the shared expert.
@@ -81,10 +81,10 @@ void Step::choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choic
 }
 
 // The quantised rows, in the order of their slots: rows of an expert lie together. Ends with a barrier.
-void Step::gather(const Linear& linear, int thread) {
+void Step::gather(const Linear& linear, const Activations& from, int thread) {
     const ExpertScratch& e = scratch_.experts;
     const Groups& groups = e.groups[size_t(thread)];
-    const Activations &from = scratch_.shared, &to = e.slots;
+    const Activations& to = e.slots;
     const int format = linear.activation_format();
     const int64_t cols = linear.padded_cols, bytes = cols * (format == KVL_BF16 ? 2 : 1);
     const int64_t scales = num_scales(format, cols), sums = num_sums(format, cols);

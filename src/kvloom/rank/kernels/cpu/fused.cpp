@@ -1,6 +1,6 @@
-// Steps of many rows: an instruction that needs less than a row at a time is done with the one before it, by whoever has
-// made the floats, while they are in its cache. Heads are rotated and stored as soon as their panels are multiplied, and
-// what the next linear reads is quantised. The floats, and so all bits, are those that the instruction alone would find.
+// Steps of many rows: an instruction is done with the one before it, by whoever has made the floats, while they are in its
+// cache. Heads are rotated and stored as soon as their panels are multiplied, and what the next linear reads is quantised.
+// What needs whole rows, a norm or one scale a row, follows a strip of rows that one thread has multiplied by all panels. The floats, and so all bits, are those that the instruction alone would find.
 #include "step.hpp"
 
 namespace kvl {
@@ -11,53 +11,111 @@ bool Step::does_next(const kvl_instruction& instruction) const {
     if (!is_fused_ || next == model_.program.data() + model_.program.size()) return false;
     const bool is_linear = instruction.kind == KVL_LINEAR;
     if (is_linear && instruction.epilogue == KVL_TO_QKV) return next->kind == KVL_ROPE_KV && next->source != KVL_NORM_ROWS;
-    if (next->kind != KVL_QUANT || is_whole(model_.linears[size_t(next->linear)].activation_format())) return false;
-    if (is_linear) return next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || instruction.epilogue == KVL_GELU);
-    return instruction.kind == KVL_ATTENTION && next->source == KVL_FROM_ATTENTION && shape_.head_dim % kPad == 0;
+    if (is_linear && instruction.epilogue == KVL_RESIDUAL) return next->kind == KVL_NORM_QUANT && has_strips(instruction, 0);
+    if (next->kind != KVL_QUANT) return false;
+    const Linear& reader = model_.linears[size_t(next->linear)];
+    const bool needs_rows = is_whole(reader.activation_format());
+    if (is_linear && next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || instruction.epilogue == KVL_GELU))
+        return !needs_rows || has_strips(instruction, reader.padded_cols);
+    if (needs_rows || instruction.kind != KVL_ATTENTION) return false;
+    return next->source == KVL_FROM_ATTENTION && shape_.head_dim % kPad == 0;
 }
 
 bool Step::is_done(const kvl_instruction& instruction) const {
     return &instruction != model_.program.data() && does_next((&instruction)[-1]);
 }
 
-const Activations& Step::input_of(const kvl_instruction& linear, int64_t rows, int thread) const {
-    if (is_small(rows)) return scratch_.own[size_t(thread)];
-    const kvl_instruction* const quant = &linear - 1;
-    return quant->kind == KVL_QUANT && is_done(*quant) ? scratch_.fused : scratch_.shared;
+// Whether what follows a linear is done with it only if it needs whole rows.
+bool Step::precedes_rows(const kvl_instruction& linear) const {
+    const kvl_instruction* const next = &linear + 1;
+    if (next == model_.program.data() + model_.program.size()) return false;
+    if (linear.epilogue == KVL_RESIDUAL) return next->kind == KVL_NORM_QUANT;
+    return next->kind == KVL_QUANT && is_whole(model_.linears[size_t(next->linear)].activation_format());
 }
 
-// Panels that give a head, or kPad columns of what the next linear reads.
+// Rows that a thread multiplies at a time by the panels of a linear: as many strips for each thread, if they are not too
+// narrow.
+Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
+    const int format = model_.linears[size_t(linear.linear)].activation_format();
+    const bool unpacks = format != KVL_BF16 && !is_whole(format);
+    const int64_t most = precedes_rows(linear) && !unpacks ? kStripRows : kTileRows;
+    const int64_t least = (rows + most - 1) / most, even = round_up(least, model_.pool.size());
+    return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);
+}
+
+// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done before.
+bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
+    const Passes strips = strips_of(linear, batch_.num_tokens);
+    return strips.count % model_.pool.size() == 0 && strips.most() * floats <= kStripFloats;
+}
+
+// Panels that give a head, or kPad columns of what the next linear reads, or whole rows.
 int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
     if (linear.epilogue == KVL_TO_QKV) return shape_.head_dim / kPanel;
-    return kPad / (is_gate(linear.epilogue) ? kLanes : kPanel);
+    const kvl_instruction& next = (&linear)[1];
+    const int64_t panels = model_.linears[size_t(linear.linear)].panels;
+    const int64_t least = kPad / (is_gate(linear.epilogue) ? kLanes : kPanel);
+    if (next.kind == KVL_NORM_QUANT) return panels;
+    return is_whole(model_.linears[size_t(next.linear)].activation_format()) ? round_up(panels, least) : least;
 }
 
 // The panels of a unit times some rows, at most kTileRows, and the next instruction on what they give.
 void Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
-    const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t panels = panels_of_unit(instruction), each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     const int64_t width = panels * each, first = index * panels;
     float* const floats = scratch_.unit[size_t(thread)] - span.begin * width;  // of row r: at r * width
+    for (int64_t p = first; p < first + panels; p += kPanelsTogether) {
+        const Span few{p, std::min(p + kPanelsTogether, first + panels)};
+        multiply_few(instruction, few, x, span, Rows{floats + (p - first) * each, width});
+    }
+    for (int64_t r = span.begin; r < span.end; r++) follow((&instruction)[1], r, index, floats + r * width, thread);
+}
+
+// Panels [few.begin, few.end), at most kPanelsTogether, times some rows; `floats`: where what is not added to the residual
+// stream goes, that of the first panel.
+void Step::multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const int64_t each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     alignas(64) float sums[kTileRows * kPanel];
-    for (int64_t p = 0; p < panels; p++) {
-        float* const at = floats + p * each;
-        if (first + p >= linear.panels) {  // padding
-            for (int64_t r = span.begin; r < span.end; r++) std::fill(at + r * width, at + r * width + each, 0.0f);
+    Epilogue epilogues[kPanelsTogether];
+    Pass passes[kPanelsTogether];
+    for (int64_t p = few.begin, same = p; p < few.end; p++) {  // [same, p]: panels of one form
+        if (p >= linear.panels) {
+            for (int64_t r = rows.begin; r < rows.end; r++) std::fill_n(floats.row(r) + (p - few.begin) * each, each, 0.0f);
             continue;
         }
-        const Way way(linear.format(first + p), span.end - span.begin, model_.uses_tiles);
-        for (int64_t i = 0; i < way.passes.count; i++) {
-            const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
-            way.multiply({x, begin, linear.padded_cols, linear.panel(first + p), sums}, int(end - begin));
-            for (int64_t r = begin; r < end; r++) store_panel(instruction, first + p, sums + (r - begin) * kPanel, at + r * width);
+        Epilogue& epilogue = epilogues[p - same] = epilogue_of(instruction, p);
+        epilogue.padding = 0;
+        if (!epilogue.adds) {
+            epilogue.to = floats.at + (p - few.begin) * each;
+            epilogue.stride = floats.stride;
+            epilogue.is_near = floats.stride <= std::max<int64_t>(kPad, shape_.head_dim);
         }
+        passes[p - same] = {x, rows.begin, linear.padded_cols, linear.panel(p), sums, &epilogue};
+        const Way way(linear.format(p), rows.end - rows.begin, model_.uses_tiles);
+        const bool is_last = p + 1 == std::min(few.end, linear.panels) || linear.format(p + 1) != linear.format(p);
+        if (!is_last && way.passes.count == 1) continue;  // where rows are cut, a panel stays in the first-level cache
+        for (int64_t i = 0; i < way.passes.count; i++) {
+            const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+            for (Pass* pass = passes; pass <= passes + (p - same); pass++) pass->row = rows.begin + begin;
+            way.multiply(passes, p - same + 1, int(end - begin));
+        }
+        same = p + 1;
     }
-    const kvl_instruction& next = (&instruction)[1];
-    for (int64_t r = span.begin; r < span.end; r++) {
-        if (next.kind == KVL_QUANT) store_columns(next, r, index * kPad, floats + r * width, kPad);
-        else if (shape_.kv_format == KVL_KV_INT8) place_head<Int8Cache>(next, r, int(index), floats + r * width);
-        else place_head<Bf16Cache>(next, r, int(index), floats + r * width);
+}
+
+// An instruction, on what the linear before it gave of a row: unit `index` of its floats, or all that it added.
+void Step::follow(const kvl_instruction& next, int64_t row, int64_t index, float* x, int thread) {
+    if (next.kind == KVL_ROPE_KV) {
+        if (shape_.kv_format == KVL_KV_INT8) place_head<Int8Cache>(next, row, int(index), x);
+        else place_head<Bf16Cache>(next, row, int(index), x);
+        return;
     }
+    const Linear& reader = model_.linears[size_t(next.linear)];
+    const int format = reader.activation_format();
+    if (next.kind == KVL_QUANT && !is_whole(format)) return store_columns(next, row, index * kPad, x, kPad);
+    const float* from = next.kind == KVL_QUANT ? x : float_row(next, row, scratch_.row[size_t(thread)]);
+    store_activations(activations(next, batch_.num_tokens, thread), row, from, reader.padded_cols, format);
 }
 
 // `count` floats of a row of what the next linear reads, from column `first` on: both are multiples of kPad.
@@ -65,7 +123,7 @@ void Step::store_columns(const kvl_instruction& quant, int64_t row, int64_t firs
     const Linear& linear = model_.linears[size_t(quant.linear)];
     const int format = linear.activation_format();
     const int64_t at = row * linear.padded_cols + first;
-    const Activations& to = scratch_.fused;
+    const Activations& to = activations(quant, batch_.num_tokens, 0);
     const Activations columns{to.data + at * (format == KVL_BF16 ? 2 : 1), to.scale + at / group_size(format), to.sum + at / run_size(format)};
     store_activations(columns, 0, x, count, format);
 }

@@ -20,13 +20,6 @@ inline F32 gated(int epilogue, const kvl_shape& shape, F32 gate, F32 up) {
     return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up);
 }
 
-// What one panel's sums with their bias become, in `to`: kLanes floats where they are gates and ups, else kPanel.
-inline void activate_panel(int epilogue, const kvl_shape& shape, F32 lo, F32 hi, float* to) {
-    if (is_gate(epilogue)) return store(to, gated(epilogue, shape, lo, hi));
-    store(to, epilogue == KVL_GELU ? gelu_erf(lo) : lo);
-    store(to + kLanes, epilogue == KVL_GELU ? gelu_erf(hi) : hi);
-}
-
 // A row of `cols` gates and as many ups, each in panels of its own because they are held in different forms, as one.
 inline const float* activate(int epilogue, const kvl_shape& shape, const float* gate, int64_t cols, float* to) {
     const int64_t width = round_up(cols, kPanel), padded = round_up(cols, kPad);

@@ -4,24 +4,36 @@
 // the groups are added in one fixed order, as bf16 products are.
 #pragma once
 
+#include "epilogue.hpp"
 #include "quant.hpp"
 
 namespace kvl {
 
-// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel].
+// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead, to
+// where the epilogue puts them (Way::multiply).
 struct Pass {
-    Activations x;
-    int64_t row, cols;
-    const uint8_t* panel;
-    float* out;
-    float* target = nullptr;  // where `width` floats will be written for each row, `stride` apart, when the pass is done; null = unknown
-    int64_t stride = 0;
-    int width = 0;
+    Activations x{};
+    int64_t row = 0, cols = 0;
+    const uint8_t* panel = nullptr;
+    float* out = nullptr;
+    const Epilogue* epilogue = nullptr;  // of row r of `x`; null = sums stay in `out`
 
-    // Asks for the targets of rows [begin, end): they come while the rows are multiplied.
+    // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
+    Epilogue end() const {
+        Epilogue end;
+        if (epilogue != nullptr) end = *epilogue;
+        else end.to = out, end.stride = kPanel;
+        if (epilogue != nullptr) end.to += row * end.stride, end.shares = end.shares ? end.shares + row : nullptr;
+        return end;
+    }
+    Pass without_epilogue() const { return {x, row, cols, panel, out}; }
     void ask(int begin, int end) const {
-        for (int r = begin; target != nullptr && r < end; r++)
-            for (int i = 0; i < width; i += kLanes) prefetch_to_write(target + r * stride + i);
+        for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
+    }
+    // Of the sums of rows [begin, end), which are in `out`.
+    void finish(int begin, int end) const {
+        for (int r = begin; epilogue != nullptr && r < end; r++)
+            epilogue->apply(row + r, load(out + r * kPanel), load(out + r * kPanel + kLanes));
     }
 };
 
@@ -74,11 +86,8 @@ struct Scales {
 struct ChannelScales {
     explicit ChannelScales(const uint8_t* panel)
         : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
-    void store_row(float* out, I32 a, I32 b, float x_scale) const {
-        const F32 row_scale = splat(x_scale);
-        store(out, mul(to_float(a), mul(scale_a, row_scale)));
-        store(out + kLanes, mul(to_float(b), mul(scale_b, row_scale)));
-    }
+    F32 lo(I32 a, F32 x_scale) const { return mul(to_float(a), mul(scale_a, x_scale)); }
+    F32 hi(I32 b, F32 x_scale) const { return mul(to_float(b), mul(scale_b, x_scale)); }
     F32 scale_a, scale_b;
 };
 
@@ -298,8 +307,11 @@ void tile_channel(const Pass& pass) {
     }
     const ChannelScales scales(pass.panel);
 #pragma GCC unroll 16
-    for (int m = 0; m < ROWS; m++)
-        scales.store_row(pass.out + m * kPanel, total(a[m]), total(b[m]), pass.x.scale[pass.row + m]);
+    for (int m = 0; m < ROWS; m++) {
+        const F32 x_scale = splat(pass.x.scale[pass.row + m]);
+        store(pass.out + m * kPanel, scales.lo(total(a[m]), x_scale));
+        store(pass.out + m * kPanel + kLanes, scales.hi(total(b[m]), x_scale));
+    }
 }
 
 // The micro-kernel of `format`, any but bf16, for 1 <= rows <= kRowsOnce.
@@ -324,8 +336,20 @@ Tile tile_for(int format, int rows) {
 struct Passes {
     explicit Passes(int64_t rows, int once = kRowsOnce, int many = kRowsMany)
         : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
-    int64_t begin(int64_t pass) const { return rows * pass / count; }
-    const int64_t rows, count;
+    // `count` of them, each but the last a multiple of `block` rows.
+    static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
+        Passes passes(rows);
+        passes.count = count;
+        passes.block = block;
+        return passes;
+    }
+    int64_t begin(int64_t pass) const { return pass == count ? rows : rows * pass / count / block * block; }
+    int64_t most() const {  // rows of the largest
+        int64_t most = 0;
+        for (int64_t pass = 0; pass < count; pass++) most = max_of(most, begin(pass + 1) - begin(pass));
+        return most;
+    }
+    int64_t rows, count, block = 1;
 };
 
 }  // namespace kvl

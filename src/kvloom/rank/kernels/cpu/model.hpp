@@ -101,8 +101,7 @@ struct Scratch {
     Rows branch;                        // what is normed before it is added to the residual stream
     uint16_t* queries;                  // [num_kv_heads][tokens][heads of one][head_dim] of what kvcache.hpp stores
     float* query_scale;                 // of each
-    Activations shared;                 // written by all threads, behind a barrier
-    Activations fused;                  // of instructions that are done with the one before them (fused.cpp)
+    Activations quantised[2];           // written by all threads; in turns, so that what is read is not what is written next
     std::vector<float*> unit;           // [threads] of panels that are finished together: their floats, of one pass
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
     std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
@@ -134,6 +133,7 @@ struct kvl_model {
     std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
     std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
     std::vector<kvl_instruction> program;
+    std::vector<uint8_t> turns;  // [program] which of Scratch::quantised is the last that has been written
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear
     int32_t embed_linear = -1;

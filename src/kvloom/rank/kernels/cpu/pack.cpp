@@ -246,5 +246,8 @@ int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
 
 void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
     model->program.assign(instructions, instructions + count);
+    model->turns.clear();
+    uint8_t turn = 0;
+    for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));
     model->next = std::vector<std::atomic<int64_t>>(size_t(count) * size_t(model->pool.size()));
 }

@@ -18,6 +18,11 @@ struct Activations {
     int32_t* sum;
 };
 
+// Whether what an instruction gives are the activations of the linears behind it.
+constexpr bool is_quantising(int kind) {
+    return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;
+}
+
 // out[k] = x[k] * weight[k] / rms(x); count is padded (zeros), `real` is what the mean is taken over.
 inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t real, float eps, float* out) {
     F32 squares = splat(0);

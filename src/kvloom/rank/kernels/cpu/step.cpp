@@ -38,10 +38,10 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.mlp = {take<float>(at, tokens * mlp), mlp};
     s.queries = take<uint16_t>(at, tokens * model.query_width() + kLanes * model.shape.head_dim);
     s.query_scale = take<float>(at, tokens * model.shape.num_heads);
-    s.shared = take_activations(at, tokens, widest);
-    s.fused = take_activations(at, tokens, widest);
+    for (Activations& quantised : s.quantised) quantised = take_activations(at, tokens, widest);
     s.unit.resize(size_t(model.pool.size()));
-    for (float*& unit : s.unit) unit = take<float>(at, kTileRows * std::max<int64_t>(kPad, model.shape.head_dim));
+    const int64_t unit_floats = std::max<int64_t>(kTileRows * std::max<int64_t>(kPad, model.shape.head_dim), kStripFloats);
+    for (float*& unit : s.unit) unit = take<float>(at, unit_floats);
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
@@ -143,7 +143,7 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const bool asked_only = instruction.kind == KVL_ROWS_NORM_QUANT;
     const int64_t rows = asked_only ? batch_.num_rows : batch_.num_tokens;
     const bool small = is_small(rows);
-    const Activations& to = small ? scratch_.own[size_t(thread)] : scratch_.shared;
+    const Activations& to = activations(instruction, rows, thread);
     const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
     const bool in_order = asked_only || by_adapter_.empty();
     for (int64_t i = begin; i < end;) {
@@ -207,13 +207,13 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
 void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
-    const Activations& x = input_of(instruction, rows, thread);
+    const Activations& x = activations(instruction, rows, thread);
     if (rows < kHandOutTokens) {
         for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
     } else {
         const bool is_fused = does_next(instruction);
         const int64_t together = is_fused ? panels_of_unit(instruction) : 1, units = (linear.panels + together - 1) / together;
-        const Passes passes(rows, kTileRows, kTileRows);
+        const Passes passes = strips_of(instruction, rows);
         const int64_t count = units * passes.count;
         for (int64_t i; (i = next(instruction, count, thread)) < count;) {
             const Span span{passes.begin(i / units), passes.begin(i / units + 1)};
@@ -230,17 +230,18 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     alignas(64) float sums[kTileRows * kPanel];
     const Way way(linear.format(index), span.end - span.begin, model_.uses_tiles);
     const bool is_head = instruction.epilogue == KVL_LOGITS, has_low_rank = lora_stride_ > 0 && !is_head;
-    const Rows target = is_head ? Rows{nullptr, 0} : target_of(instruction);
-    const int width = is_gate(instruction.epilogue) ? kLanes : kPanel;
+    const Epilogue epilogue = epilogue_of(instruction, index);
+    const bool is_apart = is_head || has_low_rank;  // the epilogue is not all that is done with sums
     for (size_t i = 0; has_low_rank && i < step_adapters_.size(); i++)  // while the panel's own weights are worked on
         step_adapters_[i]->linears[size_t(instruction.linear)].prefetch_b(index);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
-        float* const to = is_head ? nullptr : target.row(begin) + index * width;
-        way.multiply({x, begin, linear.padded_cols, linear.panel(index), sums, to, target.stride, width}, int(end - begin));
+        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue};
+        way.multiply(is_apart ? pass.without_epilogue() : pass, int(end - begin));
         for (int64_t r = begin; has_low_rank && r < end; r += kLowRankRows)
             add_low_rank(instruction, index, r, std::min(end, r + kLowRankRows), sums + (r - begin) * kPanel, thread);
-        for (int64_t r = begin; r < end; r++) finish(instruction, index, r, sums + (r - begin) * kPanel, thread);
+        if (has_low_rank) pass.finish(0, int(end - begin));
+        for (int64_t r = begin; is_head && r < end; r++) keep_logits(r, index * kPanel, sums + (r - begin) * kPanel, thread);
     }
 }
 
@@ -278,22 +279,18 @@ Rows Step::target_of(const kvl_instruction& linear) const {
     }
 }
 
-// Epilogues. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
-void Step::finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread) {
-    const int64_t channel = panel * kPanel;
-    if (instruction.epilogue == KVL_LOGITS) return keep_logits(row, channel, sums, thread);
-    float* to = target_of(instruction).row(row) + (is_gate(instruction.epilogue) ? channel / 2 : channel);
-    const bool is_gated = instruction.epilogue == KVL_GATED_RESIDUAL;
-    if (!is_gated && instruction.epilogue != KVL_RESIDUAL) {
-        store_panel(instruction, panel, sums, to);
-        if (is_gate(instruction.epilogue) && panel + 1 == model_.linears[size_t(instruction.linear)].panels)
-            for (int64_t k = channel / 2 + kLanes; k % kPad; k += kLanes) store(to += kLanes, splat(0));  // of a wider MLP
-        return;
-    }
-    alignas(64) float branch[kPanel];
-    store_panel(instruction, panel, sums, branch);
-    const F32 scale = splat(shape_.residual_scale * (is_gated ? scratch_.experts.shared[row] : 1.0f));
-    for (int i = 0; i < kPanel; i += kLanes) store(to + i, fma(load(branch + i), scale, load(to + i)));
+// Of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
+Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel) const {
+    const Rows target = target_of(linear);
+    const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
+    const int64_t channel = panel * kPanel, column = gives_gates ? channel / 2 : channel;
+    Epilogue epilogue{linear.epilogue, &shape_, bias_of(linear, panel), target.at + column, target.stride};
+    epilogue.adds = is_gated || linear.epilogue == KVL_RESIDUAL;
+    epilogue.residual_scale = shape_.residual_scale;
+    epilogue.shares = is_gated ? scratch_.experts.shared : nullptr;
+    if (gives_gates && panel + 1 == model_.linears[size_t(linear.linear)].panels)  // an MLP is wider than its gates
+        epilogue.padding = int((round_up(column + kLanes, kPad) - column) / kLanes) - 1;
+    return epilogue;
 }
 
 // A panel of logits of one row: all of them to memory, or the largest among the row's candidates.

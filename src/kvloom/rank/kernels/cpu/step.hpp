@@ -3,17 +3,17 @@
 
 #include "attention_tiles.hpp"
 #include "candidates.hpp"
-#include "gates.hpp"
-#include "gemm.hpp"
 #include "model.hpp"
 #include "rope.hpp"
-#include "tiles.hpp"
+#include "tile_unit.hpp"
+#include "way.hpp"
 
 namespace kvl {
 
 constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
 constexpr int kLowRankRows = 32;   // whose sums an adapter is added to at a time: bits of a word
 constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
+constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
 constexpr int kFusedTokens = 64;   // from here what follows is done where its floats are made (fused.cpp)
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.
@@ -51,23 +51,27 @@ class Step {
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
     bool does_next(const kvl_instruction& instruction) const;
     bool is_done(const kvl_instruction& instruction) const;
-    const Activations& input_of(const kvl_instruction& linear, int64_t rows, int thread) const;
+    // What an instruction quantises, or what a linear reads.
+    const Activations& activations(const kvl_instruction& instruction, int64_t rows, int thread) const {
+        if (is_small(rows)) return scratch_.own[size_t(thread)];
+        return scratch_.quantised[model_.turns[size_t(&instruction - model_.program.data())]];
+    }
+    bool precedes_rows(const kvl_instruction& linear) const;
+    Passes strips_of(const kvl_instruction& linear, int64_t rows) const;
+    bool has_strips(const kvl_instruction& linear, int64_t floats) const;
     int64_t panels_of_unit(const kvl_instruction& linear) const;
     void unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
-    // A row's sums of a panel as its epilogue wants them, but for what is added to them.
-    void store_panel(const kvl_instruction& instruction, int64_t panel, const float* sums, float* to) const {
-        F32 lo = load(sums), hi = load(sums + kLanes);
-        if (const float* bias = vector(instruction.vector)) {
-            lo = add(lo, load(bias + panel * kPanel));
-            hi = add(hi, load(bias + panel * kPanel + kLanes));
-        }
-        activate_panel(instruction.epilogue, shape_, lo, hi, to);
-    }
+    void multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats);
+    void follow(const kvl_instruction& next, int64_t row, int64_t index, float* x, int thread);
     void store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const;
     Rows target_of(const kvl_instruction& linear) const;
     const float* float_row(const kvl_instruction& instruction, int64_t row, float* room) const;
     void add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums, int thread);
-    void finish(const kvl_instruction& instruction, int64_t panel, int64_t row, const float* sums, int thread);
+    Epilogue epilogue_of(const kvl_instruction& linear, int64_t panel) const;
+    const float* bias_of(const kvl_instruction& linear, int64_t panel) const {
+        const float* bias = vector(linear.vector);
+        return bias ? bias + panel * kPanel : nullptr;
+    }
     void keep_logits(int64_t row, int64_t channel, const float* logits, int thread);
     void choose_tokens(int thread);
     int32_t choose_token(int64_t row) const;
@@ -80,7 +84,7 @@ class Step {
     void route(const kvl_instruction& instruction, int thread);
     void score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread);
     void choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choice* out);
-    void gather(const Linear& linear, int thread);
+    void gather(const Linear& linear, const Activations& from, int thread);
     void multiply_up(const kvl_instruction& instruction, int thread);
     void up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void multiply_down(const kvl_instruction& instruction, int thread);

@@ -6,10 +6,9 @@
 
 #include "bf16_tiles.hpp"
 #include "channel_tiles.hpp"
+#include "way.hpp"
 
 namespace kvl {
-
-constexpr int kTileRows = 516;  // of one pass, whole blocks: a panel is unpacked once for all of them
 
 #ifdef KVL_HAS_TILES
 
@@ -164,12 +163,13 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
         asm volatile("" ::: "memory");  // compilers do not see what a tile is loaded of
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
-            if (g + count == groups) pass.ask(r, rows - r < kBlockRows ? rows : r + kBlockRows);
+            if (g + count == groups) pass.ask(r, min_of(r + kBlockRows, rows));
             if (rows - r <= 4) multiply_block<4>(block, g, count, unpacked);
             else if (rows - r <= 8) multiply_block<8>(block, g, count, unpacked);
             else multiply_block<kBlockRows>(block, g, count, unpacked);
         }
     }
+    pass.finish(0, rows);
     _tile_release();  // a thread that sleeps has 8 KB less to be kept
 }
 
@@ -182,7 +182,7 @@ inline void multiply_in_tiles(int format, const Pass& pass, int rows) {
         case KVL_INT5: return multiply_panel<KVL_INT5>(pass, rows);
         case KVL_INT6: return multiply_panel<KVL_INT6>(pass, rows);
         case KVL_IQ4: return multiply_panel<KVL_IQ4>(pass, rows);
-        case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(pass, rows);
+        case KVL_INT8_CHANNEL: return multiply_channel_in_tiles(&pass, 1, rows);
         default: return multiply_panel<KVL_FP4>(pass, rows);
     }
 }
@@ -193,32 +193,5 @@ constexpr int tiles_from(int) { return 1 << 30; }
 inline void multiply_in_tiles(int, const Pass&, int) {}
 
 #endif
-
-// How the rows of a step meet the panels of one form: by the tile unit or without it, so many in each pass.
-struct Way {
-    Way(int format, int64_t rows, bool may_use_tiles)
-        : format(format), is_in_tiles(may_use_tiles && pays_in_tiles(format, rows)), passes(passes_of(rows)) {}
-
-    // One pass: out[rows][kPanel], with room for kTileRows.
-    void multiply(const Pass& pass, int rows) const {
-        if (!is_in_tiles) pass.ask(0, rows);
-        if (format == KVL_BF16) return is_in_tiles ? multiply_bf16_in_tiles(pass, rows) : tile_bf16_for(rows)(pass);
-        if (is_in_tiles) return multiply_in_tiles(format, pass, rows);
-        tile_for(format, rows)(pass);
-    }
-    const int format;
-    const bool is_in_tiles;
-    const Passes passes;
-
-  private:
-    static bool pays_in_tiles(int format, int64_t rows) {
-        if (format == KVL_BF16) return rows >= kBf16TilesFrom && has_bf16_tiles();
-        return rows >= tiles_from(format);
-    }
-    Passes passes_of(int64_t rows) const {
-        if (is_in_tiles) return Passes(rows, kTileRows, kTileRows);
-        return format == KVL_BF16 ? Passes(rows, kRowsBf16, kRowsBf16) : Passes(rows);
-    }
-};
 
 }  // namespace kvl

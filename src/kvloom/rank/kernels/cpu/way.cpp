@@ -1,0 +1,36 @@
+#include "way.hpp"
+
+#include "tiles.hpp"
+
+namespace kvl {
+namespace {
+
+bool pays_in_tiles(int format, int64_t rows) {
+    if (format == KVL_BF16) return rows >= kBf16TilesFrom && has_bf16_tiles();
+    return rows >= tiles_from(format);
+}
+
+Passes passes_of(int format, int64_t rows, bool is_in_tiles) {
+    if (is_in_tiles) return Passes(rows, kTileRows, kTileRows);
+    return format == KVL_BF16 ? Passes(rows, kRowsBf16, kRowsBf16) : Passes(rows);
+}
+
+}  // namespace
+
+Way::Way(int format, int64_t rows, bool may_use_tiles)
+    : format(format), is_in_tiles(may_use_tiles && pays_in_tiles(format, rows)), passes(passes_of(format, rows, is_in_tiles)) {}
+
+void Way::multiply(const Pass* passes, int64_t count, int rows) const {
+    if (is_in_tiles && is_whole(format)) return multiply_channel_in_tiles(passes, count, rows);
+    for (const Pass* pass = passes; pass < passes + count; pass++) {
+        if (is_in_tiles) {
+            format == KVL_BF16 ? multiply_bf16_in_tiles(*pass, rows) : multiply_in_tiles(format, *pass, rows);
+            continue;
+        }
+        pass->ask(0, rows);
+        format == KVL_BF16 ? tile_bf16_for(rows)(*pass) : tile_for(format, rows)(*pass);
+        pass->finish(0, rows);
+    }
+}
+
+}  // namespace kvl

@@ -1,0 +1,28 @@
+// How the rows of a step meet the panels of a linear. The kernels are compiled once, in way.cpp.
+#pragma once
+
+#include "gemm.hpp"
+
+namespace kvl {
+
+constexpr int kTileRows = 516;  // of one pass, whole blocks: a panel is unpacked once for all of them
+constexpr int kStripRows = 256;  // the same where nothing is unpacked: what such rows read and give stays in a second-level cache (fused.cpp)
+constexpr int kStripBlock = 32;  // rows that the tile unit takes at a time there
+constexpr int kLeastStrip = 128;  // fewer rows are not worth reading all panels
+constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
+
+// Of one form: by the tile unit or without it, so many rows in each pass.
+struct Way {
+    Way(int format, int64_t rows, bool may_use_tiles);
+
+    // One pass, and its epilogue. `out` has room for kTileRows rows.
+    void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }
+    // The same rows times some panels of the form; all passes may have one `out`, if each has an epilogue.
+    void multiply(const Pass* passes, int64_t count, int rows) const;
+
+    const int format;
+    const bool is_in_tiles;
+    const Passes passes;
+};
+
+}  // namespace kvl
