@@ -35,6 +35,14 @@ struct AttentionShapes : TileConfig {
 // Compilers do not see what tiles are loaded of, so they are told that memory was written before.
 constexpr int kFactors = 2 * kChunkKeys;  // words of a row of factors, in the place of as many scores
 
+// Asks for a tile of the cache, or a part of it, before it is read.
+inline void ask_for(const uint8_t* tile, int bytes) {
+    for (int at = 0; at < bytes; at += 64) prefetch(tile + at);
+}
+
+// Decodes wait for memory: while a chunk's keys come its values are asked for. What prompts read is in a cache, which has no room to spare.
+constexpr bool asks_for_values(int rows) { return rows <= kLanes; }
+
 // A K tile of the cache holds 32 dims of 16 keys and a V tile 16 dims of 16 keys, as the unit wants them.
 struct Bf16Tiles {
     using Factor = uint16_t;
@@ -51,14 +59,19 @@ struct Bf16Tiles {
         return {{{rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 32}, {16, 64}, {8, 64}}};
     }
     // The queries lie one behind the other, and behind them is memory of so many that the last group is whole.
-    Bf16Tiles(const Query* of, int, int head_dim) : head_dim(head_dim), queries(of[0].as<Bf16Cache::Stored>()) {}
+    Bf16Tiles(const Query* of, int rows, int head_dim)
+        : asks(asks_for_values(rows)), head_dim(head_dim), queries(of[0].as<Bf16Cache::Stored>()) {}
 
     int score_steps(const Chunk& chunk) const { return (chunk.num_blocks + kOnce - 1) / kOnce * (head_dim / kStretch); }
     KVL_IN_ALL_TILES void score(const Chunk& chunk, int group, int step, float* scores) const {
         const int stretches = head_dim / kStretch, b = step / stretches * kOnce, stretch = step % stretches;
+        constexpr int kPart = kStretch * kBlockTokens * 2;  // bytes of a tile, as many of keys as of values
         const uint8_t* keys[kOnce];
-        for (int i = 0; i < kOnce; i++)
-            keys[i] = chunk.keys[min_of(b + i, chunk.num_blocks - 1)] + stretch * kStretch * kBlockTokens * 2;
+        for (int i = 0; i < kOnce; i++) {
+            const int block = min_of(b + i, chunk.num_blocks - 1);
+            keys[i] = chunk.keys[block] + stretch * kPart;
+            if (asks) ask_for(chunk.values[block] + stretch * kPart, kPart);
+        }
         if (stretch == 0) zero_sums();
         _tile_loadd(4, queries + group * kLanes * head_dim + stretch * kStretch, head_dim * 2);
         _tile_loadd(6, keys[0], 64);
@@ -108,6 +121,7 @@ struct Bf16Tiles {
         _tile_stored(3, to + 3 * kLanes, stride);
     }
 
+    const bool asks;
     const int head_dim;
     const uint16_t* const queries;
 };
@@ -140,7 +154,10 @@ struct Int8Tiles {
     KVL_IN_ALL_TILES void score(const Chunk& chunk, int group, int step, float* scores) {
         constexpr int kRowBytes = 2 * kMaxHeadDim;
         const int b = 2 * step, first = group * kLanes, width = int(round_up(head_dim, kQuads)) * kBlockTokens;
-        const uint8_t* tiles[2] = {chunk.keys[b], chunk.keys[min_of(b + 1, chunk.num_blocks - 1)]};
+        const int blocks[2] = {b, min_of(b + 1, chunk.num_blocks - 1)};
+        const uint8_t* tiles[2] = {chunk.keys[blocks[0]], chunk.keys[blocks[1]]};
+        for (int i = 0; asks_for_values(rows) && i < 2; i++)
+            ask_for(chunk.values[blocks[i]], kScales + head_dim * kBlockTokens);
         int8_t* const both = keys + b * width;
         for (int i = 0; group == 0 && i < 2; i++) take_keys(tiles[i], both + i * width);
         zero_sums();
@@ -190,10 +207,10 @@ struct Int8Tiles {
             _mm512_store_si512(to + at, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(tile + kScales + at)));
     }
     static void split(const int16_t* words, int count, int8_t* to, int lower) {
-        for (int i = 0; i < count; i += 32) {
-            const __m512i both = _mm512_load_si512(words + i);
-            _mm256_storeu_si256((__m256i*)(to + i), _mm512_cvtepi16_epi8(_mm512_srai_epi16(both, 8)));
-            _mm256_storeu_si256((__m256i*)(to + lower + i), _mm512_cvtepi16_epi8(both));
+        for (int i = 0; i < count; i += kLanes) {  // as they were stored: what is put together of stores waits for them
+            const __m256i both = _mm256_load_si256((const __m256i*)(words + i));
+            _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtepi16_epi8(_mm256_srai_epi16(both, 8)));
+            _mm_storeu_si128((__m128i*)(to + lower + i), _mm256_cvtepi16_epi8(both));
         }
     }
     // Two keys of 32 dims, and the next two, a row each.

@@ -137,20 +137,26 @@ struct Int8Cache {
     // The values' scales go into the probabilities, so that one sum runs over all keys of a chunk.
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const* tiles) {
-        alignas(64) float weighed[VECS * kLanes];
+        F32 weighed[VECS], top = splat(0);
 #pragma GCC unroll 8
-        for (int v = 0; v < VECS; v++) store(weighed + v * kLanes, mul(p[v], scales(tiles[v])));
-        return store_scaled(to, weighed, VECS * kLanes);
+        for (int v = 0; v < VECS; v++) top = max(top, weighed[v] = mul(p[v], scales(tiles[v])));
+        const float peak = largest(top);
+        const F32 inverse = splat(inverse_of(peak));
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) store_words(to + v * kLanes, to_int(mul(weighed[v], inverse)));
+        return peak / kWordPeak;
     }
 
   private:
     static F32 scales(const uint8_t* tile) { return load_fp16(reinterpret_cast<const uint16_t*>(tile)); }
     static int8_t* elements(uint8_t* tile) { return reinterpret_cast<int8_t*>(tile) + kBlockTokens * 2; }
 
+    // What puts the largest size at kWordPeak.
+    static float inverse_of(float peak) { return peak > kNothing ? kWordPeak / peak : 0.0f; }
     // x[count] as words, the largest at kWordPeak; returns the scale.
     static float store_scaled(Factor* to, const float* x, int count) {
         const float peak = peak_size(x, count);
-        const F32 inverse = splat(peak > kNothing ? kWordPeak / peak : 0.0f);
+        const F32 inverse = splat(inverse_of(peak));
         for (int i = 0; i < count; i += kLanes) store_words(to + i, to_int(mul(load(x + i), inverse)));
         return peak / kWordPeak;
     }
