@@ -17,6 +17,7 @@ uint8_t* Step::cache(int layer, int side) const {
 // its own half each, which is a store of that size and safe.
 void Step::place_heads(const kvl_instruction& instruction, int thread) {
     const bool is_int8 = shape_.kv_format == KVL_KV_INT8;
+    ask_for(thread, (&instruction)[1]);
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++)
         is_int8 ? place_token<Int8Cache>(instruction, t) : place_token<Bf16Cache>(instruction, t);
     sync();
@@ -67,8 +68,29 @@ template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, 
 // Tasks are handed out one by one: their costs differ by the lengths of the sequences.
 void Step::attend(const kvl_instruction& instruction) {
     const int64_t count = int64_t(tasks_.size());
-    for (int64_t i; (i = next(instruction)) < count;) attend_task(tasks_[size_t(i)], instruction);
+    for (int64_t i; (i = next(instruction)) < count;) {
+        ask_for(i + model_.pool.size(), instruction);
+        attend_task(tasks_[size_t(i)], instruction);
+    }
     sync();
+}
+
+// The first keys and values of a task of one token, which nobody has read in this step: they lie in pieces of a block, too short
+// for the processor to see what comes. A task of more tokens finds them in the cache, or reads them more than once.
+void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
+    if (index >= int64_t(tasks_.size())) return;
+    const AttentionTask& task = tasks_[size_t(index)];
+    const int64_t token = batch_.qstart[task.sequence], position = batch_.pos[token];
+    if (batch_.qstart[task.sequence + 1] - token > 1) return;
+    const int32_t* table = batch_.block_table + int64_t(task.sequence) * batch_.max_blocks;
+    const int64_t passed = attention.window > 0 ? std::max<int64_t>(0, position + 1 - attention.window) : 0;
+    const int64_t first = passed / kBlockTokens, end = std::min(position / kBlockTokens + 1, first + kAskedBlocks);
+    for (int64_t block = first; block < end; block++)
+        for (int side = 0; side < 2; side++) {
+            const int64_t tile = table[block] * int64_t(shape_.num_kv_heads) + task.kv_head;
+            const uint8_t* from = cache(attention.layer, side) + tile * tile_bytes_;
+            for (int64_t at = 0; at < tile_bytes_; at += 64) prefetch(from + at);
+        }
 }
 
 void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction) {

@@ -14,6 +14,7 @@ constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows 
 constexpr int kLowRankRows = 32;   // whose sums an adapter is added to at a time: bits of a word
 constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
 constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
+constexpr int kAskedBlocks = 32;   // of a context, before attention reads them: 128 KB of bf16 keys and values of 64 dims
 constexpr int kFusedTokens = 64;   // from here what follows is done where its floats are made (fused.cpp)
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.
@@ -90,6 +91,7 @@ class Step {
     void multiply_down(const kvl_instruction& instruction, int thread);
     void down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void attend(const kvl_instruction& instruction);
+    void ask_for(int64_t index, const kvl_instruction& attention) const;
     void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
 
     // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
