@@ -89,6 +89,7 @@ class SideBySideMachine(RuleBasedStateMachine):
         done = [pool.save(batch) for pool in self.pools]
         assert done[0].statuses == done[1].statuses
         assert done[0].num_stored == done[1].num_stored
+        assert done[0].refused == done[1].refused
         found = [saved.held.blocks() for saved in done]
         for pool, blocks in zip(self.pools, found, strict=True):
             for block in blocks:

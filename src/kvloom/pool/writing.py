@@ -19,7 +19,7 @@ from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.entries import Begun, Block, NoRoom, Reservation, Written
 from kvloom.pool.storage.held import Held
-from kvloom.pool.storage.pool import Batch, Pool, Saved
+from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 from kvloom.pool.storage.segments import SharedMemory
 
 _PUSH_SHARE = 0.5  # of a batch's time, to wait until its blocks can be sent home
@@ -59,12 +59,10 @@ class Writer:
                 self._pool.counts.add(f"refused_{Refusal.RATE}")
                 statuses.append(Status.LIMITED)
                 break
-            with self._pool.deferring() as refused:
-                done = self._save(keys[part], areas[part], parents[start], message.write_rcache)
-                while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
-                    refused.clear()
-                    rest = slice(start + len(done) - 1, part.stop)
-                    done[-1:] = self._save(keys[rest], areas[rest], parents[rest.start], message.write_rcache)
+            done, refused = self._save(keys[part], areas[part], parents[start], message.write_rcache)
+            while done[-1] == Status.NO_ROOM and self._release_sent(self._push_deadline_s):
+                rest = slice(start + len(done) - 1, part.stop)
+                done[-1:], refused = self._save(keys[rest], areas[rest], parents[rest.start], message.write_rcache)
             for key, cause in refused:
                 self._pool.count_refused(key, cause)
             statuses += done
@@ -82,8 +80,12 @@ class Writer:
     def _may_put(self, size: int) -> bool:
         return self._limit is None or self._limit.take(size, time.monotonic())
 
-    def _save(self, keys: list[bytes], areas: Areas, parent: bytes | None, write_rcache: bool) -> bytearray:
-        """Blocks whose home is another node are sent there now, or kept as copies that follow in the background.
+    def _save(
+        self, keys: list[bytes], areas: Areas, parent: bytes | None, write_rcache: bool
+    ) -> tuple[bytearray, list[Refused]]:
+        """A status a key up to the first without room, and why that found none, not counted yet.
+
+        Blocks whose home is another node are sent there now, or kept as copies that follow in the background.
 
         Those that will not be found there, because it is cut off or too many wait to be sent, are LOCAL. What waits
         for other nodes does so until the batch's deadline for that.
@@ -92,14 +94,14 @@ class Writer:
         if others is None:
             saved = self._store(Batch(keys, areas, parent, [False] * len(keys)))
             self._held.append(saved.held)
-            return saved.statuses
+            return saved.statuses, saved.refused
         assert self._push_deadline_s is not None, "a batch has begun"
         routes = [others.route(key) for key in keys]
         if routes[0] is Route.AWAY and not write_rcache:
             copy = areas[0].copy()
             block = Outgoing(keys[0], copy, xxhash.xxh3_128_digest(copy.data), parent or b"")
             if others.push_now(self._pool.tenant, block, self._push_deadline_s):
-                return bytearray([Status.STORED])
+                return bytearray([Status.STORED]), []
             routes[0] = Route.CUT_OFF  # better here than nowhere
         saved = self._store(Batch(keys, areas, parent, [route is Route.AWAY for route in routes]))
         statuses, entries = saved.statuses, saved.held.blocks()
@@ -114,7 +116,7 @@ class Writer:
                 is_sent = others.push_later(self._pool, entry, before, self._push_deadline_s)
             if not is_sent:
                 statuses[i] = Status.LOCAL
-        return statuses
+        return statuses, saved.refused
 
     def _store(self, batch: Batch) -> Saved:
         saved = self._pool.save(batch)

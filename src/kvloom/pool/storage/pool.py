@@ -5,12 +5,9 @@ that dies in between leaves nothing behind. A read pins its blocks, and a pinned
 to its key. `TenantPool` keeps them in Python, `NativePool` in C++, with the same answers.
 """
 
-import contextlib
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from ctypes import c_uint64
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import xxhash
 
@@ -38,12 +35,20 @@ class Batch(NamedTuple):
     is_rcache: list[bool]
 
 
+Refused: TypeAlias = tuple[bytes, Refusal]
+"""A key that found no room, and why."""
+
+
 class Saved(NamedTuple):
-    """One status a key, up to the first that found no room; those that are here now, pinned; how many are new."""
+    """One status a key, up to the first that found no room; those that are here now, pinned; how many are new.
+
+    refused: those without room. They may be tried again; who does not counts them.
+    """
 
     statuses: bytearray
     held: Held
     num_stored: int
+    refused: list[Refused]
 
 
 class Terms(NamedTuple):
@@ -84,7 +89,6 @@ class Pool(ABC):
         self._budget = budget
         self._rcache_share = rcache_share
         self._counts = Counts()
-        self._deferred: dict[int, list[tuple[bytes, Refusal]]] = {}  # by thread
         self._has_no_memory = False  # the system's answer when memory was last asked for
 
     @property
@@ -200,8 +204,8 @@ class Pool(ABC):
     def _spoil(self, entry: Block) -> bool:
         """Forgets a pinned block, and never uses its memory again; False when it was forgotten before."""
 
-    def _refuse(self, key: bytes, slot: int) -> Status:
-        """Counts a block that found no room, by why that is."""
+    def _refuse(self, key: bytes, slot: int, refused: list[Refused] | None = None) -> Status:
+        """Counts a block that found no room, by why that is. refused: gets it instead: it may be tried again."""
         capacity = self._capacity()
         if slot > self.geometry.slab_bytes:
             cause = Refusal.TOO_LARGE
@@ -211,11 +215,10 @@ class Pool(ABC):
             cause = Refusal.NO_MEMORY
         else:
             cause = self._budget.why_refused(self.tenant, slot - capacity)
-        deferred = self._deferred.get(threading.get_ident())
-        if deferred is None:
+        if refused is None:
             self.count_refused(key, cause)
         else:
-            deferred.append((key, cause))
+            refused.append((key, cause))
         return Status.TOO_LARGE if cause is Refusal.TOO_LARGE else Status.NO_ROOM
 
     def count_refused(self, key: bytes, cause: Refusal) -> None:
@@ -224,16 +227,6 @@ class Pool(ABC):
         if cause is not Refusal.TOO_LARGE:
             self._counts.add("no_room")
             self._remember(key, Cause.QUOTA)
-
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[list[tuple[bytes, Refusal]]]:
-        """What finds no room meanwhile, in calls of this thread, is put into the list and not counted: it may be tried
-        again."""
-        refused = self._deferred.setdefault(threading.get_ident(), [])
-        try:
-            yield refused
-        finally:
-            del self._deferred[threading.get_ident()]
 
     @abstractmethod
     def _capacity(self) -> int:

@@ -19,7 +19,7 @@ from kvloom.pool.storage.evict import Classes, Order, S3Fifo
 from kvloom.pool.storage.index import Index
 from kvloom.pool.storage.memory import TenantMemory
 from kvloom.pool.storage.passing import Announced
-from kvloom.pool.storage.pool import Batch, Pool, Saved
+from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 from kvloom.pool.storage.segments import Bytes
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,11 @@ class TenantPool(Pool):
     # Writing
 
     def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
+        return self._begin_all(keys, lengths, is_rcache, None)
+
+    def _begin_all(
+        self, keys: list[bytes], lengths: list[int], is_rcache: list[bool], refused: list[Refused] | None
+    ) -> list[Begun]:
         found: list[Begun] = []
         is_alike = len(set(lengths)) == 1 and not any(is_rcache)
         free: list[int] = []  # offsets that were emptied together, for the keys to come
@@ -138,7 +143,7 @@ class TenantPool(Pool):
                 if not free and slot <= self.geometry.slab_bytes:
                     free = self._make_room(slot, is_copy, max(1, num_new) * slot)[::-1]
                 if not free:
-                    found.append(NoRoom(self._refuse(key, slot)))
+                    found.append(NoRoom(self._refuse(key, slot, refused)))
                     break
                 found.append(Reservation(key, free.pop(), length, slot, is_copy))
                 num_new -= 1
@@ -155,14 +160,16 @@ class TenantPool(Pool):
     def save(self, batch: Batch) -> Saved:
         keys, areas = batch.keys, batch.areas
         parents = [batch.parent, *keys] if batch.parent is not None else [b""] * len(keys)
-        found = self.begin_all(keys, list(areas.lengths), batch.is_rcache)
+        refused: list[Refused] = []
+        found = self._begin_all(keys, list(areas.lengths), batch.is_rcache, refused)
         written = []
         for begun, area, parent in zip(found, areas, parents, strict=False):
             if isinstance(begun, Reservation):
                 view = self.view(begun.offset, begun.length)
                 view[:] = area
                 written.append(Written(begun, xxhash.xxh3_128_digest(view.data), parent))
-        published = iter(self.publish_all(written))
+        with self._lock:
+            published = iter([self._publish(each, refused) for each in written])
         statuses, entries = bytearray(), []
         for begun, area in zip(found, areas, strict=False):
             if isinstance(begun, Reservation):
@@ -175,7 +182,7 @@ class TenantPool(Pool):
                 status, entry = Status.DUPLICATE if is_same else Status.CONFLICT, begun
             statuses.append(status)
             entries.append(entry)
-        return Saved(statuses, HeldEntries(self, entries), statuses.count(Status.STORED))
+        return Saved(statuses, HeldEntries(self, entries), statuses.count(Status.STORED), refused)
 
     def publish(self, written: Written) -> Published:
         with self._lock:
@@ -185,7 +192,7 @@ class TenantPool(Pool):
         with self._lock:
             return list(map(self._publish, written))
 
-    def _publish(self, written: Written) -> Published:
+    def _publish(self, written: Written, refused: list[Refused] | None = None) -> Published:
         key, offset, length, slot, is_rcache = written.reservation
         entry = self._index.get(key)
         if entry is not None:
@@ -196,7 +203,7 @@ class TenantPool(Pool):
         if self._memory.is_leaving(offset):
             queue = self._index.orders.of(slot, is_rcache)
             entry = Entry(key, offset, length, slot, written.checksum, is_rcache, None, queue, pins=1, is_live=False)
-            return Published(self._refuse(key, slot), entry)
+            return Published(self._refuse(key, slot, refused), entry)
         return Published(Status.STORED, self._index.add(written))
 
     def abandon(self, reservation: Reservation) -> None:

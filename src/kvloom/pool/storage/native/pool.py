@@ -8,14 +8,13 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from ems.common.channel import Channel
 from ems.keys import KEY_BYTES
-from ems.runs import Areas, Numbers, address_of
+from ems.runs import Areas, address_of
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
@@ -25,7 +24,7 @@ from kvloom.pool.storage.native import library as c
 from kvloom.pool.storage.native.held import HeldBlocks, NativeArrival, NativeBlock, NativeOffer
 from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
 from kvloom.pool.storage.passing import Announced
-from kvloom.pool.storage.pool import Batch, Pool, Saved, Terms
+from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved, Terms
 from kvloom.pool.storage.segments import Bytes, SharedMemory
 from kvloom.pool.storage.spans import Spans
 
@@ -155,16 +154,12 @@ class NativePool(Pool):
         held = HeldBlocks(self, len(batch.keys))
         areas = batch.areas.addresses()
         statuses = self._write(held, batch, address_of(areas))
-        num_stored = statuses.count(Status.STORED)
+        num_stored, refused = statuses.count(Status.STORED), list[Refused]()
         held.keep(len(statuses))
         for lost in (Status.NO_ROOM, c.LEFT):
-            self._refuse_all(lost, statuses, batch.keys, batch.areas.lengths)
-        return Saved(statuses, held, num_stored)
-
-    def _refuse_all(self, lost: int, statuses: bytearray, keys: list[bytes], lengths: Sequence[int] | Numbers) -> None:
-        """Says of those with that status why they found no room."""
-        for i in [i for i, status in enumerate(statuses) if status == lost]:
-            statuses[i] = self._refuse(keys[i], slot_bytes(lengths[i]))
+            for i in _all_of(lost, statuses):
+                statuses[i] = self._refuse(batch.keys[i], slot_bytes(batch.areas.lengths[i]), refused)
+        return Saved(statuses, held, num_stored, refused)
 
     def begin_all(self, keys: list[bytes], lengths: list[int], is_rcache: list[bool]) -> list[Begun]:
         held = HeldBlocks(self, len(keys))
@@ -225,7 +220,8 @@ class NativePool(Pool):
         held, spans = HeldBlocks(self, count), Spans(np.empty((count, 2), np.uint64))
         batch = Batch(blocks.keys, Areas({}, [], [], blocks.lengths), b"", [blocks.is_rcache] * count)
         statuses = self._write(held, batch, None, spans)
-        self._refuse_all(Status.NO_ROOM, statuses, blocks.keys, blocks.lengths)
+        for i in _all_of(Status.NO_ROOM, statuses):
+            statuses[i] = self._refuse(blocks.keys[i], slot_bytes(blocks.lengths[i]))
         return NativeArrival(self, blocks, (held, statuses, spans))
 
     def settle(self, arrival: c.Arrival, blocks: Announced, statuses: npt.NDArray[np.uint8]) -> bytes:
@@ -233,7 +229,8 @@ class NativePool(Pool):
         self._short.pool_settle(self.handle, arrival)
         self._close_left()
         told = bytearray(statuses.tobytes())
-        self._refuse_all(c.LEFT, told, blocks.keys, blocks.lengths)
+        for i in _all_of(c.LEFT, told):
+            told[i] = self._refuse(blocks.keys[i], slot_bytes(blocks.lengths[i]))
         return bytes(told)
 
     def publish(self, written: Written) -> Published:
@@ -389,3 +386,8 @@ class NativePool(Pool):
 def _id(entry: Block) -> int:
     assert isinstance(entry, NativeBlock)
     return entry.id
+
+
+def _all_of(status: int, statuses: bytearray) -> list[int]:
+    """Where it stands."""
+    return [i for i, each in enumerate(statuses) if each == status]
