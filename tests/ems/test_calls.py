@@ -1,6 +1,7 @@
 """Plain calls over a link that is there are one step in C++; what is not plain, or goes wrong, is Python's."""
 
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -144,6 +145,15 @@ def test_segments_that_are_mapped_anew_are_read_where_they_are_then(agent, cc, k
     link.keep_up(1000)  # as when the pool has given back as many
     assert cc.load(slots_of(9), [1], [4]) == CcResult(1, 1)
     assert torch.equal(tokens_of(kv, slots_of(9)), tokens_of(before, slots_of(0)))
+
+
+def test_a_call_that_is_over_holds_no_segment(cc):
+    connect(cc)
+    link = cc._links._idle[0]
+    assert cc.load(slots_of(63), [FIRST], [4]) == CcResult(1, 1), "of what is mapped"
+    memory = weakref.ref(link.mapped.memories[0])
+    link.keep_up(1000)
+    assert memory() is None
 
 
 def test_another_cache_is_read_and_written_from_then_on(cc, kv):

@@ -82,18 +82,16 @@ class NativeCalls:
         whole = PYFUNCTYPE(c_int, c_void_p, py_object, py_object, py_object, POINTER(How))
         self._load, self._save = whole(("ems_call_load", library)), whole(("ems_call_save", library))
         self._exists = PYFUNCTYPE(c_int, c_void_p, py_object, POINTER(How))(("ems_call_exists", library))
-        self._mapped: Mapped | None = None
         self._arena: Bytes | None = None
 
     def __del__(self) -> None:
         self._close(self._address)
 
     def load(self, arguments: tuple[object, object, object], how: How, mapped: Mapped) -> int:
-        """Slots, hashes and tokens of each block."""
-        if mapped is not self._mapped:
-            last, self._mapped = self.last, mapped
-            last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
-            last.num_given_back = mapped.num_given_back
+        """Slots, hashes and tokens of each block. mapped: not held any longer, since idle processes let go of it."""
+        last = self.last
+        last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
+        last.num_given_back = mapped.num_given_back
         return int(self._load(self._address, *arguments, how))
 
     def save(self, arguments: tuple[object, object, object], how: How, arena: tuple[Bytes | None, int]) -> int:
