@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lent import lend
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
@@ -42,7 +43,10 @@ def steps() -> list[list[tuple[str, str]]]:
 def environment(tmp_path: Path) -> dict[str, str]:
     """Of a newcomer: nothing but the commands on PATH; the pool's socket where no other test looks."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MIES_", "EMS_", "OTEL_"))}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    lend(commands / "kvloom", "-m", "kvloom.cli")
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return {**kept, "PATH": path, "EMS_SOCKET": str(tmp_path / "ems.sock")}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvloom.engine_api.build import LIBRARY
 from tests.support.compiling import compiled, objects
 from tests.support.configs import mock_document
+from tests.support.lent import lend
 
 PROGRAMS = Path(__file__).parent.parent / "engine" / "api" / "cpp"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_api.cpp"
@@ -48,6 +49,10 @@ def write_host(path: Path, *command: str) -> Path:
     path.write_text(f'#!/bin/sh\necho $$ > "$0.pid"\nexec {words} "$@"\n')
     path.chmod(0o700)
     return path
+
+
+def forked_host(folder: Path) -> Path:
+    return lend(folder / "host", "-m", "kvloom.engine_api.host")
 
 
 def real_host(folder: Path) -> Path:

@@ -1,6 +1,6 @@
 """Our own processes, forked from one that has imported what they need: that takes them longer than what a test asks.
 
-From `install` on, a Popen of `python -m` one of PROGRAMS is such a fork. It is a child of whoever asks for it, as ever,
+From `install` on, a Popen of Python with one of PROGRAMS is such a fork. It is a child of whoever asks for it, as ever,
 with the descriptors, folder, environment, limits and command line that it would have; only its modules are there.
 What is asked for in another way (Python's other options, variables that a process reads when it starts) is started.
 """
@@ -22,14 +22,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, NoReturn
 
-# What may be forked, and whether it starts such processes itself.
+ROOT = Path(__file__).parents[2]
+# What may be forked, by module, file or text, and whether it starts such processes itself.
 PROGRAMS = {
     "kvloom": True,
     "kvloom.cli": True,
@@ -42,6 +44,8 @@ PROGRAMS = {
     "kvloom.gewu.worker.main": False,
     "kvloom.server.run.parse_process": False,
     "tests.gewu.client": False,
+    "from kvloom.tuning.engine_test import main; main()": True,
+    str(ROOT / "examples/ems/ttft.py"): True,
 }
 # What they import, but for what only some do and takes long: torch, Ray.
 IMPORTED = (
@@ -64,13 +68,12 @@ WITH_TORCH = ("-X", "torch")  # before -m: of a process that has imported torch,
 
 _READ_AT_START = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "MALLOC_", "LANG", "LC_", "TZ", "SSL_")
 _PR_SET_CHILD_SUBREAPER = 36
-_MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS = 1 << 18, 200
+MAX_MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 18, 200
 _COMMAND_LINE_BYTES = 4096
 _ABOVE = 512  # which no descriptor of a test's process has
 _OF_GROUPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # sent to all of a group; its own end comes otherwise
 _USUAL = {"executable": None, "close_fds": True, "shell": False, "gid": None, "gids": None, "uid": None, "umask": -1}
 _BE = "from tests.support.forks import be; be()"
-ROOT = Path(__file__).parents[2]
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -92,7 +95,7 @@ class Asked:
 
     @property
     def starts_others(self) -> bool:
-        return PROGRAMS[self.argv[2]]
+        return PROGRAMS[_program(self.argv)]
 
 
 class Template:
@@ -125,6 +128,7 @@ _start = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _parameters = inspect.signature(_start)
 _templates: dict[tuple[str, ...], Template] = {}
 _environ: dict[str, str] = {}
+_beginning = threading.Lock()
 
 
 def install() -> None:
@@ -148,6 +152,17 @@ def end() -> None:
 def is_template(pid: int) -> bool:
     """Whether it is the one of a process that has been forked."""
     return _BE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def fork(
+    argv: Sequence[str], environ: dict[str, str], folder: str, numbers: Sequence[int], descriptors: Sequence[int]
+) -> int | None:
+    """The process id of a child of this process, whose descriptors of these `numbers` are `descriptors`; None: it is
+    to be started."""
+    usual = {**_USUAL, "start_new_session": False, "process_group": -1, "preexec_fn": None}
+    asked = _asked({**usual, "args": argv, "env": environ, "cwd": folder, "pass_fds": ()})
+    template = None if asked is None else _template(asked.kind)
+    return None if asked is None or template is None else template.fork(replace(asked, targets=[*numbers]), descriptors)
 
 
 def _fork_or_start(process: Any, *given: Any, **named: Any) -> None:
@@ -174,7 +189,7 @@ def _asked(options: dict[str, Any]) -> Asked | None:
     argv = [words] if isinstance(words, str | bytes | os.PathLike) else [os.fspath(word) for word in words]
     kind = WITH_TORCH if tuple(argv[1:3]) == WITH_TORCH else ()
     argv[1:3] = argv[1:3] if not kind else []
-    if argv[0] != sys.executable or argv[1:2] != ["-m"] or "".join(argv[2:3]) not in PROGRAMS:
+    if argv[0] != sys.executable or _program(argv) not in PROGRAMS:
         return None
     if any(options[name] != usual for name, usual in _USUAL.items()) or any(map(os.isatty, range(3))):
         return None
@@ -196,19 +211,25 @@ def _asked(options: dict[str, Any]) -> Asked | None:
     )
 
 
+def _program(argv: Sequence[str]) -> str:
+    """The module, text or file of a command line of Python's."""
+    return "".join(argv[2:3]) if argv[1:2] in (["-m"], ["-c"]) else "".join(argv[1:2])
+
+
 def _read_at_start(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(_READ_AT_START)}
 
 
 def _template(kind: tuple[str, ...]) -> Template | None:
     """Of this process, begun for the first who asks; None in a forked child, which could not adopt what it forks."""
-    if kind not in _templates:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-c", _BE, str(theirs.fileno()), *kind, "-" * _COMMAND_LINE_BYTES]
-        null = subprocess.DEVNULL
-        with theirs:
-            process = subprocess.Popen(command, cwd=ROOT, stdin=null, stdout=null, pass_fds=(theirs.fileno(),))
-        _templates[kind] = Template(ours, process)
+    with _beginning:
+        if kind not in _templates:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-c", _BE, str(theirs.fileno()), *kind, "-" * _COMMAND_LINE_BYTES]
+            null = subprocess.DEVNULL
+            with theirs:
+                process = subprocess.Popen(command, cwd=ROOT, stdin=null, stdout=null, pass_fds=(theirs.fileno(),))
+            _templates[kind] = Template(ours, process)
     return _templates[kind] if _templates[kind].is_mine else None
 
 
@@ -256,7 +277,7 @@ def be() -> NoReturn:
 def _offer(sock: socket.socket) -> tuple[Asked, list[int]]:
     """In each child, what that is to become, and its descriptors. It ends when nobody can ask any more."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(sock, _MAX_MESSAGE_BYTES, _MAX_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(sock, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
         if not message:
             os._exit(0)
         between = os.fork()
@@ -310,22 +331,34 @@ def _show(argv: Sequence[str]) -> None:
 
 
 def _run(argv: Sequence[str]) -> None:
-    """As `python -m` does."""
-    name = argv[2]
+    """As Python does."""
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    text = _program(argv)
+    if argv[1] == "-m":
+        spec, code = _module(text)
+        vars(main).update(__spec__=spec, __file__=spec.origin, __package__=spec.parent, __loader__=spec.loader)
+        sys.argv, sys.path[0] = [str(spec.origin), *argv[3:]], os.getcwd()
+    elif argv[1] == "-c":
+        code = compile(text, "<string>", "exec")
+        sys.argv, sys.path[0] = ["-c", *argv[3:]], ""
+    else:
+        code = compile(Path(text).read_bytes(), text, "exec")
+        vars(main).update(__file__=text)
+        sys.argv, sys.path[0] = list(argv[1:]), str(Path(text).parent)
+    exec(code, vars(main))
+
+
+def _module(name: str) -> tuple[ModuleSpec, CodeType]:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         name = f"{name}.__main__"
         spec = importlib.util.find_spec(name)
     assert spec is not None
     assert isinstance(spec.loader, InspectLoader)
-    main = ModuleType("__main__")
-    vars(main).update(__spec__=spec, __file__=spec.origin, __package__=spec.parent, __loader__=spec.loader)
-    sys.modules["__main__"] = main
-    sys.argv = [str(spec.origin), *argv[3:]]
-    sys.path[0] = os.getcwd()
     code = spec.loader.get_code(name)
     assert code is not None
-    exec(code, vars(main))
+    return spec, code
 
 
 def _status(run: Callable[[], None]) -> int:
