@@ -115,7 +115,9 @@ class Template:
         """The process id of a new child of this process."""
         with self._lock, _adopting():
             socket.send_fds(self._sock, [pickle.dumps(asked)], descriptors)
-            return int(self._sock.recv(32))
+            pid = self._sock.recv(32)
+        assert pid, "the process that forks has ended; it has said why"
+        return int(pid)
 
     def close(self) -> None:
         """It ends; what it has forked runs on."""
