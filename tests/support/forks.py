@@ -49,8 +49,12 @@ PROGRAMS = {
 }
 # What they import, but for what only some do and takes long: torch, Ray.
 IMPORTED = (
+    "typer._adapters",
+    "uvloop",
     "kvloom.cli",
     "kvloom.commands",
+    "kvloom.engine.engine",
+    "kvloom.engine.thread",
     "kvloom.rank.fake",
     "kvloom.rank.loading",
     "kvloom.server.run.cli",
@@ -59,6 +63,7 @@ IMPORTED = (
     "kvloom.server.run.mount",
     "kvloom.server.run.parse_process",
     "kvloom.pool.cli",
+    "kvloom.pool.commands.agent",
     "kvloom.gewu.cli",
     "kvloom.gewu.service.daemon",
     "kvloom.gewu.worker.main",
