@@ -3,11 +3,13 @@
 One asks this process for it, passes signals on, and ends as it does; ends it by force, that one ends too.
 """
 
+import atexit
 import contextlib
 import functools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -51,6 +53,7 @@ def lend(path: Path, *words: str) -> Path:
 def _listening() -> str:
     """Until this process ends."""
     folder = tempfile.mkdtemp(prefix="kvloom-lent-")
+    atexit.register(shutil.rmtree, folder)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"{folder}/socket")
     listener.listen()
