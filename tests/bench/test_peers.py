@@ -1,4 +1,4 @@
-"""`python -m benches.peers`: several servers in interleaved rounds."""
+"""`python -m benches.server.peers`: several servers in interleaved rounds."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import socket
 import statistics
 
 import pytest
-from benches import peers
+from benches.server import peers
 
 from kvloom.bench import process
 from kvloom.bench.client import BenchError

@@ -1,8 +1,8 @@
-"""`benches.pool_values`: its figures are of calls that did what they say."""
+"""`benches.pool.values`: its figures are of calls that did what they say."""
 
 import contextlib
 
-from benches.pool_values import Ems, measure
+from benches.pool.values import Ems, measure
 
 from tests.support.pool import running_agent
 

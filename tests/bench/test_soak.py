@@ -7,7 +7,7 @@ import json
 import os
 
 import pytest
-from benches import soak
+from benches.server import soak
 
 SOAK_S = float(os.environ.get("KVLOOM_SOAK_S", "0"))
 SHORT_S = 2.0

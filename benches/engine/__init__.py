@@ -1,0 +1,1 @@
+"""Of the engine and its ranks, without HTTP."""

@@ -1,0 +1,98 @@
+"""What a rank does between the kernels of one decode step and those of the next: its own turn, by kind of request.
+
+`python -m benches.engine.turn` runs decode steps of the demo model in this process, as a rank would: a message is
+decoded, the batch run, the answer encoded. One JSON line a batch size and kind, microseconds a step, medians:
+
+  turn_us   processor time of the rank's own thread, but for the library's call
+  step_us   the library's call: the kernels, and what they choose
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvloom.checkpoints.demo_models import pull
+from kvloom.contract.config import EngineConfig
+from kvloom.contract.messages import Batch, Done, NewSeq, Work
+from kvloom.contract.request import SamplingParams
+from kvloom.rank.loading import open_runner
+from kvloom.rank.runner import ModelRunner
+
+CONTEXT, BLOCK = 200, 16
+KINDS = {
+    "greedy": SamplingParams(temperature=0),
+    "temperature 0.7": SamplingParams(temperature=0.7),
+    "temperature 0.7, top-p 0.9": SamplingParams(temperature=0.7, top_p=0.9),
+    "top-k 40": SamplingParams(top_k=40),
+    "greedy, frequency penalty": SamplingParams(temperature=0, frequency_penalty=0.3),
+}
+
+
+class Timed:
+    """The library's step, which adds up the time spent in it: this thread's, and by the clock."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.clear()
+
+    def clear(self) -> None:
+        self.own_s = self.whole_s = 0.0
+
+    def __call__(self, *args: Any) -> Any:
+        own_s, whole_s = time.thread_time(), time.perf_counter()
+        result = self._function(*args)
+        self.own_s += time.thread_time() - own_s
+        self.whole_s += time.perf_counter() - whole_s
+        return result
+
+
+def orders(num_seqs: int, params: SamplingParams, num_steps: int) -> list[bytes]:
+    """The engine's messages: all prompts in one step, then `num_steps` decodes."""
+    width = (CONTEXT + num_steps) // BLOCK + 1
+    encode = msgspec.msgpack.Encoder().encode
+    new = [NewSeq(i, [(i + j) % 1000 + 3 for j in range(CONTEXT)], params, i) for i in range(num_seqs)]
+    first = [Work(i, 0, CONTEXT, 0, list(range(i * width, (i + 1) * width))) for i in range(num_seqs)]
+    found = [encode(Batch(new, first, []))]
+    for at in range(CONTEXT, CONTEXT + num_steps):
+        found.append(encode(Batch([], [Work(i, at, 1, width, []) for i in range(num_seqs)], [])))
+    return [*found, encode(Batch([], [], list(range(num_seqs))))]
+
+
+def turns(runner: ModelRunner, step: Timed, messages: list[bytes]) -> dict[str, float]:
+    decode, encode = msgspec.msgpack.Decoder(Batch).decode, msgspec.msgpack.Encoder().encode
+    found: dict[str, list[float]] = {"turn_us": [], "step_us": []}
+    first, *decodes, last = messages
+    runner.run(decode(first))
+    for message in decodes:
+        step.clear()
+        started_s = time.thread_time()
+        encode(Done(runner.run(decode(message))))
+        found["turn_us"].append(time.thread_time() - started_s - step.own_s)
+        found["step_us"].append(step.whole_s)
+    runner.run(decode(last))
+    return {name: round(1e6 * statistics.median(values), 1) for name, values in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, nargs="?", help="a folder or .gguf file; the demo model by default")
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    config = EngineConfig(model=str(args.model or pull("smollm2")), kv_cache_bytes=1 << 29, max_batch=32)
+    runner = open_runner(config, [2], lambda done, total: None)
+    lib = runner._backend._lib  # the point of this bench is to look inside
+    lib.kvl_step = Timed(lib.kvl_step)
+    for num_seqs in (1, 8, 32):
+        for kind, params in KINDS.items():
+            values = turns(runner, lib.kvl_step, orders(num_seqs, params, args.steps))
+            print(json.dumps({"bench": "turn", "num_seqs": num_seqs, "kind": kind, **values}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

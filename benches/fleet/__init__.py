@@ -1,0 +1,1 @@
+"""Of replicas behind one address."""

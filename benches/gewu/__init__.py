@@ -1,0 +1,1 @@
+"""Of Gewu, through its C ABI."""

@@ -1,0 +1,1 @@
+"""Of the CPU kernels, without an engine."""

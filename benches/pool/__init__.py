@@ -1,0 +1,1 @@
+"""Of the KV pool: one node, many, and beside other stores."""

@@ -1,0 +1,1 @@
+"""Of the server over HTTP, as its clients see it."""

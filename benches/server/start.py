@@ -1,0 +1,153 @@
+"""How long it takes to the first answer: of the server, of a cold Gewu model, of a fresh installation.
+
+`python -m benches.server.start [--against SRC] [--rounds N] [--install]` prints JSON lines. SRC is the src folder of
+another checkout, whose starts are taken in turns with this one's; with --install a new environment is made of this
+checkout, as `make serve` makes it, from whatever pip has cached.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import httpx
+from tests.support.ports import free_port
+from tests.support.waiting import until
+
+from kvloom.checkpoints.demo_models import find_model
+from kvloom.children import end_with_parent
+from kvloom.net.listening import is_serving
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL = "smollm2"
+LIMIT_S = 120.0
+ASK = {"model": MODEL, "prompt": "The sea is", "max_tokens": 1, "temperature": 0}
+CLIENT = """
+import sys, time
+from kvloom.gewu import Session
+from kvloom.gewu.build import library
+library()
+began_s = time.perf_counter()
+with Session(sys.argv[1]) as session:
+    next(iter(session.stream([{"role": "user", "content": "hi"}], max_tokens=4)))
+    print(time.perf_counter() - began_s)
+"""
+
+
+def emit(state: str, name: str, times_s: list[float]) -> None:
+    """The median of all rounds, and each of them."""
+    line = {"bench": "start", "state": state, "name": name, "value": round(statistics.median(times_s), 3), "unit": "s"}
+    print(json.dumps({**line, "all": [round(each, 3) for each in times_s]}), flush=True)
+
+
+def environment(source: Path, cache: Path) -> dict[str, str]:
+    """Of a process of that checkout which keeps its packed weights below `cache`."""
+    return {**os.environ, "PYTHONPATH": str(source), "KVLOOM_WEIGHT_CACHE": str(cache / "packed")}
+
+
+@contextlib.contextmanager
+def process(command: list[str], environ: Mapping[str, str]) -> Iterator["subprocess.Popen[bytes]"]:
+    started = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=end_with_parent)
+    try:
+        yield started
+    finally:
+        started.terminate()
+        started.wait()
+
+
+def serve(environ: Mapping[str, str], kept: Path | None = None) -> float:
+    """From the command to the whole of the first answer. With `kept` it stops when weights are kept in that folder."""
+    port = str(free_port())
+    began_s = time.perf_counter()
+    with process([sys.executable, "-m", "kvloom.cli", "serve", MODEL, "--port", port], environ):
+        until(lambda: is_answered(port), LIMIT_S)
+        spent_s = time.perf_counter() - began_s
+        if kept is not None:
+            until(lambda: any(kept.glob("*.packed")), LIMIT_S)
+    return spent_s
+
+
+def is_answered(port: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        return httpx.post(url, json=ASK, timeout=LIMIT_S).status_code == 200
+    return False
+
+
+def cold_reply(environ: Mapping[str, str], folder: Path) -> float:
+    """From Create on a model that no worker holds to the first piece of the reply; the daemon runs already."""
+    path = folder / "gewu.sock"
+    both = {**environ, "GEWU_SOCKET": str(path)}
+    with process([sys.executable, "-m", "kvloom.cli", "gewu", "daemon"], both):
+        until(lambda: is_serving(path), LIMIT_S)
+        command = [sys.executable, "-c", CLIENT, str(find_model(MODEL))]
+        return float(subprocess.run(command, env=both, capture_output=True, check=True).stdout)
+
+
+def install() -> None:
+    """A fresh environment with what serving needs, and from `make serve` in a new checkout to the first answer."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name) / "kvloom"
+        files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True)
+        for file in filter(None, files.stdout.split("\0")):
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, copy / file)
+        began_s = time.perf_counter()
+        subprocess.run(["make", "install"], cwd=copy, check=True, stdout=subprocess.DEVNULL)
+        emit("now", "install", [time.perf_counter() - began_s])
+        held = subprocess.run(["du", "-sm", ".venv"], cwd=copy, capture_output=True, check=True, text=True)
+        print(
+            json.dumps(
+                {
+                    "bench": "start",
+                    "state": "now",
+                    "name": "environment",
+                    "value": int(held.stdout.split()[0]),
+                    "unit": "MB",
+                }
+            )
+        )
+        port = str(free_port())
+        began_again_s = time.perf_counter()
+        with process([str(copy / ".venv/bin/kvloom"), "serve", "--port", port], os.environ):
+            until(lambda: is_answered(port), LIMIT_S)
+        spent_s = time.perf_counter() - began_again_s
+        emit("now", "install_to_first_answer", [began_again_s - began_s + spent_s])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, metavar="SRC", help="src folder of another checkout")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--install", action="store_true", help="make a new environment, too")
+    given = parser.parse_args()
+    states = {"now": ROOT / "src"} | ({"before": given.against.resolve()} if given.against else {})
+    times: dict[tuple[str, str], list[float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folders = {state: Path(name) / state for state in states}
+        for state, source in states.items():
+            folders[state].mkdir()
+            environ = environment(source, folders[state])
+            emit(state, "serve_first_start", [serve(environ, folders[state] / "packed" if state == "now" else None)])
+            cold_reply(environ, folders[state])
+        for _ in range(given.rounds):
+            for state, source in states.items():
+                environ = environment(source, folders[state])
+                times.setdefault((state, "serve_to_first_answer"), []).append(serve(environ))
+                times.setdefault((state, "gewu_cold_reply"), []).append(cold_reply(environ, folders[state]))
+    for (state, bench), found in times.items():
+        emit(state, bench, found)
+    if given.install:
+        install()
+
+
+if __name__ == "__main__":
+    main()
