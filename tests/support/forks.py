@@ -49,7 +49,6 @@ PROGRAMS = {
 }
 # What they import, but for what only some do and takes long: torch, Ray.
 IMPORTED = (
-    "typer._adapters",
     "uvloop",
     "kvloom.cli",
     "kvloom.commands",
