@@ -1,10 +1,11 @@
 """Lookup: the addresses behind a peer's name, found within a deadline; the system's own lookup knows none."""
 
-import ipaddress
 import socket
 import threading
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+
+from kvloom.net.listening import is_address
 
 Addresses = list[tuple[str, int]]
 _PATIENCE_S = 0.5  # a lookup that took this long is the name's fault
@@ -25,7 +26,7 @@ class Lookup:
 
     def addresses(self, timeout_s: float) -> Addresses:
         """Those to try, in order. Raises UnknownName, or TimeoutError where there was hardly any time."""
-        if _is_address(self._host):
+        if is_address(self._host):
             return [(self._host, self._port)]
         try:
             return self._begun().result(timeout_s)
@@ -61,16 +62,3 @@ class Lookup:
             future.set_result(result)
         else:
             future.set_exception(problem)
-
-
-def _host(host: str, _port: int, _flow: int = 0, scope: int = 0) -> str:
-    """Of a socket's address; one of IPv6 may be of one network only."""
-    return f"{host}%{scope}" if scope and "%" not in host else host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

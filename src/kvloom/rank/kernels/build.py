@@ -69,7 +69,7 @@ def library(isa: str | None = None) -> Path:
 
 
 def _compile_once(isa: str, path: Path) -> None:
-    """Whoever comes meanwhile waits: it takes up to a minute of one core. Raises ModelError, OSError."""
+    """Whoever comes meanwhile waits: it takes up to a minute, and every core. Raises ModelError, OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f"{_library(isa)}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -200,7 +200,7 @@ struct Int8Tiles {
         const __m512i odd = _mm512_set1_epi32(behind << 16);
         return _mm512_add_epi16(all, _mm512_add_epi16(odd, _mm512_set1_epi16(int16_t(first))));
     }
-// Two dims of 16 keys, then the next two.
+    // Two dims of 16 keys, then the next two.
     void take_keys(const uint8_t* tile, int8_t* to) const {
         const __m512i order = in_turn(0, 16);
         for (int at = 0; at < head_dim * kBlockTokens; at += 64)

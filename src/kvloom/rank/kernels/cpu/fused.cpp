@@ -1,6 +1,7 @@
 // Steps of many rows: an instruction is done with the one before it, by whoever has made the floats, while they are in its
 // cache. Heads are rotated and stored as soon as their panels are multiplied, and what the next linear reads is quantised.
-// What needs whole rows, a norm or one scale a row, follows a strip of rows that one thread has multiplied by all panels. The floats, and so all bits, are those that the instruction alone would find.
+// What needs whole rows, a norm or one scale a row, follows a strip of rows that one thread has multiplied by all panels. The floats,
+// and so all bits, are those that the instruction alone would find.
 #include "step.hpp"
 
 namespace kvl {

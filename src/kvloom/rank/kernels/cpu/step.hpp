@@ -10,12 +10,12 @@
 
 namespace kvl {
 
-constexpr int kOwnTokens = 2;      // up to here each thread quantises all rows for itself: cheaper than a barrier
-constexpr int kLowRankRows = 32;   // whose sums an adapter is added to at a time: bits of a word
-constexpr int kHandOutTokens = 8;  // from here panels are handed out one by one, so a disturbed thread does less
+constexpr int kOwnTokens = 2;        // up to here each thread quantises all rows for itself: cheaper than a barrier
+constexpr int kLowRankRows = 32;     // whose sums an adapter is added to at a time: bits of a word
+constexpr int kHandOutTokens = 8;    // from here panels are handed out one by one, so a disturbed thread does less
 constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
-constexpr int kAskedBlocks = 32;   // of a context, before attention reads them: 128 KB of bf16 keys and values of 64 dims
-constexpr int kFusedTokens = 64;   // from here what follows is done where its floats are made (fused.cpp)
+constexpr int kAskedBlocks = 32;     // of a context, before attention reads them: 128 KB of bf16 keys and values of 64 dims
+constexpr int kFusedTokens = 64;     // from here what follows is done where its floats are made (fused.cpp)
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.
 uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
