@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvloom.contract.request import SamplingParams
+from kvloom.contract.request import GREEDY_BELOW, SamplingParams
 from kvloom.rank.kernels.backend import most_likely
 from kvloom.rank.sampler import History, choice_of, log_softmax, num_candidates, sample, sample_top, uniforms
 
@@ -77,6 +77,38 @@ def test_temperature_sharpens_and_flattens():
 def test_a_rule_leaves_exactly_these_tokens(params, kept):
     probs = [0.1, 0.4, 0.3, 0.2]
     assert set(draw(probs, params)) == kept
+
+
+LEAST = (5e-324, 1e-46, 1e-40, 1e-30)  # the least float, one that float32 has not, one that kernels take for zero
+
+
+@settings(max_examples=400)
+@given(
+    st.builds(
+        SamplingParams,
+        temperature=st.sampled_from([*LEAST, GREEDY_BELOW, 1.0, 100.0]),
+        top_k=st.sampled_from([0, 1, 2, 2**31 - 1]),
+        top_p=st.sampled_from([*LEAST, 1.0]),
+        typical_p=st.sampled_from([*LEAST, 1.0]),
+        min_p=st.sampled_from([0.0, *LEAST, 1.0]),
+        repetition_penalty=st.sampled_from([*LEAST, 1.0, 100.0]),
+        frequency_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+        presence_penalty=st.sampled_from([-2.0, 0.0, 2.0]),
+    ),
+    st.lists(st.integers(0, 4), min_size=1, max_size=9),
+    st.integers(0, 100),
+)
+def test_at_the_ends_of_their_ranges_rules_leave_a_token_that_can_come(params, tokens, seed):
+    row = history(params, tuple(tokens), 1, seed)
+    logits = floats(3, -np.inf, 0, -2, 7)
+    assert sample(logits.copy(), row, EOS)[0] in (0, 2, 3, 4)
+    if params.repetition_penalty == 1 and not (params.frequency_penalty or params.presence_penalty):
+        is_likeliest = min(params.temperature, params.top_p) < 1e-3
+        assert sample(logits.copy(), row, EOS)[0] == 4 or not is_likeliest or params.typical_p < 1
+
+
+def test_a_temperature_so_low_that_its_quotients_are_no_numbers_is_greedy():
+    assert [SamplingParams(temperature=t).is_greedy for t in (0.0, *LEAST, 9e-6, GREEDY_BELOW)] == [True] * 6 + [False]
 
 
 def test_top_p_over_a_large_flat_vocabulary_looks_beyond_the_first_candidates():

@@ -25,7 +25,8 @@ class FinishReason(Enum):
 class SamplingParams:
     """How the next token is chosen and when to stop. Neutral values switch a rule off.
 
-    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0 (repetition 1) are off.
+    temperature 0 is greedy, and so is one below GREEDY_BELOW. top_k 0, top_p 1, min_p 0, typical_p 1, penalties 0
+    (repetition 1) are off.
     logprobs: None = none, 0 = of the chosen token only, n = and of the n most likely ones (at most 20);
     prompt_logprobs likewise for every prompt token. Log-probabilities are of the raw distribution.
     seed None = drawn by the engine. max_tokens None = until the context is full.
@@ -71,7 +72,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, so that no seed matters."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ def _number(value: float) -> str:
 
 
 MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5  # where only equal logits would be drawn from, and what float32 makes of a quotient is no number
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 100),
     ("top_k", 0, 2**31 - 1),

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvloom.contract.messages import Logprob
 from kvloom.contract.request import SamplingParams
@@ -18,6 +19,9 @@ from kvloom.rank.kernels.backend import Draw, Floats, Ids, most_likely
 MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
 _NUM_CANDIDATES = 1024  # most likely tokens looked at first; the whole vocabulary is sorted only when they are too few
 _POINTS_AHEAD = 32  # random numbers made at once: making one takes as long as making them all
+_LEAST_PENALTY = (
+    1e-6  # of repetition: tokens that came are far ahead of all others by then, and float32 has their logits
+)
 _WATERMARK_GREEN = 0.5  # share of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)
 
@@ -200,8 +204,8 @@ def _adjust(logits: Floats, row: History, eos_ids: Sequence[int], index_of: Mapp
     params = row.params
     if params.repetition_penalty != 1.0:  # Keskar et al. 2019: prompt and answer alike
         seen = _indices_of(set(row.token_ids), index_of)
-        values = logits[seen]
-        logits[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        values, penalty = logits[seen], max(params.repetition_penalty, _LEAST_PENALTY)
+        logits[seen] = np.where(values > 0, values / penalty, values * penalty)
     if row.counts and (params.frequency_penalty or params.presence_penalty):
         counted = row.counts if index_of is None else {i: n for i, n in row.counts.items() if i in index_of}
         counts = np.fromiter(counted.values(), np.float32, len(counted))
@@ -275,7 +279,7 @@ def _truncate(probs: Floats, params: SamplingParams, is_all: bool) -> Floats | N
         before = _before(probs)
         if not is_all and float(before[-1] + probs[-1]) < params.top_p:
             return None
-        probs = np.where(before < params.top_p * total, probs, np.float32(0))
+        probs = np.where(_within(before, params.top_p * total), probs, np.float32(0))
     if params.min_p > 0:
         low = params.min_p * probs.max()
         if not is_all and params.top_p >= 1 and bool(probs[-1] >= low):
@@ -291,13 +295,19 @@ def _before(probs: Floats) -> Floats:
     return np.cumsum(probs, dtype=np.float64).astype(np.float32) - probs
 
 
+def _within(before: Floats, mass: float) -> NDArray[np.bool_]:
+    """Which tokens make up a mass, those before which there is nothing however small it is."""
+    within: NDArray[np.bool_] = (before < mass) | (before == 0)
+    return within
+
+
 def _typical(probs: Floats, mass: float) -> Floats:
     """Keep the tokens whose information is nearest to the entropy (Meister et al. 2022)."""
     information = -np.log(np.maximum(probs, np.float32(1e-30)))
     entropy = (probs * information).sum()
     order = np.argsort(np.abs(information - entropy), stable=True)
     kept = np.zeros_like(probs)
-    chosen = order[_before(probs[order]) < mass]
+    chosen = order[_within(_before(probs[order]), mass)]
     kept[chosen] = probs[chosen]
     return kept
 

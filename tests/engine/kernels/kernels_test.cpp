@@ -226,7 +226,7 @@ static void test_draw() {
         std::vector<float> logits = noise(count, 3);
         if (count % 3 == 0) logits[size_t(count / 2)] = -std::numeric_limits<float>::infinity();
         if (count % 5 == 0) logits[0] = -std::numeric_limits<float>::infinity();  // which point 0 is nearest to
-        for (float top_p : {1.0f, 0.95f, 0.5f, 0.01f})
+        for (float top_p : {1.0f, 0.95f, 0.5f, 0.01f, 0.0f})
             for (float min_p : {0.0f, 0.02f, 0.4f})
                 for (double point : {0.0, 0.31, 0.72, 0.99}) {
                     const kvl_draw_rules rules{count % 2 ? 0.7f : 1.3f, top_p, min_p, point};

@@ -11,6 +11,7 @@ import torch
 
 from kvloom.checkpoints.families.spec import Layer
 from kvloom.contract.errors import ModelError
+from kvloom.contract.request import GREEDY_BELOW
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.backend import CHOICE, Head, Ragged
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
@@ -275,7 +276,9 @@ def drawing(request) -> CpuBackend:
 
 
 @pytest.mark.parametrize("size", [0.01, 2.0, 8.0])  # of the logits: flat, as a model's, and sharp
-@pytest.mark.parametrize(("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)])
+@pytest.mark.parametrize(
+    ("top_p", "min_p"), [(1, 0), (0.9, 0), (0.3, 0), (0.999, 0), (1e-46, 0), (1, 0.05), (0.7, 0.2), (0.9, 1)]
+)
 def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
     generator = np.random.default_rng(5)
     for vocab in (1, 63, 64, 65, 1000):
@@ -285,6 +288,12 @@ def test_a_token_is_drawn_as_in_plain_numpy(drawing, size, top_p, min_p):
             for point in (0.0, 0.2, 0.55, 0.83, 0.999):
                 want = draw_plain(logits, temperature, top_p, min_p, point)
                 assert drawing.draw(logits, temperature, top_p, min_p, point) == want
+
+
+def test_at_the_lowest_temperature_that_is_drawn_with_the_likeliest_token_comes(drawing):
+    logits = 8 * np.random.default_rng(6).standard_normal(1000, np.float32)
+    drawn = [drawing.draw(logits, GREEDY_BELOW, 1, 0, point) for point in (0.1, 0.5, 0.999)]
+    assert drawn == [int(logits.argmax())] * 3
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 40])

@@ -131,7 +131,7 @@ int32_t pick_likely(const Weights& weights, float top_p, float min_p, double poi
               [](const Token& a, const Token& b) { return a.weight > b.weight || (a.weight == b.weight && a.id < b.id); });
     double kept = 0;
     size_t count = 0;
-    for (; count < tokens.size() && (top_p >= 1 || kept < wanted); count++) kept += double(tokens[count].weight);
+    for (; count < tokens.size() && (top_p >= 1 || count == 0 || kept < wanted); count++) kept += double(tokens[count].weight);
     double left = point * kept;
     for (size_t i = 0; i < count; i++) {
         if (left < double(tokens[i].weight) || i + 1 == count) return tokens[i].id;
