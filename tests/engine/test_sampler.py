@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvloom.contract.request import GREEDY_BELOW, SamplingParams
+from kvloom.rank import sampler
 from kvloom.rank.kernels.backend import most_likely
 from kvloom.rank.sampler import History, choice_of, log_softmax, num_candidates, sample, sample_top, uniforms
 
@@ -116,6 +117,18 @@ def test_top_p_over_a_large_flat_vocabulary_looks_beyond_the_first_candidates():
     assert len(draw(probs, SamplingParams(top_p=0.9), count=300)) > 250
     assert len(draw(probs, SamplingParams(min_p=0.5), count=300)) > 250
     assert len(draw(probs, SamplingParams(typical_p=0.9), count=300)) > 250
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 6.0])  # of the logits: all equal, flat, as a model's, sharp
+@pytest.mark.parametrize("mass", [1e-40, 0.2, 0.7, 0.999])
+def test_typical_tokens_are_the_same_however_many_are_looked_at_first(scale, mass, monkeypatch):
+    logits = np.round(normal(3000, 4), 1) * np.float32(scale)  # many equal ones
+    drawn = []
+    for count in (1, 16, 1024, 3000):
+        monkeypatch.setattr(sampler, "_NUM_CANDIDATES", count)
+        rows = [history(SamplingParams(typical_p=mass), seed=seed) for seed in range(40)]
+        drawn.append([sample(logits.copy(), row, EOS)[0] for row in rows])
+    assert drawn == [drawn[0]] * 4
 
 
 def test_repetition_penalty_counts_prompt_and_answer_and_pushes_either_sign_down():

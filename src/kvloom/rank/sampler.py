@@ -245,7 +245,11 @@ def _draw_cut(logits: Floats, params: SamplingParams, point: float) -> int:
     """Without top-k: looks at the most likely tokens first, and at all of them only when those are too few."""
     probs = _softmax(logits / params.temperature)
     vocab = logits.shape[0]
-    if params.top_p >= 1 and params.typical_p >= 1 and params.min_p <= 0:
+    if params.typical_p < 1:
+        typical = _typical(probs, params.typical_p)
+        values, order = most_likely(probs[typical], len(typical))
+        return _pick(_all_kept(values, params), typical[order], point)
+    if params.top_p >= 1 and params.min_p <= 0:
         return _pick(probs, None, point)
     for count in (min(_NUM_CANDIDATES, vocab), vocab):
         values, ids = most_likely(probs, count)
@@ -260,20 +264,22 @@ def _draw_top(logits: Floats, ids: Ids, row: History, draw: Draw) -> int:
     params = row.params
     if params.typical_p >= 1:
         return int(ids[draw(logits, params.temperature, params.top_p, params.min_p, row.point())])
-    kept = _truncate(_softmax(logits / params.temperature), params, is_all=True)
+    probs = _softmax(logits / params.temperature)
+    typical = _typical(probs, params.typical_p)
+    return _pick(_all_kept(probs[typical], params), ids[typical], row.point())
+
+
+def _all_kept(probs: Floats, params: SamplingParams) -> Floats:
+    kept = _truncate(probs, params, is_all=True)
     assert kept is not None, "these are all that can be kept"
-    return _pick(kept, ids, row.point())
+    return kept
 
 
 def _truncate(probs: Floats, params: SamplingParams, is_all: bool) -> Floats | None:
-    """Probabilities of the most likely tokens (descending) with those ruled out set to 0.
+    """Probabilities of the most likely tokens (descending) with those that top-p and min-p rule out set to 0.
 
     None when tokens beyond these may have to be kept (`is_all` False).
     """
-    if params.typical_p < 1:
-        if not is_all:
-            return None
-        probs = _typical(probs, params.typical_p)
     if params.top_p < 1:
         total = probs.sum() if is_all else 1.0
         before = _before(probs)
@@ -301,15 +307,22 @@ def _within(before: Floats, mass: float) -> NDArray[np.bool_]:
     return within
 
 
-def _typical(probs: Floats, mass: float) -> Floats:
-    """Keep the tokens whose information is nearest to the entropy (Meister et al. 2022)."""
+def _typical(probs: Floats, mass: float) -> Ids:
+    """The tokens whose information is nearest to the entropy and that make up `mass`, ascending (Meister et al. 2022).
+
+    Looks at the nearest first, and at all of them only when those are too few.
+    """
     information = -np.log(np.maximum(probs, np.float32(1e-30)))
-    entropy = (probs * information).sum()
-    order = np.argsort(np.abs(information - entropy), stable=True)
-    kept = np.zeros_like(probs)
-    chosen = order[_within(_before(probs[order]), mass)]
-    kept[chosen] = probs[chosen]
-    return kept
+    distance = np.abs(information - (probs * information).sum())
+    nearest = np.arange(len(probs))
+    if len(probs) > _NUM_CANDIDATES:  # of equally near ones all or none
+        nearest = np.flatnonzero(distance < np.partition(distance, _NUM_CANDIDATES)[_NUM_CANDIDATES])
+    while True:
+        order = nearest[np.argsort(distance[nearest], stable=True)]
+        within = _within(_before(probs[order]), mass)
+        if not within.all() or len(order) == len(probs):
+            return np.sort(order[within])
+        nearest = np.arange(len(probs))
 
 
 def _pick(weights: Floats, ids: Ids | None, point: float) -> int:
