@@ -36,7 +36,7 @@ ODD_SIZES = (1, 7, 16, 20, 100, 128)  # of the reference, which has all
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=20)
 ASKED = [Request(f"asked{i}", tuple((i * 31 + j * (7 + i)) % 127 for j in range(130 + 20 * i)), GREEDY) for i in (0, 1)]
-NEIGHBOURS = [Request(f"near{i}", tuple((i * 17 + j * 5) % 113 for j in range(30 + i)), LONG) for i in range(3)]
+NEIGHBOURS = [Request(f"near{i}", tuple((1 + i * 17 + j * 5) % 113 for j in range(30 + i)), LONG) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
