@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import httpx
+
 from tests.support.forks import is_template
 from tests.support.waiting import WAIT_S, until
 
@@ -31,6 +33,11 @@ class ServeProcess:
             with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
                 children += file.read().split()
         return next(pid for pid in map(int, children) if not is_template(pid))
+
+    def num_restarts(self) -> int:
+        """Of the model process, since the server began: a restart may be over before anybody has seen it under way."""
+        text = httpx.get(f"{self.url}/metrics", timeout=120).text
+        return sum(int(float(count)) for count in re.findall(r"^model_restarts_total\S* (\S+)$", text, re.MULTILINE))
 
     def stop(self, limit_s: float = WAIT_S) -> None:
         """As its user would, so that what it has started ends with it."""
