@@ -24,11 +24,12 @@ class Compiler:
     variable: str  # of the environment, that names another
     command: str
     flags: tuple[str, ...]
+    makes_units: bool  # of all files one: the headers that each includes take longer than all the rest
 
 
 _FLAGS = ("-D_GNU_SOURCE", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared")
-C = Compiler("C", "CC", "cc", ("-std=c11", *_FLAGS))
-CPP = Compiler("C++", "CXX", "c++", ("-std=c++17", *_FLAGS))
+C = Compiler("C", "CC", "cc", ("-std=c11", *_FLAGS), makes_units=False)
+CPP = Compiler("C++", "CXX", "c++", ("-std=c++17", *_FLAGS), makes_units=True)
 # nodelete: the library's threads outlive a dlclose
 _LINK_FLAGS = ("-Wl,-z,nodelete", "-Wl,-z,defs")
 
@@ -72,7 +73,7 @@ class NativeLibrary:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             built = Path(folder) / self.soname
             compiler = os.environ.get(self.compiler.variable, self.compiler.command)
-            sources = [str(source) for source in self.source_files()]
+            sources = map(str, self._units(Path(folder)))
             command = [compiler, *self.compiler.flags, f"-I{self.include}", *sources, *self._link_flags()]
             try:
                 subprocess.run([*command, "-o", str(built), *extra_flags], check=True, capture_output=True, text=True)
@@ -82,6 +83,15 @@ class NativeLibrary:
             except subprocess.CalledProcessError as error:
                 raise BuildError(f"compiling {self.soname} failed:\n{error.stderr}") from None
             built.rename(path)
+
+    def _units(self, folder: Path) -> list[Path]:
+        """What is given to the compiler. A unit is laid into `folder`."""
+        sources = self.source_files()
+        if not self.compiler.makes_units:
+            return sources
+        unit = folder / "unit.cpp"
+        unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+        return [unit]
 
     def _link_flags(self) -> tuple[str, ...]:
         script = f"-Wl,--version-script={self.package / self.exports}"
