@@ -17,6 +17,7 @@ PROGRAMS = Path(__file__).parent.parent / "engine" / "api" / "cpp"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_api.cpp"
 HEADERS = LIBRARY.include / "kvloom_engine"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
+QUICK = ("-g1", "-O0")  # lines, which sanitizers name, and no variables
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 THREAD_SANITIZER = ("-fsanitize=thread",)
 
@@ -62,7 +63,7 @@ def real_host(folder: Path) -> Path:
 def compile_program(source: Path, *flags: str) -> Path:
     """Linked with the library, as strictly as C++11 is."""
     lib = LIBRARY.path()
-    command = ["c++", "-std=c++11", "-g", "-O0", *WARNINGS, f"-I{HEADERS}", *flags, source]
+    command = ["c++", "-std=c++11", *QUICK, *WARNINGS, f"-I{HEADERS}", *flags, source]
     return compiled(
         [*command, f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", f"-l:{lib.name}", "-pthread"], source.stem
     )
@@ -75,9 +76,9 @@ def compile_example() -> Path:
 
 def compile_sanitized(source: Path, *flags: str) -> Path:
     """A program that has the library's own files compiled in, so that a sanitizer sees them."""
-    command = ["c++", "-std=c++17", "-D_GNU_SOURCE", "-g", "-O0", *WARNINGS, f"-I{LIBRARY.include}", *flags]
+    command = ["c++", "-std=c++17", "-D_GNU_SOURCE", *QUICK, *WARNINGS, f"-I{LIBRARY.include}", *flags]
     library = objects(command, LIBRARY.source_files())
-    command = ["c++", "-std=c++11", "-g", "-O0", *WARNINGS, f"-I{HEADERS}", *flags, source]
+    command = ["c++", "-std=c++11", *QUICK, *WARNINGS, f"-I{HEADERS}", *flags, source]
     return compiled([*command, *library, "-pthread", "-ldl"], source.stem)
 
 

@@ -92,7 +92,7 @@ class DaemonProcess:
 def compile_c(source: Path, *flags: str, compiler: str = "cc") -> Path:
     """A program linked with libqos.so."""
     lib = library()
-    command = [compiler, "-g", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags, source]
+    command = [compiler, "-g1", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags, source]
     link = [f"-L{lib.parent}", f"-Wl,-rpath,{lib.parent}", f"-l:{lib.name}", "-pthread", "-ldl"]
     return compiled([*command, *link], source.stem)
 
@@ -106,7 +106,7 @@ def compile_with_library(source: Path, *flags: str) -> Path:
     """A program with the library's own files compiled in, so that a sanitizer sees them."""
     command = [
         "cc",
-        "-g",
+        "-g1",
         "-O1",
         "-std=c11",
         "-D_GNU_SOURCE",
