@@ -6,7 +6,6 @@ the position in its stream is unknown. After an agent's restart the next loan co
 
 import contextlib
 import logging
-import mmap
 import os
 import secrets
 import socket
@@ -16,11 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
-
 from ems.common.channel import CHANNEL_ERRORS, Channel, remaining_ms
 from ems.common.exception import EmsErrorCode, EmsException, io_error, io_timeout
 from ems.common.maps import SegmentMaps
+from ems.common.memory import map_shared
 from ems.common.sockets import why_unreachable
 from ems.keys import KEY_BYTES, NONCE_BYTES, proof, same, verifier
 from ems.native.calls import NativeCalls, Sizes
@@ -195,7 +193,7 @@ class Link:
             self._arena = None
             fd = self._call_for_fd(m.Arena(size, least), deadline_s)
             try:
-                self._arena = np.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), np.uint8)
+                self._arena = map_shared(fd, os.fstat(fd).st_size, is_writable=True)
                 self._arena_asked = size
             finally:
                 os.close(fd)

@@ -1,8 +1,13 @@
 """The pool's memory as a client maps it: what nobody uses any more is let go of, whatever the client does next."""
 
+import os
 from pathlib import Path
 
+import pytest
+
 from ems import CcResult
+from ems.common.memory import HUGE_PAGE_BYTES, map_shared
+from ems.runs import address_of
 from ems.transport import SegmentMaps
 from tests.support.pool import new_kv, session, slots_of
 from tests.support.pool_faults import AgentProcess
@@ -22,6 +27,33 @@ def test_a_client_that_loads_no_more_lets_go_of_what_it_mapped(tmp_path):
             assert cc.save(slots_of(0), [number], [4]) == CcResult(1, 1)
             assert cc.load(slots_of(1), [number], [4]) == CcResult(1, 1)
             until(lambda: num_mapped() == before)
+
+
+def test_shared_memory_is_mapped_where_the_kernel_can_map_huge_pages():
+    fd, size = os.memfd_create("test-mapping"), HUGE_PAGE_BYTES + 4096
+    os.ftruncate(fd, size)
+    written, read = map_shared(fd, size, is_writable=True), map_shared(fd, size, is_writable=False)
+    written[-3:] = 1, 2, 3
+    assert read[-3:].tolist() == [1, 2, 3]
+    assert not address_of(written) % HUGE_PAGE_BYTES
+    assert not address_of(read) % HUGE_PAGE_BYTES
+    with pytest.raises(ValueError, match="read-only"):
+        read[0] = 1
+    part = written[5:9]
+    del written, read
+    part[:] = 9
+    assert os.pread(fd, 4, 5) == b"\t" * 4, "a part keeps the whole"
+    del part
+    assert "test-mapping" not in Path("/proc/self/maps").read_text()
+    os.close(fd)
+
+
+def test_a_file_that_is_too_short_is_not_mapped():
+    fd = os.memfd_create("test-mapping")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(OSError, match="a file of 4096 bytes is to be mapped as 8192"):
+        map_shared(fd, 8192, is_writable=False)
+    os.close(fd)
 
 
 def test_mappings_go_when_the_session_ends(tmp_path):

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from ems.common.memory import HUGE_PAGE_BYTES
+from ems.runs import address_of
 from kvloom.pool.auth import new_credential
 from kvloom.pool.snapshot import Snapshots
-from kvloom.pool.storage.segments import HUGE_PAGE_BYTES, SharedMemory, huge_pages_in_use
+from kvloom.pool.storage.segments import SharedMemory, huge_pages_in_use
 from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.pool_faults import AgentProcess, Oracle
 from tests.support.waiting import until
@@ -121,8 +123,36 @@ def test_huge_pages_or_ordinary_ones_hold_the_same_bytes():
     memory = SharedMemory("test", HUGE_PAGE_BYTES, is_sealed=True, has_huge_pages=True)
     memory.data[:] = 7
     assert os.pread(memory.fd, 3, HUGE_PAGE_BYTES - 3) == b"\7\7\7"
-    assert memory.is_reserved == huge_pages_in_use().startswith("reserved")
+    assert memory.is_reserved == huge_pages_in_use(is_prefaulted=False).startswith("reserved")
     memory.close()
+
+
+def provided(memory: SharedMemory) -> int:
+    """Bytes that the kernel has provided."""
+    return os.fstat(memory.fd).st_blocks * 512
+
+
+def test_memory_that_is_provided_ahead_keeps_its_bytes_and_is_no_more_than_was_asked_for():
+    page, size = HUGE_PAGE_BYTES, 4 * HUGE_PAGE_BYTES
+    memory = SharedMemory("test", size, is_sealed=True)
+    memory.data[page + 5] = 7
+    assert memory.prefault(page - 4096, 2 * page)
+    assert provided(memory) == 2 * page
+    assert memory.data[page + 5] == 7
+    assert memory.prefault(0, size)
+    assert provided(memory) == size
+    assert memory.data.sum() == 7, "a byte has changed"
+    assert (huge_pages_of(memory) == size) == memory.is_merged
+    memory.close()
+
+
+def huge_pages_of(memory: SharedMemory) -> int:
+    """Bytes of the mapping that lie in huge pages."""
+    start = f"{address_of(memory.data):x}-"
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(start))
+    found = next(line for line in lines[first:] if line.startswith("ShmemPmdMapped:"))
+    return int(found.split()[1]) * 1024
 
 
 def test_an_agent_with_huge_pages_serves(tmp_path):

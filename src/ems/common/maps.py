@@ -1,10 +1,8 @@
 """SegmentMaps: the memory of the pool that a process has mapped."""
 
-import mmap
 import threading
 
-import numpy as np
-
+from ems.common.memory import map_shared
 from ems.native.functions import Segment
 from ems.native.line import Mapped
 from ems.runs import Bytes, address_of
@@ -27,7 +25,7 @@ class SegmentMaps:
         self._incarnation = b""
         self._num_given_back = 0
         self._said: set[tuple[bytes, str]] = set()
-        self._maps: dict[int, tuple[mmap.mmap, Bytes]] = {}
+        self._maps: dict[int, Bytes] = {}
         self._mapped: Mapped | None = None  # the same for C++, until it changes
 
     def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
@@ -49,8 +47,7 @@ class SegmentMaps:
             if incarnation != self._incarnation:
                 self._incarnation, self._maps, self._mapped = incarnation, {}, None
             self._is_used = True
-            found = self._maps.get(segment)
-            return found[1] if found else None
+            return self._maps.get(segment)
 
     def mapped(self, incarnation: bytes) -> Mapped:
         """All of them, for C++."""
@@ -59,15 +56,13 @@ class SegmentMaps:
                 self._incarnation, self._maps, self._mapped = incarnation, {}, None
             self._is_used = True
             if self._mapped is None:
-                rows = [(number, memory) for number, (_map, memory) in self._maps.items()]
-                table = (Segment * len(rows))(*(Segment(n, address_of(memory), len(memory)) for n, memory in rows))
-                self._mapped = Mapped(table, [memory for _number, memory in rows], self._num_given_back)
+                rows = [Segment(n, address_of(memory), len(memory)) for n, memory in self._maps.items()]
+                self._mapped = Mapped((Segment * len(rows))(*rows), list(self._maps.values()), self._num_given_back)
             return self._mapped
 
     def add(self, incarnation: bytes, segment: int, fd: int, size: int, is_writable: bool) -> Bytes:
         """Maps the descriptor; a second mapping of the same segment is dropped in favour of the first."""
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-        mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, protection)
+        mapped = map_shared(fd, size, is_writable)
         with self._lock:
             if incarnation != self._incarnation:
                 self._incarnation, self._maps = incarnation, {}
@@ -75,7 +70,7 @@ class SegmentMaps:
             if not self._is_watched:
                 self._is_watched = True
                 threading.Thread(target=self._watch, name="ems-maps", daemon=True).start()
-            return self._maps.setdefault(segment, (mapped, np.frombuffer(mapped, np.uint8)))[1]
+            return self._maps.setdefault(segment, mapped)
 
     def _watch(self) -> None:
         """Until nothing is mapped."""

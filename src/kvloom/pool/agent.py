@@ -262,7 +262,9 @@ def serve(config: AgentConfig) -> None:
     agent = Agent(config)
     agent.start()
     if agent.config.has_huge_pages:
-        print(f"kvloom pool agent: memory of {huge_pages_in_use()}", file=sys.stderr, flush=True)
+        print(
+            f"kvloom pool agent: memory of {huge_pages_in_use(agent.config.is_prefaulted)}", file=sys.stderr, flush=True
+        )
     if agent.tls is not None:
         signal.signal(signal.SIGHUP, lambda *_: os.write(stop_write, _RELOAD))
     print(f"kvloom pool agent: serving {agent.config.socket}", flush=True)

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from ems.keys import DEFAULT_TENANT, derive
+from ems.runs import Bytes
 from ems.wire.messages import Cause
 from kvloom.pool.auth import Credential, Keyring, RefusedLogins
 from kvloom.pool.config import AgentConfig, TenantLimits
@@ -21,7 +22,6 @@ from kvloom.pool.storage.entries import Block
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
-from kvloom.pool.storage.segments import Bytes
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine, until it is started again
 _POOL_ID_BYTES = 8

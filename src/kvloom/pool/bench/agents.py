@@ -18,7 +18,7 @@ def private_agent(pool_bytes: int, *options: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ems-bench-") as folder:
         path = Path(folder) / "ems.sock"
         command = [sys.executable, "-m", "kvloom", "pool", "agent", f"--socket={path}", f"--pool={pool_bytes}"]
-        command += ["--ends-with-stdin", "--no-prefault", *options]
+        command += ["--ends-with-stdin", *options]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin is not None
             assert process.stdout is not None

@@ -10,12 +10,11 @@ import numpy as np
 import xxhash
 
 from ems.common.channel import Channel
-from ems.runs import address_of
+from ems.runs import Bytes, address_of
 from ems.wire.messages import SUM_BYTES
 from kvloom.pool.cluster.native.library import CLOSED, Functions, functions
 from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.storage.passing import Sums
-from kvloom.pool.storage.segments import Bytes
 from kvloom.pool.storage.spans import Spans
 
 _UNWANTED_BYTES = 64 << 10  # of bytes that nobody wants, at a time

@@ -8,10 +8,11 @@ about as many bytes of saves as the tenant has memory.
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
+from ems.runs import Bytes
 from kvloom.pool.storage.allocator import SlabAllocator
 from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Entry, Geometry
-from kvloom.pool.storage.segments import Bytes, SharedMemory
+from kvloom.pool.storage.segments import SharedMemory
 
 _MARGIN = 15 / 16  # a class takes another's slab when that is worth less than this share of its own memory
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import xxhash
 
 from ems.common.channel import Channel
-from ems.runs import Areas
+from ems.runs import Areas, Bytes
 from ems.wire.frames import Frame
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.budget import Budget, Refusal
@@ -20,7 +20,7 @@ from kvloom.pool.storage.counts import Counts
 from kvloom.pool.storage.entries import Begun, Block, Geometry, Published, Reservation, Written
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.passing import Announced, Arrival, Offered
-from kvloom.pool.storage.segments import Bytes, SharedMemory
+from kvloom.pool.storage.segments import SharedMemory
 
 
 class Batch(NamedTuple):

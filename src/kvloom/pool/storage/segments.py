@@ -4,24 +4,22 @@ No name in any file system: when the agent is gone and the last client unmaps, t
 """
 
 import contextlib
+import errno
 import fcntl
-import mmap
 import os
 import resource
 
-import numpy as np
-import numpy.typing as npt
+from ems.common.memory import HUGE_PAGE_BYTES, advise, map_shared
+from ems.runs import Bytes
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_PREFAULT_STEP_BYTES = 2 << 20  # a step holds the interpreter lock for about a millisecond
+_MADV_COLLAPSE = 25  # Linux 6.1
 
 _MFD_HUGETLB = 0x4
-HUGE_PAGE_BYTES = 2 << 20
 _MADV_HUGEPAGE = 14
+_MERGED = "huge pages that the kernel merges; none are reserved (vm.nr_hugepages)"
 _SHMEM_SWITCH = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class SharedMemory:
@@ -33,14 +31,14 @@ class SharedMemory:
         has_huge_pages: of pages that the administrator reserved, else of those that the kernel merges, else not.
         """
         self.size = size
-        self.fd, self._map = _reserved(name, size) if has_huge_pages else _ordinary(name, size)
+        self._can_merge = True  # until the kernel refuses
+        self.fd, self.data = _reserved(name, size) if has_huge_pages else _ordinary(name, size)
         try:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals | (_F_SEAL_FUTURE_WRITE if is_sealed else 0))
         except BaseException:
             os.close(self.fd)
             raise
-        self.data: Bytes = np.frombuffer(self._map, np.uint8)
 
     @property
     def is_reserved(self) -> bool:
@@ -50,14 +48,24 @@ class SharedMemory:
     def prefault(self, start: int, size: int) -> bool:
         """Has the kernel provide the pages of a range now; a first write later would pay ten times over.
 
-        Returns False where the kernel cannot (before 5.14, or out of memory): then pages come when touched.
+        Huge ones where it can (since 6.1): a client pays for each page that it reads first. Returns False where it
+        cannot at all (before 5.14, or out of memory): then pages come when touched.
         """
-        for offset in range(start, start + size, _PREFAULT_STEP_BYTES):
-            try:
-                self._map.madvise(_MADV_POPULATE_WRITE, offset, min(_PREFAULT_STEP_BYTES, start + size - offset))
-            except (OSError, ValueError):
-                return False
-        return True
+        if self._can_merge:
+            self._merge(-(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, start + size)
+        return advise(self.data[start : start + size], _MADV_POPULATE_WRITE) == 0
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the kernel has not refused huge pages yet."""
+        return self._can_merge
+
+    def _merge(self, start: int, stop: int) -> None:
+        """From a huge page's beginning on. In one call, since each waits for all processors."""
+        whole = self.data[start : stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES]
+        if len(whole):
+            whole[::HUGE_PAGE_BYTES].max()  # where there is no page at all the kernel makes none
+            self._can_merge = advise(whole, _MADV_COLLAPSE) in (0, errno.EAGAIN)
 
     def close(self) -> None:
         """Closes the descriptor; the mapping goes with the last view of it."""
@@ -66,11 +74,11 @@ class SharedMemory:
             self.fd = -1
 
 
-def _ordinary(name: str, size: int) -> tuple[int, mmap.mmap]:
+def _ordinary(name: str, size: int) -> tuple[int, Bytes]:
     return _mapped(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), size)
 
 
-def _reserved(name: str, size: int) -> tuple[int, mmap.mmap]:
+def _reserved(name: str, size: int) -> tuple[int, Bytes]:
     """Of reserved huge pages; without enough of them, ordinary memory that the kernel may merge into huge pages."""
     try:
         if size % HUGE_PAGE_BYTES:
@@ -79,14 +87,14 @@ def _reserved(name: str, size: int) -> tuple[int, mmap.mmap]:
     except OSError:
         fd, memory = _ordinary(name, size)
         with contextlib.suppress(OSError):
-            memory.madvise(_MADV_HUGEPAGE)
+            advise(memory, _MADV_HUGEPAGE)
         return fd, memory
 
 
-def _mapped(fd: int, size: int) -> tuple[int, mmap.mmap]:
+def _mapped(fd: int, size: int) -> tuple[int, Bytes]:
     try:
         os.ftruncate(fd, size)
-        return fd, mmap.mmap(fd, size)
+        return fd, map_shared(fd, size, is_writable=True)
     except BaseException:
         os.close(fd)
         raise
@@ -99,18 +107,21 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def huge_pages_in_use() -> str:
+def huge_pages_in_use(is_prefaulted: bool) -> str:
     """What memory with huge pages would be made of now, for people."""
     probe = SharedMemory("ems-probe", HUGE_PAGE_BYTES, is_sealed=True, has_huge_pages=True)
     is_reserved = probe.is_reserved
+    is_merged = is_prefaulted and probe.prefault(0, HUGE_PAGE_BYTES) and probe.is_merged
     probe.close()
     if is_reserved:
         return "reserved huge pages of 2 MiB"
+    if is_merged:
+        return _MERGED
     try:
         with open(_SHMEM_SWITCH) as switch:
             mode = switch.read().partition("[")[2].partition("]")[0]
     except OSError:
         mode = "never"
     if mode in ("advise", "always", "within_size", "force"):
-        return "huge pages that the kernel merges; none are reserved (vm.nr_hugepages)"
+        return _MERGED
     return f"ordinary pages: no huge pages are reserved (vm.nr_hugepages), and {_SHMEM_SWITCH} says {mode}"

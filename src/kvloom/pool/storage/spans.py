@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ems.runs import address_of
-from kvloom.pool.storage.segments import Bytes
+from ems.runs import Bytes, address_of
 
 
 class Spans:

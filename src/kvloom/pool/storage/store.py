@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
+from ems.runs import Bytes
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
@@ -20,7 +21,6 @@ from kvloom.pool.storage.index import Index
 from kvloom.pool.storage.memory import TenantMemory
 from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
-from kvloom.pool.storage.segments import Bytes
 
 log = logging.getLogger(__name__)
 

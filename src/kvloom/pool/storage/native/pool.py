@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ems.common.channel import Channel
 from ems.keys import KEY_BYTES
-from ems.runs import Areas, address_of
+from ems.runs import Areas, Bytes, address_of
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
@@ -25,7 +25,7 @@ from kvloom.pool.storage.native.held import HeldBlocks, NativeArrival, NativeBlo
 from kvloom.pool.storage.native.serving import Asks, NativeServing, Tally, callbacks
 from kvloom.pool.storage.passing import Announced
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved, Terms
-from kvloom.pool.storage.segments import Bytes, SharedMemory
+from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.storage.spans import Spans
 
 log = logging.getLogger(__name__)
