@@ -16,7 +16,7 @@ from ems.cc_v1.cc_config import CcConfig_v1
 from ems.common.exception import EmsErrorCode, EmsException, internal_error, invalid_argument, io_error, io_timeout
 from ems.config import CcKvOption, CcResult, checked_option
 from ems.keys import KeySpace
-from ems.native.calls import NOT_PLAIN, How, NativeCalls
+from ems.native.calls import NOT_PLAIN, Given, How, NativeCalls
 from ems.native.functions import Plan
 from ems.native.plan import native_names, native_planner
 from ems.profiling import Profiler
@@ -218,15 +218,33 @@ class ContextCaching:
         link, calls = self._lend_calls() if not arguments.others else (None, None)
         if link is None or calls is None:
             return None
-        given = arguments[:3]
-        problem = calls.load(given, how, link.mapped) if is_load else calls.save(given, how, link.staging)
-        if problem and problem != NOT_PLAIN:
-            call = replace(self._checked(arguments, option, is_load), start_s=start_s)
-            return self._try(call, pipeline.Begun(link, calls, problem))
-        result = CcResult(calls.last.count, calls.last.total) if problem == 0 else None
+        begun = _begin(link, calls, arguments[:3], how, is_load)
+        if begun.problem and begun.problem != NOT_PLAIN:
+            return self._try(replace(self._checked(arguments, option, is_load), start_s=start_s), begun)
+        return self._finished(begun, "load" if is_load else "save", start_s)
+
+    def _planned_at_once(self, call: _Call) -> CcResult | None:
+        """Likewise a call that was planned before."""
+        how = _how(call.start_s, call.option)
+        if not isinstance(call.request, Plan) or call.source is not None or time.monotonic_ns() > how.deadline_ns:
+            return None
+        link, calls = self._lend_calls()
+        if link is None or calls is None:
+            return None
+        if link.welcome.key_salt != call.salt:
+            self._links.give_back(link)
+            return None
+        begun = _begin(link, calls, call.request, how, call.is_load)
+        if begun.problem and begun.problem != NOT_PLAIN:
+            return self._try(call, begun)
+        return self._finished(begun, call.name, call.start_s)
+
+    def _finished(self, begun: pipeline.Begun, name: str, start_s: float) -> CcResult | None:
+        """What a call came to that C++ has ended, or not begun."""
+        link, last = begun.link, begun.calls.last
+        result = CcResult(last.count, last.total) if begun.problem == 0 else None
         if result is not None and self._profiler.is_on:
-            name, num_bytes = "load" if is_load else "save", calls.last.done_bytes
-            self._profiler.record(name, result.total, result.success, num_bytes, start_s)
+            self._profiler.record(name, result.total, result.success, last.done_bytes, start_s)
         self._links.give_back(link)
         return result
 
@@ -244,7 +262,7 @@ class ContextCaching:
         self._links.give_back(link)
         return found
 
-    def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool, is_async: bool = False) -> _Call:
+    def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool) -> _Call:
         """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
         settings, start_s = checked_option(option), time.monotonic()
         salt = self._key_space[0] if self._key_space else b""
@@ -294,7 +312,8 @@ class ContextCaching:
 
     def _run(self, call: _Call) -> CcResult:
         try:
-            return self._try(call)
+            done = self._planned_at_once(call) if call.is_async else None
+            return done if done is not None else self._try(call)
         finally:
             if call.source is not None:
                 self._count_snapshot(-call.source.num_bytes)
@@ -350,6 +369,11 @@ def _how(start_s: float, option: CcKvOption | None) -> How:
     settings = checked_option(option) if option is not _DEFAULT else _DEFAULT
     is_local = settings.read_local_only or settings.timeout == 0
     return How(int(_deadline_s(start_s, settings) * 1e9), is_local, settings.write_rcache)
+
+
+def _begin(link: Link, calls: NativeCalls, what: Given, how: How, is_load: bool) -> pipeline.Begun:
+    problem = calls.load(what, how, link.mapped) if is_load else calls.save(what, how, link.staging)
+    return pipeline.Begun(link, calls, problem)
 
 
 def _checked_future(ccfuture: object) -> CcFuture:

@@ -24,6 +24,26 @@ def _has_a_compiler():
     prepare()  # the agent's library too, before a call waits for it
 
 
+class Background:
+    """A session whose calls are the asynchronous ones, waited for."""
+
+    def __init__(self, cc) -> None:
+        self.exists = cc.exists
+        self._cc = cc
+
+    def save(self, *given) -> CcResult:
+        return self._cc.async_save(*given).result()
+
+    def load(self, *given) -> CcResult:
+        return self._cc.async_load(*given).result()
+
+
+@pytest.fixture(params=[lambda cc: cc, Background], ids=["at once", "in the background"])
+def of(request):
+    """Whose calls are made: a session's own, or its asynchronous ones."""
+    return request.param
+
+
 def connect(cc) -> None:
     """Has a link with a staging area, and the pool's first segment mapped."""
     cc.save(slots_of(63), [FIRST], [4])
@@ -31,12 +51,12 @@ def connect(cc) -> None:
 
 
 @pytest.fixture
-def alone(cc, monkeypatch):
+def alone(cc, of, monkeypatch):
     """A session whose calls Python does not carry out."""
     connect(cc)
     monkeypatch.setattr(pipeline, "Transfer", None)
     monkeypatch.setattr("ems.context_caching.plan_hashes", None)
-    return cc
+    return of(cc)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -92,58 +112,58 @@ def test_hashes_of_any_size_are_python_s(cc, kv, hashes):
     assert torch.equal(tokens_of(kv, slots_of(9, 5, 7)), tokens_of(before, slots_of(0, 1, 2)))
 
 
-def test_an_agent_that_was_started_again_meanwhile_is_connected_to(kv, tmp_path):
+def test_an_agent_that_was_started_again_meanwhile_is_connected_to(of, kv, tmp_path):
     path = tmp_path / "ems.sock"
     with running_agent(socket=path) as first, session(path, kv) as cc:
         connect(cc)
         first.close()
         with running_agent(socket=path):
-            assert cc.save(slots_of(0), [1], [4]) == CcResult(1, 1)
-            assert cc.load(slots_of(0), [1], [4]) == CcResult(1, 1)
+            assert of(cc).save(slots_of(0), [1], [4]) == CcResult(1, 1)
+            assert of(cc).load(slots_of(0), [1], [4]) == CcResult(1, 1)
             assert cc.exists([1]) == 1
 
 
-def test_an_agent_that_is_gone_is_an_error_and_nothing_exists(agent, cc):
+def test_an_agent_that_is_gone_is_an_error_and_nothing_exists(of, agent, cc):
     connect(cc)
     agent.close()
-    for call in (cc.save, cc.load):
+    for call in (of(cc).save, of(cc).load):
         with pytest.raises(EmsException, match="EMS_IO_ERROR"):
             call(slots_of(0), [1], [4])
     assert cc.exists([1]) == 0
 
 
-def test_blocks_without_room_and_too_large_ones_are_told(caplog):
+def test_blocks_without_room_and_too_large_ones_are_told(of, caplog):
     caplog.set_level(logging.WARNING)
     kv = new_kv(num_blocks=200, layers=8, heads=4, dim=64)  # 32 KiB a block
     with running_agent(pool_bytes=1 << 20) as agent, session(agent.config.socket, kv) as cc:
         connect(cc)
-        assert cc.save(slots_of(*range(100)), list(range(100)), [4] * 100) == CcResult(32, 100)
+        assert of(cc).save(slots_of(*range(100)), list(range(100)), [4] * 100) == CcResult(32, 100)
         assert "/metrics count such blocks" in caplog.text
-        assert cc.load(slots_of(*range(100, 132)), list(range(32)), [4] * 32) == CcResult(32, 32)
+        assert of(cc).load(slots_of(*range(100, 132)), list(range(32)), [4] * 32) == CcResult(32, 32)
     kv = new_kv(num_blocks=64, dim=8192)
     with running_agent() as agent, session(agent.config.socket, kv) as cc:
-        cc.save([0], [-1], [1])
-        assert cc.load([0], [-1], [1]) == CcResult(1, 1)
-        assert cc.save(slots_of(0), [1], [4]) == CcResult(0, 1)
+        of(cc).save([0], [-1], [1])
+        assert of(cc).load([0], [-1], [1]) == CcResult(1, 1)
+        assert of(cc).save(slots_of(0), [1], [4]) == CcResult(0, 1)
         assert "--slab" in caplog.text
 
 
-def test_what_is_on_this_node_only_is_counted(kv):
+def test_what_is_on_this_node_only_is_counted(of, kv):
     with two_agents() as (a, b), session(a.config.socket, kv) as cc:
         connect(cc)
         b.close()
-        found = [cc.save(slots_of(i), [i], [4], CcKvOption(timeout=1000)) for i in range(20)]
+        found = [of(cc).save(slots_of(i), [i], [4], CcKvOption(timeout=1000)) for i in range(20)]
         assert {result.success for result in found} == {1}
         assert 0 < sum(result.local for result in found) < 20
 
 
-def test_segments_that_are_mapped_anew_are_read_where_they_are_then(agent, cc, kv):
+def test_segments_that_are_mapped_anew_are_read_where_they_are_then(of, agent, cc, kv):
     connect(cc)
     before = copy_of(kv)
-    assert cc.save(slots_of(0), [1], [4]) == CcResult(1, 1)
+    assert of(cc).save(slots_of(0), [1], [4]) == CcResult(1, 1)
     link = cc._links._idle[0]
     link.keep_up(1000)  # as when the pool has given back as many
-    assert cc.load(slots_of(9), [1], [4]) == CcResult(1, 1)
+    assert of(cc).load(slots_of(9), [1], [4]) == CcResult(1, 1)
     assert torch.equal(tokens_of(kv, slots_of(9)), tokens_of(before, slots_of(0)))
 
 
@@ -156,13 +176,13 @@ def test_a_call_that_is_over_holds_no_segment(cc):
     assert memory() is None
 
 
-def test_another_cache_is_read_and_written_from_then_on(cc, kv):
+def test_another_cache_is_read_and_written_from_then_on(of, cc, kv):
     connect(cc)
     other = new_kv(seed=1)
     before = copy_of(other)
     cc.register_kvcache(other)
-    assert cc.save(slots_of(0), [5], [4]) == CcResult(1, 1)
-    assert cc.save(slots_of(1), [6], [4]) == CcResult(1, 1)
+    assert of(cc).save(slots_of(0), [5], [4]) == CcResult(1, 1)
+    assert of(cc).save(slots_of(1), [6], [4]) == CcResult(1, 1)
     zero(other)
-    assert cc.load(slots_of(2, 3), [5, 6], [4, 4]) == CcResult(2, 2)
+    assert of(cc).load(slots_of(2, 3), [5, 6], [4, 4]) == CcResult(2, 2)
     assert torch.equal(tokens_of(other, slots_of(2, 3)), tokens_of(before, slots_of(0, 1)))

@@ -5,13 +5,15 @@ Everything that a call needs stays with the link. What is not plain, or wrong, i
 
 import ctypes
 from ctypes import POINTER, PYFUNCTYPE, c_int, c_int64, c_void_p, py_object
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ems.native import functions as c
 from ems.native.line import Mapped, NativeLine
 from ems.native.plan import Planner
 from ems.runs import Bytes, address_of
 
+Given: TypeAlias = tuple[object, object, object] | c.Plan
+"""A caller's slots, hashes and tokens of each block; or what was planned of them."""
 NOT_PLAIN, PARTLY = -4, -5  # instead of an error number: nothing was done; there is something left to do or to say
 
 
@@ -77,6 +79,7 @@ class NativeCalls:
         kept = Calls(planner.python_address, planner.address, line.xxh3_address, line.address, *sizes)
         self._kept = kept, planner, line
         self._close = library.ems_calls_close
+        self._load_plan, self._save_plan = library.ems_call_load_plan, library.ems_call_save_plan
         self._address: int = library.ems_calls_open(ctypes.byref(kept))
         self.last = Calls.from_address(self._address)
         whole = PYFUNCTYPE(c_int, c_void_p, py_object, py_object, py_object, POINTER(How))
@@ -87,15 +90,17 @@ class NativeCalls:
     def __del__(self) -> None:
         self._close(self._address)
 
-    def load(self, arguments: tuple[object, object, object], how: How, mapped: Mapped) -> int:
-        """Slots, hashes and tokens of each block. mapped: not held any longer, since idle processes let go of it."""
+    def load(self, what: Given, how: How, mapped: Mapped) -> int:
+        """mapped: not held any longer, since idle processes let go of it."""
         last = self.last
         last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
         last.num_given_back = mapped.num_given_back
-        return int(self._load(self._address, *arguments, how))
+        if isinstance(what, c.Plan):
+            return int(self._load_plan(self._address, what, ctypes.addressof(how)))
+        return int(self._load(self._address, *what, how))
 
-    def save(self, arguments: tuple[object, object, object], how: How, arena: tuple[Bytes | None, int]) -> int:
-        """Slots, hashes and tokens of each block. arena: the staging area, and how much was asked for."""
+    def save(self, what: Given, how: How, arena: tuple[Bytes | None, int]) -> int:
+        """arena: the staging area, and how much was asked for."""
         memory, asked = arena
         if memory is not self._arena:
             self._arena = memory
@@ -104,7 +109,9 @@ class NativeCalls:
         if memory is None:
             return NOT_PLAIN
         self.last.arena_asked = asked
-        return int(self._save(self._address, *arguments, how))
+        if isinstance(what, c.Plan):
+            return int(self._save_plan(self._address, what, ctypes.addressof(how)))
+        return int(self._save(self._address, *what, how))
 
     def exists(self, hashes: object, how: How) -> int:
         """Of full blocks; `last.count`."""

@@ -138,6 +138,8 @@ _SIGNATURES = {
     "ems_cut": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_void_p]),
     "ems_calls_open": (c_void_p, [c_void_p]),
     "ems_calls_close": (None, [c_void_p]),
+    "ems_call_load_plan": (c_int, [c_void_p, POINTER(Plan), c_void_p]),
+    "ems_call_save_plan": (c_int, [c_void_p, POINTER(Plan), c_void_p]),
     "ems_line_save": (c_int, [POINTER(Line), POINTER(Save)]),
     "ems_hash_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int, c_void_p, c_int64, c_int64, c_void_p]),
     "ems_token_names": (None, [c_void_p, c_char_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),

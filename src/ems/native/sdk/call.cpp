@@ -75,11 +75,15 @@ class Calls : public EmsCalls {
             return kNotPlain;
         }
         const ems::Unlocked unlocked(*python);
-        if (!begin() || plan_.blocks.num_blocks > ems::kMaxKeys) {
+        return plan_.make(*cache, given_) ? run_load(plan_, how) : kNotPlain;
+    }
+
+    int run_load(const EmsPlan& plan, const EmsHow& how) {
+        if (!begin(plan) || total > ems::kMaxKeys) {
             return kNotPlain;
         }
         load = EmsLoad{};
-        load.plan = &plan_;
+        load.plan = &plan;
         load.num = total;
         load.is_local = how.is_local;
         load.xxh3 = xxh3;
@@ -89,7 +93,7 @@ class Calls : public EmsCalls {
         load.corrupt = -1;
         const int problem = ems_line_load(line, &load);
         count = load.num_done;
-        done_bytes = std::accumulate(plan_.sizes, plan_.sizes + count, int64_t{0});
+        done_bytes = std::accumulate(plan.sizes, plan.sizes + count, int64_t{0});
         const bool is_cut = load.cause == kNoRoom && load.corrupt < 0 && count > 0 && count < load.num;
         return problem == 0 && is_cut ? kPartly : problem;
     }
@@ -99,17 +103,21 @@ class Calls : public EmsCalls {
             return kNotPlain;
         }
         const ems::Unlocked unlocked(*python);
-        if (!begin() || plan_.largest > max_block_bytes) {
+        return plan_.make(*cache, given_) ? run_save(plan_, how) : kNotPlain;
+    }
+
+    int run_save(const EmsPlan& plan, const EmsHow& how) {
+        if (!begin(plan) || plan.largest > max_block_bytes) {
             return kNotPlain;
         }
-        const int64_t largest = ems::aligned(plan_.largest);
+        const int64_t largest = ems::aligned(plan.largest);
         const int64_t wanted = std::max(largest, std::min(region_bytes, largest * ems::kGroupBlocks)) * num_regions;
         if (arena == nullptr || arena_asked < wanted || arena_bytes < largest) {
             return kNotPlain;
         }
         const int64_t num = std::min(num_regions, arena_bytes / largest);
         save = EmsSave{};
-        save.plan = &plan_;
+        save.plan = &plan;
         save.num = total;
         save.arena = arena;
         save.region_bytes = arena_bytes / num / ems::kAlign * ems::kAlign;
@@ -141,9 +149,9 @@ class Calls : public EmsCalls {
     }
 
   private:
-    bool begin() {
-        total = given_.counts.size();
-        return plan_.make(*cache, given_) && is_usable();
+    bool begin(const EmsPlan& plan) {
+        total = plan.blocks.num_blocks;
+        return is_usable();
     }
 
     // Whether the link is still connected, with nothing unexpected to be read.
@@ -176,6 +184,15 @@ int ems_call_save(EmsCalls* calls, PyObject* slots, PyObject* hashes, PyObject* 
 
 int ems_call_exists(EmsCalls* calls, PyObject* hashes, const EmsHow* how) {
     return static_cast<Calls*>(calls)->begin_call(*how).run_exists(hashes, *how);
+}
+
+// The same of blocks that were planned before; these are called without Python's lock.
+int ems_call_load_plan(EmsCalls* calls, const EmsPlan* plan, const EmsHow* how) {
+    return static_cast<Calls*>(calls)->begin_call(*how).run_load(*plan, *how);
+}
+
+int ems_call_save_plan(EmsCalls* calls, const EmsPlan* plan, const EmsHow* how) {
+    return static_cast<Calls*>(calls)->begin_call(*how).run_save(*plan, *how);
 }
 
 }  // extern "C"
