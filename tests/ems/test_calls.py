@@ -2,6 +2,7 @@
 
 import logging
 import weakref
+from itertools import count
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ems import CcKvOption, CcResult, EmsException, pipeline
 from ems.native.functions import functions
 from kvloom.pool.storage.opening import prepare
 from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, two_agents, zero
+from tests.support.waiting import until
 
 FIRST = 10**6
 LARGE = [2**63, 2**64 - 1, 0]
@@ -152,7 +154,9 @@ def test_what_is_on_this_node_only_is_counted(of, kv):
     with two_agents() as (a, b), session(a.config.socket, kv) as cc:
         connect(cc)
         b.close()
-        found = [of(cc).save(slots_of(i), [i], [4], CcKvOption(timeout=1000)) for i in range(20)]
+        option, others = CcKvOption(timeout=1000), count(100)
+        until(lambda: of(cc).save(slots_of(0), [next(others)], [4], option).local)  # it is known that there is one node
+        found = [of(cc).save(slots_of(i), [i], [4], option) for i in range(20)]
         assert {result.success for result in found} == {1}
         assert 0 < sum(result.local for result in found) < 20
 

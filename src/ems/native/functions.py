@@ -86,6 +86,7 @@ class Load(ctypes.Structure):
         ("first", c_int64),
         ("num", c_int64),
         ("is_local", c_int64),
+        ("found", c_void_p),
         ("xxh3", POINTER(Xxh3)),
         ("mapped", c_void_p),
         ("num_mapped", c_int64),
@@ -98,6 +99,9 @@ class Load(ctypes.Structure):
         ("num_done", c_int64),
         ("corrupt", c_int64),
     ]
+
+
+UNDECIDED, MISSING, LOADED = range(3)  # of a block of a load of each, as line.hpp has them
 
 
 class Save(ctypes.Structure):
@@ -118,6 +122,8 @@ class Save(ctypes.Structure):
         ("num_regions", c_int64),
         ("first_bytes", c_int64),
         ("write_rcache", c_int64),
+        ("is_chain", c_int64),
+        ("statuses", c_void_p),
         ("num_done", c_int64),
         ("done_bytes", c_int64),
         ("num_success", c_int64),

@@ -35,12 +35,16 @@ Maps: TypeAlias = Callable[[list[int] | None, int], Mapped]
 
 
 class WantedLoad(NamedTuple):
-    """Blocks to load: those of a plan from `start` to `stop`."""
+    """Blocks to load: those of a plan from `start` to `stop`.
+
+    found: [stop - start], where it is written of each whether it was there; None = their prefix is loaded.
+    """
 
     plan: c.Plan
     start: int
     stop: int
     is_local: bool
+    found: Bytes | None = None
 
 
 class Loaded(NamedTuple):
@@ -55,6 +59,7 @@ class WantedSave(NamedTuple):
     """Blocks to save through a staging area: the first of a plan's. parent: the key before them, or empty.
 
     region_bytes: of the area, for one message; num_regions: messages under way at once; first_bytes: of the first.
+    statuses: [num_blocks], where it is written what became of each.
     """
 
     plan: c.Plan
@@ -65,11 +70,14 @@ class WantedSave(NamedTuple):
     num_regions: int
     first_bytes: int
     write_rcache: bool
+    is_chain: bool = True  # each block follows the one before it
+    statuses: Bytes | None = None
 
     def call(self) -> c.Save:
         """The same for C++, which writes there what became of the blocks."""
-        plan, num, parent, arena, *others = self
+        plan, num, parent, arena, *others, statuses = self
         save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others, problem=-1)
+        save.statuses = address_of(statuses) if statuses is not None else None
         save.kept = self
         return save
 
@@ -113,13 +121,14 @@ class NativeLine:
 
     def load(self, wanted: WantedLoad, maps: Maps, deadline_s: float) -> Loaded:
         """Loads the longest prefix that the pool has. Raises IndexError for a block outside of its segment."""
-        plan, start, stop, is_local = wanted
+        plan, start, stop, is_local, found = wanted
         mapped = maps(None, 0)
         load = c.Load(
             ctypes.addressof(plan),
             start,
             stop - start,
             is_local,
+            address_of(found) if found is not None else None,
             self._xxh3,
             num_given_back=mapped.num_given_back,
             corrupt=-1,

@@ -196,6 +196,7 @@ class Exchange : public EmsLine {
 
     // Of the last load: where its blocks lie, and their sums.
     std::vector<int64_t> segments, offsets, lengths;
+    std::vector<int64_t> numbers;  // of those that were there, where each was asked for
     std::vector<Sum> sums;
 
     FrameWriter& begin(Op op, uint8_t num_values) {

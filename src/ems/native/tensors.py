@@ -3,6 +3,7 @@
 import ctypes
 import logging
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,25 @@ class NativeHostTensors:
         plan = Plan(batch, address_of(names), address_of(sizes), int(sizes.max(initial=0)))
         plan.kept = batch.kept, names, sizes, self
         return plan
+
+
+def plan_of_values(
+    values: Sequence[Sequence[Bytes]], sizes: Sequence[int], names: Sequence[bytes], members: Sequence[int]
+) -> Plan:
+    """Some of the values as a plan. values: the pieces of each, of which it is made; sizes in bytes."""
+    pieces = [piece for i in members for piece in values[i]]
+    starts = addresses_of(pieces)
+    base = int(starts.min())
+    table = np.array([[base, 1, 1, 0]], np.int64)  # one tensor of blocks of a byte, which has all pieces in it
+    runs = np.zeros((len(pieces), 3), np.int64)
+    runs[:, 0], runs[:, 2] = starts - base, list(map(len, pieces))
+    edges = np.array([0, *accumulate(len(values[i]) for i in members)], np.int64)
+    keys = np.frombuffer(b"".join([names[i] for i in members]), np.uint8)
+    bytes_of = np.array([sizes[i] for i in members], np.int64)
+    batch = Batch(address_of(table), 1, 1, address_of(runs), address_of(edges), len(bytes_of))
+    plan = Plan(batch, address_of(keys), address_of(bytes_of), int(bytes_of.max()))
+    plan.kept = table, runs, edges, keys, bytes_of, pieces
+    return plan
 
 
 def _as_blocks(blocks: Sequence[tuple[object, ...]]) -> Blocks:

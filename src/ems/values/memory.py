@@ -9,10 +9,11 @@ import numpy.typing as npt
 
 from ems.buffer import KvBufferWrapper
 from ems.common.exception import invalid_argument
-from ems.runs import address_of
+from ems.runs import addresses_of
 from ems.tensors import imported_torch
 
 Bytes = npt.NDArray[np.uint8]
+_BYTE = np.dtype(np.uint8)
 
 
 class KvBuffer:
@@ -44,7 +45,9 @@ def pieces_of(name: str, value: object, is_written: bool) -> list[Bytes]:
 
 def bytes_of(name: str, value: object, is_written: bool) -> Bytes:
     """The memory of a buffer, array, tensor or KvBufferWrapper as uint8. Raises naming it `name`."""
-    if isinstance(value, KvBuffer):
+    if isinstance(value, np.ndarray):
+        data = _of_array(name, value)
+    elif isinstance(value, KvBuffer):
         data = value.data
     elif isinstance(value, KvBufferWrapper):
         data = np.frombuffer(value.view(), np.uint8)
@@ -74,8 +77,6 @@ def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
             raise invalid_argument(name, "is not contiguous; call .contiguous() on it, or give its parts as a list")
         array: npt.NDArray[Any] = value.detach().view(-1).view(torch.uint8).numpy()
         return array
-    if isinstance(value, np.ndarray):
-        return value
     try:
         return np.from_dlpack(value) if hasattr(value, "__dlpack__") else np.asarray(memoryview(value))
     except (TypeError, BufferError, RuntimeError, ValueError):
@@ -90,7 +91,7 @@ def _of_array(name: str, array: npt.NDArray[Any]) -> Bytes:
         raise invalid_argument(
             name, "is not contiguous; call numpy.ascontiguousarray on it, or give its parts as a list"
         )
-    return array.reshape(-1).view(np.uint8)
+    return array if array.ndim == 1 and array.dtype is _BYTE else array.reshape(-1).view(np.uint8)
 
 
 def check_apart(name: str, values: Sequence[Sequence[Bytes]]) -> None:
@@ -98,12 +99,13 @@ def check_apart(name: str, values: Sequence[Sequence[Bytes]]) -> None:
 
     name: what the values are called.
     """
-    spans = sorted(
-        (address_of(piece), len(piece), number)
-        for number, pieces in enumerate(values)
-        for piece in pieces
-        if len(piece)
-    )
+    pieces = [(piece, number) for number, pieces in enumerate(values) for piece in pieces if len(piece)]
+    starts = addresses_of([piece for piece, _number in pieces])
+    ends = starts + [len(piece) for piece, _number in pieces]
+    order = np.argsort(starts)
+    if not (starts[order][1:] < ends[order][:-1]).any():
+        return
+    spans = sorted((start, len(piece), number) for start, (piece, number) in zip(starts.tolist(), pieces, strict=True))
     for (start, size, before), (following, _size, number) in pairwise(spans):
         if following < start + size:
             one, other = sorted((before, number))

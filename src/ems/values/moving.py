@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
 
+import numpy as np
 import xxhash
 
 from ems.config import CcKvOption
+from ems.native.functions import LOADED, UNDECIDED
+from ems.native.line import WantedLoad, WantedSave
+from ems.native.tensors import plan_of_values
 from ems.transport import Link
 from ems.values.memory import Bytes, copy_in, copy_out
 from ems.wire import messages as m
@@ -20,6 +24,7 @@ from ems.wire.frames import WireError
 _GROUP_KEYS = 64  # values a message
 _REGION_BYTES = 512 << 10  # of one message's values: the agent takes them while the next are copied
 _REGIONS = 4  # messages under way at once
+_NATIVE_FIRST_BYTES = 128 << 10  # of the first message in C++; the next grow
 _PICKED_BYTES = 64 << 20  # pinned at once by a get, about
 _ALIGN = 64
 _TOO_LARGE = "a value of %d bytes is not kept: the agent's --slab, its largest block, is %d"
@@ -88,18 +93,56 @@ def put(link: Link, batch: Batch, statuses: list[KvStatus]) -> None:
             if size > limit or (batch.is_chain and i > first):
                 statuses[i] = KvStatus.TOO_LARGE
         fitting = [i for i in fitting if not batch.is_chain or i < first]
-    if fitting:
+    if fitting and link.is_native:
+        _put_natively(link, batch, fitting, statuses)
+    elif fitting:
         _put_staged(link, batch, fitting, statuses)
+
+
+def _put_natively(link: Link, batch: Batch, fitting: list[int], statuses: list[KvStatus]) -> None:
+    """As `_put_staged`, in one call."""
+    arena, num_regions, region_bytes = _regions(link, batch, fitting)
+    found = np.full(len(fitting), KvStatus.UNANSWERED, np.uint8)
+    call = WantedSave(
+        plan=plan_of_values(batch.values, batch.sizes, batch.names, fitting),
+        num_blocks=len(fitting),
+        parent=b"",
+        arena=arena,
+        region_bytes=region_bytes,
+        num_regions=num_regions,
+        first_bytes=_NATIVE_FIRST_BYTES,
+        write_rcache=batch.option.write_rcache,
+        is_chain=batch.is_chain,
+        statuses=found,
+    ).call()
+    try:
+        link.save(call, batch.deadline_s)
+    finally:
+        for i, status in zip(fitting, found.tolist(), strict=True):
+            statuses[i] = KvStatus(status)
+    if call.problem >= 0:
+        _refuse_rest(fitting, statuses, KvStatus(call.problem))
+
+
+def _refuse_rest(fitting: list[int], statuses: list[KvStatus], refusal: KvStatus) -> None:
+    for i in fitting:
+        statuses[i] = refusal if statuses[i] is KvStatus.UNANSWERED else statuses[i]
+
+
+def _regions(link: Link, batch: Batch, fitting: list[int]) -> tuple[Bytes, int, int]:
+    """Staging memory; how many messages go through it in turn, bytes of each."""
+    sizes = [_aligned(batch.sizes[i]) for i in fitting]
+    largest = max(sizes)
+    region_bytes = max(largest, min(_REGION_BYTES, sum(sizes)))
+    arena = link.arena(region_bytes * _REGIONS, largest, batch.deadline_s)
+    num_regions = min(_REGIONS, len(arena) // largest)
+    return arena, num_regions, len(arena) // num_regions // _ALIGN * _ALIGN
 
 
 def _put_staged(link: Link, batch: Batch, fitting: list[int], statuses: list[KvStatus]) -> None:
     """Copies group after group into staging memory while the agent takes the groups before."""
+    arena, num_regions, region_bytes = _regions(link, batch, fitting)
     sizes = [batch.sizes[i] for i in fitting]
-    largest = _aligned(max(sizes))
-    region_bytes = max(largest, min(_REGION_BYTES, sum(map(_aligned, sizes))))
-    arena = link.arena(region_bytes * _REGIONS, largest, batch.deadline_s)
-    num_regions = min(_REGIONS, len(arena) // largest)
-    region_bytes = len(arena) // num_regions // _ALIGN * _ALIGN
     groups = groups_of(sizes, region_bytes)
     under_way: list[list[int]] = []
     refusal: KvStatus | None = None
@@ -126,8 +169,7 @@ def _put_staged(link: Link, batch: Batch, fitting: list[int], statuses: list[KvS
     for members in under_way:
         refusal = _collect(link, batch, members, statuses) or refusal
     if refusal is not None:
-        for i in fitting:
-            statuses[i] = refusal if statuses[i] is KvStatus.UNANSWERED else statuses[i]
+        _refuse_rest(fitting, statuses, refusal)
 
 
 def _collect(link: Link, batch: Batch, members: list[int], statuses: list[KvStatus]) -> KvStatus | None:
@@ -143,7 +185,11 @@ def _collect(link: Link, batch: Batch, members: list[int], statuses: list[KvStat
 
 def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
     """Fills the memory of those values that the pool has, and notes for each whether; the others stay as they are."""
-    for group in groups_of(batch.sizes, _PICKED_BYTES):
+    groups = groups_of(batch.sizes, _PICKED_BYTES)
+    if groups and link.is_native:
+        _get_natively(link, batch, groups, found)
+        return
+    for group in groups:
         names = b"".join(batch.names[group.start : group.stop])
         answer = link.call(m.Pick(names, batch.is_local), batch.deadline_s)
         if not isinstance(answer, m.Found) or len(answer.segments) != len(group):
@@ -151,6 +197,18 @@ def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
         corrupt = _copy_found(link, batch, group, answer, found)
         if answer.lease:
             link.begin(m.Release(answer.lease, corrupt), max(batch.deadline_s, time.monotonic() + 0.1))
+
+
+def _get_natively(link: Link, batch: Batch, groups: list[range], found: list[bool | None]) -> None:
+    """The same, a call each group."""
+    plan = plan_of_values(batch.values, batch.sizes, batch.names, range(len(batch.sizes)))
+    for group in groups:
+        known = np.zeros(len(group), np.uint8)
+        try:
+            link.load(WantedLoad(plan, group.start, group.stop, batch.is_local, known), batch.deadline_s)
+        finally:
+            for i, what in zip(group, known.tolist(), strict=True):
+                found[i] = None if what == UNDECIDED else what == LOADED
 
 
 def _copy_found(link: Link, batch: Batch, group: range, answer: m.Found, found: list[bool | None]) -> int:

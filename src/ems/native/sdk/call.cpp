@@ -124,6 +124,7 @@ class Calls : public EmsCalls {
         save.num_regions = num;
         save.first_bytes = first_bytes;
         save.write_rcache = how.write_rcache;
+        save.is_chain = 1;
         save.problem = -1;
         const int problem = ems_line_save(line, &save);
         count = save.num_success;

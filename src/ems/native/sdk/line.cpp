@@ -22,7 +22,8 @@ constexpr uint8_t kConflict = 2, kLocal = 6;  // of messages.py: what is up to t
 
 bool is_success(uint8_t status) { return status <= kConflict || status == kLocal; }
 
-// A load under way: the answer, then each block where it lies, verified before it is copied.
+// A load under way: the answer, then each block where it lies, verified before it is copied. Of a load of each, blocks
+// are numbered among those that are there.
 class Loading {
   public:
     Loading(Exchange& line, EmsLoad& load) : line_(line), load_(load), blocks_(load.plan->blocks) {
@@ -64,7 +65,7 @@ class Loading {
     static constexpr int64_t kReleaseNs = 100'000'000;  // a late load still says that it is over
 
     int ask() {
-        FrameWriter& request = line_.begin(ems::kLoad, 2);
+        FrameWriter& request = line_.begin(load_.found != nullptr ? ems::kPick : ems::kLoad, 2);
         request.bytes(load_.plan->keys + load_.first * ems::kKeyBytes, load_.num * ems::kKeyBytes);
         request.boolean(load_.is_local != 0);
         Frame frame{};
@@ -83,20 +84,42 @@ class Loading {
         const uint8_t* sums = body.bytes(num_sums);
         load_.cause = body.integer();
         load_.num_given_back = body.integer(0);
-        const size_t num = line_.segments.size();
+        const size_t num = line_.segments.size(), most = static_cast<size_t>(load_.num);
         const bool is_whole =
             line_.offsets.size() == num && line_.lengths.size() == num && num_sums == num * sizeof(Sum);
-        if (!body.is_good(1) || !is_whole || num > static_cast<size_t>(load_.num)) {
+        if (!body.is_good(1) || !is_whole || num > most || (load_.found != nullptr && num != most)) {
             return false;
         }
         line_.sums.resize(num);
         if (num > 0) {
             std::memcpy(line_.sums.data(), sums, num_sums);
         }
+        load_.num_found = load_.found != nullptr ? keep_found() : static_cast<int64_t>(num);
         load_.segments = line_.segments.data();
-        load_.num_found = static_cast<int64_t>(num);
         return true;
     }
+
+    // Of the answers for each block those of blocks that are there. How many.
+    int64_t keep_found() {
+        std::vector<int64_t>& numbers = line_.numbers;
+        numbers.clear();
+        for (int64_t i = 0; i < load_.num; i++) {
+            if (line_.lengths[i] == 0) {
+                load_.found[i] = kMissing;
+                continue;
+            }
+            const size_t to = numbers.size();
+            numbers.push_back(i);
+            line_.segments[to] = line_.segments[i];
+            line_.offsets[to] = line_.offsets[i];
+            line_.lengths[to] = line_.lengths[i];
+            line_.sums[to] = line_.sums[i];
+        }
+        return static_cast<int64_t>(numbers.size());
+    }
+
+    // Of a block that is there, among those that were asked for.
+    int64_t number(int64_t i) const { return load_.found != nullptr ? line_.numbers[i] : i; }
 
     const EmsSegment* find(int64_t number) {
         if (last_ == nullptr || last_->number != number) {
@@ -114,26 +137,43 @@ class Loading {
         std::vector<std::atomic<uint8_t>> marks(sources.size());
         std::atomic<int64_t> num_good{0};  // of the blocks before the first that is not known to be
         std::atomic<bool> is_late{false};
-        const int64_t bytes = std::accumulate(line_.lengths.begin(), line_.lengths.end(), int64_t{0});
+        const auto ends = line_.lengths.begin() + load_.num_found;
+        const int64_t bytes = std::accumulate(line_.lengths.begin(), ends, int64_t{0});
+        const bool is_each = load_.found != nullptr;
         ems::Second::share(load_.num_found, bytes, [&](int64_t i) {
             is_late = is_late || ems::now_ns() > line_.deadline_ns;
-            if (is_late || !verify(sources, marks, i) || !are_good(sources, marks, num_good, i)) {
+            if (is_late) {
                 return false;
             }
-            ems::scatter(blocks_, i, sources[i], sizes_[i], nullptr, nullptr);
+            if (!verify(sources, marks, i) || (!is_each && !are_good(sources, marks, num_good, i))) {
+                return is_each;
+            }
+            ems::scatter(blocks_, number(i), sources[i], sizes_[number(i)], nullptr, nullptr);
             marks[i] = kCopied;
             return true;
         });
+        if (is_each) {
+            say_found(marks);
+        }
         const auto first = std::find_if(marks.begin(), marks.end(), [](uint8_t mark) { return mark != kCopied; });
         load_.num_done = first - marks.begin();
-        load_.corrupt = first != marks.end() && *first == kDamaged ? load_.num_done : -1;
+        const auto damaged = is_each ? std::find(marks.begin(), marks.end(), kDamaged) : first;
+        load_.corrupt = damaged != marks.end() && *damaged == kDamaged ? damaged - marks.begin() : -1;
         return is_late ? ETIMEDOUT : 0;
     }
 
+    void say_found(const std::vector<std::atomic<uint8_t>>& marks) {
+        for (size_t i = 0; i < marks.size(); i++) {
+            if (marks[i] != kUnknown) {
+                load_.found[line_.numbers[i]] = marks[i] == kCopied ? kLoaded : kMissing;
+            }
+        }
+    }
+
     bool verify(const std::vector<const uint8_t*>& sources, std::vector<std::atomic<uint8_t>>& marks, int64_t i) const {
-        const auto size = static_cast<size_t>(sizes_[i]);
+        const auto size = static_cast<size_t>(sizes_[number(i)]);
         const bool is_good =
-            line_.lengths[i] == sizes_[i] && ems::sum_of(*load_.xxh3, sources[i], size) == line_.sums[i];
+            line_.lengths[i] == sizes_[number(i)] && ems::sum_of(*load_.xxh3, sources[i], size) == line_.sums[i];
         uint8_t unknown = kUnknown;
         marks[i].compare_exchange_strong(unknown, is_good ? kGood : kDamaged);
         return is_good;
@@ -203,7 +243,7 @@ class Saving {
             if (const int problem = put(start, end, turn % save_.num_regions, parent, is_ended)) {
                 return problem;
             }
-            parent = save_.plan->keys + (end - 1) * ems::kKeyBytes;
+            parent = save_.is_chain != 0 ? save_.plan->keys + (end - 1) * ems::kKeyBytes : nullptr;
             start = end;
         }
         if (!is_ended) {
@@ -252,7 +292,7 @@ class Saving {
         frame.bytes(parent, parent != nullptr ? ems::kKeyBytes : 0);
         frame.boolean(save_.write_rcache != 0);
         frame.boolean(is_last);
-        frame.boolean(true);
+        frame.boolean(save_.is_chain != 0);
         num_waiting_++;
         return line_.send();
     }
@@ -270,6 +310,9 @@ class Saving {
             return line_.unexpected(frame);
         }
         for (size_t i = 0; i < num; i++) {
+            if (save_.statuses != nullptr) {
+                save_.statuses[save_.num_done] = statuses[i];
+            }
             save_.done_bytes += sizes_[save_.num_done++];
             if (save_.problem < 0 && is_success(statuses[i])) {
                 save_.num_success++;

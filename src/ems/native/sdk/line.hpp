@@ -28,6 +28,7 @@ struct EmsLoad {
     int64_t first;
     int64_t num;
     int64_t is_local;
+    uint8_t* found;  // [num]: each that is there is loaded, and an EmsFound says so; null = the prefix is
     const ems::Xxh3* xxh3;
     const EmsSegment* mapped;
     int64_t num_mapped;
@@ -42,6 +43,9 @@ struct EmsLoad {
     int64_t corrupt;    // the first that was damaged, or -1
 };
 
+// What is known of a block of a load of each: 0 before.
+enum EmsFound : uint8_t { kUndecided = 0, kMissing = 1, kLoaded = 2 };
+
 // Blocks to save: the first `num` of a plan's.
 struct EmsSave {
     const EmsPlan* plan;
@@ -52,6 +56,8 @@ struct EmsSave {
     int64_t num_regions;
     int64_t first_bytes;  // of the first message, about; the next ones grow
     int64_t write_rcache;
+    int64_t is_chain;   // each block follows the one before it
+    uint8_t* statuses;  // [num]: what became of each, as far as it is known; or null
     // The answers, as Progress of pipeline.py counts them.
     int64_t num_done;  // blocks that have one
     int64_t done_bytes;
