@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import ems
-from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException
+from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, EmsException, KvStatus
 from ems.common import sockets
 from ems.common.sockets import find_socket
 from kvloom.pool.doctor import check_machine
@@ -142,6 +142,11 @@ class TestEmbedded:
         assert not folder.exists()
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+    def test_values_by_keys_are_kept_there_too(self):
+        with ems.embedded("16M"), ems.open_pool(config()) as pool:
+            assert pool.put(["a"], [b"1"]) == [KvStatus.STORED]
+            assert pool.exists(["a"], [1]) == [True]
 
     def test_a_socket_that_a_killed_agent_left_is_nobodys(self, monkeypatch, tmp_path):
         left = tmp_path / "ems" / "ems.sock"

@@ -14,7 +14,7 @@ import torch
 
 import ems
 from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KvPool, KvStatus
-from ems.native.functions import functions
+from ems.native import functions, line
 from kvloom.pool.agent import Agent
 from tests.support.pool import blocks_of, running_agent, two_agents
 from tests.support.pool_faults import AgentProcess
@@ -38,12 +38,10 @@ def opened(agent: Agent, layout: str = "", **identity: Any) -> Iterator[KvPool]:
         yield pool
 
 
-@pytest.fixture(autouse=True, params=["in C++", "in Python"])
+@pytest.fixture(autouse=True, params=[line.native_line, lambda _fd: None], ids=["in C++", "in Python"])
 def _moved(request, monkeypatch):
-    if request.param == "in Python":
-        monkeypatch.setattr("ems.transport.native_line", lambda _fd: None)
-    elif functions() is None:
-        pytest.skip("there is no C++ compiler")
+    functions.functions()  # it is compiled before a call does without
+    monkeypatch.setattr("ems.transport.native_line", request.param)
 
 
 @pytest.fixture
@@ -400,9 +398,3 @@ def test_a_forked_child_has_connections_of_its_own(pool):
     assert pool.exists(["a"], [1]) == [True]
     os.close(reader)
     os.close(writer)
-
-
-def test_beside_ems_init_in_embedded_mode():
-    with ems.embedded("16M"), ems.open_pool(a_config()) as pool:
-        assert pool.put(["a"], [b"1"]) == [STORED]
-        assert pool.exists(["a"], [1]) == [True]
