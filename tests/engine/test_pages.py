@@ -21,11 +21,11 @@ LIBC.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 def resident_bytes(layers: list[list[np.ndarray]]) -> int:
-    """Of these tensors, each of whole pages: what else the process has comes and goes."""
+    """Of these tensors, whose blocks are whole pages: what else the process has comes and goes."""
     total = 0
-    for side in (side for layer in layers for side in layer):
-        pages = np.zeros(side.nbytes // mmap.PAGESIZE, np.uint8)
-        assert LIBC.mincore(side.ctypes.data, side.nbytes, pages.ctypes.data) == 0
+    for block in (block for layer in layers for side in layer for block in side):
+        pages = np.zeros(block.nbytes // mmap.PAGESIZE, np.uint8)
+        assert LIBC.mincore(block.ctypes.data, block.nbytes, pages.ctypes.data) == 0
         total += int((pages & 1).sum()) * mmap.PAGESIZE
     return total
 
@@ -44,6 +44,18 @@ def test_whole_pages_of_the_blocks_are_released_and_all_others_keep_their_bytes(
     assert released % mmap.PAGESIZE == 0
 
 
+def test_of_tensors_whose_blocks_lie_between_each_others_only_the_blocks_are_released():
+    """A block of all three lies together, as the CPU kernels' do."""
+    pages = mmap.mmap(-1, NUM_BLOCKS * 3 * BLOCK_BYTES)
+    cache = np.frombuffer(pages, dtype=np.uint8).reshape(NUM_BLOCKS, 3, BLOCK_BYTES)
+    cache[:] = 7
+    released = release_blocks([[cache[:, 1], cache[:, 0]], [cache[:, 2]]], BLOCKS)
+    kept = [block for block in range(NUM_BLOCKS) if block not in BLOCKS]
+    assert (cache[kept] == 7).all()
+    assert int((cache == 0).sum()) == released
+    assert released >= len(BLOCKS) * 3 * BLOCK_BYTES - 2 * 3 * mmap.PAGESIZE
+
+
 def test_the_system_has_the_memory_back():
     num_bytes = 64 << 20
     pages = mmap.mmap(-1, num_bytes)
@@ -57,6 +69,12 @@ def test_the_system_has_the_memory_back():
 def new_layers(num_bytes: int) -> list[list[np.ndarray]]:
     """Two layers of two tensors of 64 blocks, untouched."""
     return [[np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8).reshape(64, -1) for _ in range(2)] for _ in range(2)]
+
+
+def new_layers_together(num_bytes: int) -> list[list[np.ndarray]]:
+    """The same, but a block of all four lies together."""
+    cache = np.frombuffer(mmap.mmap(-1, 4 * num_bytes), np.uint8).reshape(64, 2, 2, -1)
+    return [[cache[:, layer, side] for side in range(2)] for layer in range(2)]
 
 
 @pytest.fixture
@@ -74,7 +92,8 @@ def test_the_thread_gives_way_to_all_others():
 
 
 @pytest.mark.usefixtures("no_way_given")
-def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further():
+@pytest.mark.parametrize("new_layers", [new_layers, new_layers_together])
+def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further(new_layers):
     layers = new_layers(4 << 20)  # 64 KiB a block, 256 KiB with all four tensors
     pages = PagesAhead(layers, 64, (2 << 20, 8 << 20))
     until(lambda: resident_bytes(layers) == 2 << 20)

@@ -107,6 +107,16 @@ def test_copies_keep_every_byte_and_measuring_changes_none():
     assert SwapCache(pairs, num_blocks=0).measure() == 0
 
 
+def test_a_block_of_all_layers_lies_together(folder):
+    """So memory follows use by huge pages, too: a block touches as few of them as its bytes can."""
+    runner = open_small(folder, "cpu", num_blocks=8, block_size=64)
+    sides = [side for layer in runner.kv_layers for side in layer]
+    block_bytes = runner.info.kv_bytes // 8
+    assert {side.strides[0] for side in sides} == {block_bytes}
+    first = [side.ctypes.data - sides[0].ctypes.data for side in sides]
+    assert first == list(range(0, block_bytes, block_bytes // len(sides)))
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_blocks_that_are_given_back_leave_the_others_as_they_are(folder, backend):
     runner = open_small(folder, backend, num_blocks=64, block_size=64)

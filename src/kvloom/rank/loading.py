@@ -119,8 +119,8 @@ def _open_kernels(
         backend = CpuBackend(
             spec,
             checkpoint.weights,
-            pools.num_blocks * (size // BLOCK_SIZE),
-            CpuOptions(weight_format, kv_dtype, packed=_packed(config, checkpoint)),
+            pools.num_blocks,
+            CpuOptions(weight_format, kv_dtype, packed=_packed(config, checkpoint), block_size=size),
             progress,
         )
     except ModelError as error:

@@ -23,7 +23,7 @@ _NICENESS = 19
 def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> int:
     """Give back the whole pages of `blocks`, which read as zeros afterwards. Returns their bytes."""
     total = 0
-    for address, num_bytes in _tensors(layers):
+    for address, num_bytes in _runs_of_blocks(layers):
         stride = num_bytes // len(layers[0][0])
         for start, end in _runs(blocks):
             total += _release(address + start * stride, address + end * stride)
@@ -40,9 +40,9 @@ class PagesAhead:
     def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
         """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: at least and at most so far ahead."""
         self._layers = layers  # the thread writes to their memory: it is not another's while there is a thread
-        self._tensors = list(_tensors(layers))
+        self._memory = list(_runs_of_blocks(layers))
         self._num_blocks = num_blocks
-        block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._tensors) // num_blocks)
+        block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._memory) // num_blocks)
         self._least, self._most = (max(1, num_bytes // block_bytes) for num_bytes in ahead_bytes)
         self._step = max(1, _STEP_BYTES // block_bytes)
         self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be there
@@ -51,7 +51,7 @@ class PagesAhead:
         )
         self._has_changed = threading.Event()
         self._has_changed.set()
-        if self._tensors:
+        if self._memory:
             threading.Thread(target=self._run, name="kv-pages", daemon=True).start()
 
     def use(self, block: int) -> None:
@@ -81,7 +81,7 @@ class PagesAhead:
                 if provided >= wanted:
                     break
                 end = min(wanted, provided + self._step)
-                if not all(self._provide(address, num_bytes, provided, end) for address, num_bytes in self._tensors):
+                if not all(self._provide(address, num_bytes, provided, end) for address, num_bytes in self._memory):
                     return  # the system cannot, or has no more: pages come when they are written
                 provided = end
 
@@ -92,14 +92,18 @@ class PagesAhead:
         return bool(_libc.madvise(first, last - first, _MADV_POPULATE_WRITE) == 0)
 
 
-def _tensors(layers: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of each tensor in host memory."""
-    for layer in layers:
-        for side in layer:
-            try:
-                array = np.asarray(side)
-            except TypeError:  # on a device
-                return
+def _runs_of_blocks(layers: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
+    """Address and bytes of memory that is all blocks', one after the other: of each tensor in host memory, or of all
+    tensors whose blocks lie between each other's.
+    """
+    try:
+        arrays = [np.asarray(side) for layer in layers for side in layer]
+    except TypeError:  # on a device
+        return
+    second = 0  # address of the second block
+    for array in sorted(arrays, key=lambda array: array.ctypes.data):
+        if array.ctypes.data >= second:
+            second = array.ctypes.data + array.strides[0]
             yield array.ctypes.data, array.strides[0] * len(array)
 
 

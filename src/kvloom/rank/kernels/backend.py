@@ -94,8 +94,9 @@ class Backend(Protocol):
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:
-        """The bytes of the KV cache, each part uint8 [layers, 2, num_blocks, bytes of a block], contiguous.
+        """The bytes of the KV cache, each part uint8 [layers, 2, num_blocks, bytes of a block].
 
+        Contiguous where a block of the engine's is several of these.
         Arrays where they are in host memory, else tensors of the device.
         """
         ...

@@ -39,6 +39,7 @@ class CpuOptions:
     num_threads: int | None = None  # None = one for each core that this process may use
     isa: str | None = None  # a key of build.ISAS; None = the best that this machine has
     packed: Packed | None = None  # where packed weights are kept between starts; None = nowhere
+    block_size: int = BLOCK_SIZE  # tokens a block of the KV cache, a multiple of this
 
 
 _Given = tuple[Ragged, Ints, list[int], Ints | None, Choices | None]
@@ -52,7 +53,8 @@ class _Call:
     batch: Batch
     head: Head
     held: object  # what `batch` points into,
-    is_in_place: bool  # the arguments' own arrays
+    is_in_place: bool  # the arguments' own arrays, but for
+    pieces: Ints  # [seqs, tiles of a sequence] in the library's numbers, written anew before each step
 
 
 class CpuBackend:
@@ -62,12 +64,12 @@ class CpuBackend:
     is and packs every other tensor of the layers to 4 bits, the head to 8, or "stored": every quantised tensor in the
     form that holds its own values, the others in 8 bits. Activations of all but bf16 are quantised a token and
     group, or a token where a file says so. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
-    halves the cache. Bytes inside a block of `kv` [layers][k|v][blocks, kv_heads * tile bytes] are permuted
-    (`kv_layout`). Raises ModelError for shapes the kernels do not have, or without compiler and library.
+    halves the cache. `kv` [layers][k|v][blocks, bytes] shows memory in which a block of all layers lies together:
+    [blocks][layers][k|v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted (`kv_layout`).
+    Raises ModelError for shapes the kernels do not have, or without compiler and library.
     """
 
     name = "cpu"
-    block_size = BLOCK_SIZE
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class CpuBackend:
         if weight_format not in WEIGHT_FORMATS:
             raise ModelError(f"weight format {weight_format}: the CPU backend has {', '.join(WEIGHT_FORMATS)}")
         self.spec = self.whole_spec = spec
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_size = num_blocks, options.block_size
         self.kv_dtype = kv_dtype
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
@@ -95,7 +97,7 @@ class CpuBackend:
         if not self._model:
             raise ModelError("no memory for the CPU backend")
         self._use_tiles(options.isa)
-        ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * BLOCK_SIZE))
+        ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
         packer = Packer(Native(self._lib, self._model, self.num_threads), spec, ropes, weights, weight_format)
         packer.declare()
         layout = (weight_format, library.name, self.num_threads)
@@ -116,8 +118,12 @@ class CpuBackend:
         self._lib.kvl_set_program(
             self._model, (Instruction * len(packer.program))(*packer.program), len(packer.program)
         )
-        tile_bytes = BLOCK_SIZE * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
-        self.kv = _lazy_zeros((spec.num_layers, 2, num_blocks, spec.num_kv_heads * tile_bytes))
+        side_bytes = self.block_size * spec.num_kv_heads * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
+        self.kv = _lazy_zeros((num_blocks, spec.num_layers, 2, side_bytes)).transpose(1, 2, 0, 3)
+        self._tiles = np.arange(
+            self.block_size // BLOCK_SIZE, dtype=np.int32
+        )  # of a block's keys, or values, in a layer
+        self._stride = spec.num_layers * 2 * len(self._tiles)  # tiles from one block to the next
         self.kv_bytes = self.kv.nbytes
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
@@ -133,12 +139,16 @@ class CpuBackend:
             call = self._prepared(given)
             self._call = call if call.is_in_place else None
         if len(batch.ids):
+            blocks = batch.block_table
+            np.add((blocks * self._stride)[..., None], self._tiles, out=call.pieces.reshape(*blocks.shape, -1))
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
 
     def _prepared(self, given: _Given) -> _Call:
         batch, rows, tops, states, choices = given
-        *inputs, adapters, types = batch
+        ids, pos, qstart, blocks, adapters, types = batch
+        pieces = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
+        inputs = ids, pos, qstart, pieces
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
@@ -155,11 +165,11 @@ class CpuBackend:
         assert all(array.dtype == np.int32 for array in held), "the inputs of a step are int32"
         step = Batch(
             self.kv.ctypes.data,
-            self.num_blocks,
+            len(self._tiles),
             *(array.ctypes.data for array in held[:-1]),
             len(batch.ids),
             len(batch.qstart) - 1,
-            batch.block_table.shape[1],
+            pieces.shape[1],
             len(rows),
             ctypes.addressof(wanted),
             shape[1],
@@ -175,7 +185,7 @@ class CpuBackend:
             tokens.ctypes.data,
         )
         is_in_place = all(one is other for one, other in zip(held, (*inputs, rows, states), strict=True))
-        return _Call(given, step, head, (own, wanted, held), is_in_place)
+        return _Call(given, step, head, (own, wanted, held), is_in_place, pieces)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
@@ -274,8 +284,11 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
 
 
 def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Zero bytes whose pages become resident when first written, in huge pages where the system has them."""
-    pages = mmap.mmap(-1, int(np.prod(shape)))
+    """Zero bytes whose pages become resident when first written, in huge pages where the system has them.
+
+    Private, for most systems have none for shared memory.
+    """
+    pages = mmap.mmap(-1, int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8).reshape(shape)
