@@ -53,8 +53,8 @@ class _Call:
     batch: Batch
     head: Head
     held: object  # what `batch` points into,
-    is_in_place: bool  # the arguments' own arrays, but for
-    pieces: Ints  # [seqs, tiles of a sequence] in the library's numbers, written anew before each step
+    is_in_place: bool  # the arguments' own arrays, all but the block table:
+    tiles: Ints  # [seqs, tiles of a sequence], as the library counts them, written anew before each step
 
 
 class CpuBackend:
@@ -139,16 +139,20 @@ class CpuBackend:
             call = self._prepared(given)
             self._call = call if call.is_in_place else None
         if len(batch.ids):
-            blocks = batch.block_table
-            np.add((blocks * self._stride)[..., None], self._tiles, out=call.pieces.reshape(*blocks.shape, -1))
+            self._place(batch.block_table, call.tiles)
             self._lib.kvl_step(self._model, ctypes.byref(call.batch))
         return call.head
+
+    def _place(self, blocks: Ints, tiles: Ints) -> None:
+        """The tiles of `blocks` [seqs, blocks], counted from a layer's first: to the library that layer's side of one
+        block is a whole cache, and the tiles of the next block lie behind its end."""
+        np.add((blocks * self._stride)[..., None], self._tiles, out=tiles.reshape(*blocks.shape, -1))
 
     def _prepared(self, given: _Given) -> _Call:
         batch, rows, tops, states, choices = given
         ids, pos, qstart, blocks, adapters, types = batch
-        pieces = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
-        inputs = ids, pos, qstart, pieces
+        tiles = np.empty((len(blocks), blocks.shape[1] * len(self._tiles)), np.int32)
+        inputs = ids, pos, qstart, tiles
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
         if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
@@ -169,7 +173,7 @@ class CpuBackend:
             *(array.ctypes.data for array in held[:-1]),
             len(batch.ids),
             len(batch.qstart) - 1,
-            pieces.shape[1],
+            tiles.shape[1],
             len(rows),
             ctypes.addressof(wanted),
             shape[1],
@@ -185,7 +189,7 @@ class CpuBackend:
             tokens.ctypes.data,
         )
         is_in_place = all(one is other for one, other in zip(held, (*inputs, rows, states), strict=True))
-        return _Call(given, step, head, (own, wanted, held), is_in_place, pieces)
+        return _Call(given, step, head, (own, wanted, held), is_in_place, tiles)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
         """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
