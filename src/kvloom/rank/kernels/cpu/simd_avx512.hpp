@@ -109,8 +109,10 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i moved = shift < 0 ? _mm512_srli_epi16(bits, unsigned(-shift)) : _mm512_slli_epi16(bits, unsigned(shift));
     return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))))};
 }
+// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the products.
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
-    return {_mm512_dpbusd_epi32(acc.v, weights.v, _mm512_set1_epi32(quad))};
+    asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(weights.v), "v"(_mm512_set1_epi32(quad)));
+    return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
 
@@ -134,7 +136,10 @@ inline void store_apart(int8_t* to, const int8_t* from) {
 }
 
 inline Words load_words(const int8_t* from) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)from))}; }
-inline I32 dot_words(I32 acc, Words a, int32_t pair) { return {_mm512_dpwssd_epi32(acc.v, a.v, _mm512_set1_epi32(pair))}; }
+inline I32 dot_words(I32 acc, Words a, int32_t pair) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(_mm512_set1_epi32(pair)));
+    return acc;
+}
 inline void store_words(int16_t* to, I32 a) { _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(a.v)); }
 
 }  // namespace kvl
