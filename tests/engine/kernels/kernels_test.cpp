@@ -18,7 +18,7 @@ using namespace kvl;
 static void test_tile(const Linear& linear) {
     const int format = linear.format(0);
     const int64_t padded = linear.padded_cols;
-    for (int rows = 1; rows <= kRowsOnce; rows++) {
+    for (int rows = 1; rows <= rows_once(format); rows++) {
         std::vector<float> scale(static_cast<size_t>(rows * num_scales(format, padded)));
         std::vector<int8_t> data(static_cast<size_t>(rows * padded));
         std::vector<int32_t> sums(static_cast<size_t>(rows * num_sums(format, padded)));

@@ -61,29 +61,39 @@ struct Chunk {
     const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
 };
 
-// Scores of ROWS queries against one K tile, into scores[m * kChunkKeys + ...].
-template <class Cache, int ROWS>
-void score_block(const uint8_t* tile, int head_dim, const Query* queries, float* scores) {
+// Scores of ROWS queries against some K tiles, into scores[m * kChunkKeys + ...].
+template <class Cache, int ROWS, int TILES>
+void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* queries, float* scores) {
     constexpr int kStretch = 16;  // pairs of dims
-    typename Cache::Sum sums[ROWS];
+    typename Cache::Sum sums[ROWS][TILES];
     const typename Cache::Factor* q[ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
-        sums[m] = Cache::zero();
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++) sums[m][t] = Cache::zero();
         q[m] = queries[m].as<typename Cache::Factor>();
     }
     for (int stretch = 0; stretch < head_dim / 2; stretch += kStretch) {
 #pragma GCC unroll 2
         for (int pair = stretch; pair < stretch + kStretch; pair++) {
-            const auto keys = Cache::load_tile(tile, pair * kBlockTokens * 2);
+            decltype(Cache::load_tile(nullptr, 0)) keys[TILES];
+#pragma GCC unroll 2
+            for (int t = 0; t < TILES; t++) keys[t] = Cache::load_tile(tiles[t], pair * kBlockTokens * 2);
 #pragma GCC unroll 8
-            for (int m = 0; m < ROWS; m++) Cache::add_pair(sums[m], keys, q[m] + 2 * pair);
+            for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+                for (int t = 0; t < TILES; t++) Cache::add_pair(sums[m][t], keys[t], q[m] + 2 * pair);
         }
 #pragma GCC unroll 8
-        for (int m = 0; m < ROWS; m++) Cache::close(sums[m]);
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+            for (int t = 0; t < TILES; t++) Cache::close(sums[m][t]);
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < ROWS; m++) store(scores + m * kChunkKeys, Cache::scores(sums[m], tile, queries[m].scale));
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+        for (int t = 0; t < TILES; t++)
+            store(scores + m * kChunkKeys + t * kBlockTokens, Cache::scores(sums[m][t], tiles[t], queries[m].scale));
 }
 
 // Scores of keys that the query must not see become kMasked, in place.
@@ -228,8 +238,11 @@ template <class Cache, int ROWS>
 void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chunk, Partials& out) {
     alignas(64) float scores[ROWS * kChunkKeys];
     alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
-    for (int b = 0; b < chunk.num_blocks; b++)
-        score_block<Cache, ROWS>(chunk.keys[b], head.head_dim, queries, scores + b * kBlockTokens);
+    int b = 0;
+    for (; b + kTilesOnce <= chunk.num_blocks; b += kTilesOnce)
+        score_blocks<Cache, ROWS, kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+    for (; b < chunk.num_blocks; b++)
+        score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
     const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, [](int) {});
     int dim = 0;
     for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)

@@ -9,6 +9,9 @@ namespace kvl {
 
 constexpr int kTileGroups = 2;  // of a task: what they read of the cache comes from further away once
 constexpr int kTileQueries = kTileGroups * kLanes;
+constexpr int kTaskRows = kAttentionGroups * kAttentionRows;  // of a task without tiles
+constexpr int kMostGroups = max_of(kTileGroups, kAttentionGroups);
+static_assert(kTaskRows <= kTileQueries);
 constexpr int kMaxHeadDim = 256;
 
 #ifdef KVL_HAS_TILES
@@ -358,19 +361,23 @@ void attend_in_tiles(const PagedHead&, const Query*, int, int64_t, int64_t, Part
 
 #endif
 
-// The chunks of [from, until) for a few rows: in tiles up to kTileQueries, otherwise up to kAttentionRows. `out` of each kLanes.
+// The chunks of [from, until) for a few rows: in tiles up to kTileQueries, otherwise up to kTaskRows. `out` of each group: kLanes
+// in tiles, otherwise kAttentionRows.
 template <class Cache, class Tiles>
 void attend_rows(const PagedHead& head, const Query* queries, int rows, int64_t from, int64_t until, bool in_tiles, Partials* out) {
     if (in_tiles && rows >= kTileQueriesFrom) return attend_in_tiles<Tiles>(head, queries, rows, from, until, out);
-    typename Cache::Factor factors[kAttentionRows * kMaxHeadDim];
-    Query own[kAttentionRows];
+    typename Cache::Factor factors[kTaskRows * kMaxHeadDim];
+    Query own[kTaskRows];
     for (int m = 0; m < rows; m++) {
         own[m] = queries[m];
         own[m].numbers = Cache::factors_of(queries[m].as<typename Cache::Stored>(), head.head_dim, factors + m * kMaxHeadDim);
     }
-    const ChunkKernel kernel = chunk_kernel<Cache>(rows);
     for (int64_t chunk = from / kChunkKeys; chunk * kChunkKeys < until; chunk++)
-        kernel(head, own, Chunk(head, chunk, until), *out);
+        for (int first = 0; first < rows; first += kAttentionRows) {
+            const int count = min_of(rows - first, kAttentionRows);
+            const int64_t end = max_of(own[first].until, own[first + count - 1].until);
+            if (chunk * kChunkKeys < end) chunk_kernel<Cache>(count)(head, own + first, Chunk(head, chunk, end), out[first / kAttentionRows]);
+        }
 }
 
 }  // namespace kvl

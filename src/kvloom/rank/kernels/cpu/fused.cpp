@@ -37,8 +37,7 @@ bool Step::precedes_rows(const kvl_instruction& linear) const {
 // Rows that a thread multiplies at a time by the panels of a linear: as many strips for each thread, if they are not too
 // narrow.
 Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
-    const int format = model_.linears[size_t(linear.linear)].activation_format();
-    const bool unpacks = format != KVL_BF16 && !is_whole(format);
+    const bool unpacks = has_groups(model_.linears[size_t(linear.linear)].activation_format());
     const int64_t most = precedes_rows(linear) && !unpacks ? kStripRows : kTileRows;
     const int64_t least = (rows + most - 1) / most, even = round_up(least, model_.pool.size());
     return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);

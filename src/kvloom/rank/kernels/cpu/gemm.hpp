@@ -269,14 +269,6 @@ void tile_bf16(const Pass& pass) {
     }
 }
 
-// Its kernel for 1 <= rows <= kRowsBf16.
-template <int ROWS = kRowsBf16>
-Tile tile_bf16_for(int rows) {
-    if constexpr (ROWS > 1)
-        if (rows < ROWS) return tile_bf16_for<ROWS - 1>(rows);
-    return &tile_bf16<ROWS>;
-}
-
 // One scale a channel and one a row: sums over all of K are integers, and are scaled once.
 template <int ROWS>
 void tile_channel(const Pass& pass) {
@@ -314,11 +306,9 @@ void tile_channel(const Pass& pass) {
     }
 }
 
-// The micro-kernel of `format`, any but bf16, for 1 <= rows <= kRowsOnce.
-template <int ROWS = kRowsOnce>
-Tile tile_for(int format, int rows) {
-    if constexpr (ROWS > 1)
-        if (rows < ROWS) return tile_for<ROWS - 1>(format, rows);
+// The forms with groups.
+template <int ROWS>
+Tile tile_of_groups(int format) {
     switch (format) {
         case KVL_INT8: return &tile_bytes<ROWS, KVL_INT8>;
         case KVL_INT8_32: return &tile_bytes<ROWS, KVL_INT8_32>;
@@ -327,18 +317,34 @@ Tile tile_for(int format, int rows) {
         case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
         case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
         case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
-        case KVL_INT8_CHANNEL: return &tile_channel<ROWS>;
         default: return &tile_nibbles<ROWS, KVL_FP4>;
     }
 }
 
+// Rows of a pass: when it is the only one, and when there are several.
+constexpr int rows_once(int format) { return has_groups(format) ? kRowsOnce : kRowsPlain; }
+constexpr int rows_many(int format) { return has_groups(format) ? kRowsMany : kRowsPlain; }
+
+// The micro-kernel of `format` for 1 <= rows <= rows_once(format).
+template <int ROWS = max_of(kRowsOnce, kRowsPlain)>
+Tile tile_for(int format, int rows) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return tile_for<ROWS - 1>(format, rows);
+    if constexpr (ROWS <= kRowsPlain) {
+        if (format == KVL_BF16) return &tile_bf16<ROWS>;
+        if (is_whole(format)) return &tile_channel<ROWS>;
+    }
+    if constexpr (ROWS <= kRowsOnce) return tile_of_groups<ROWS>(format);
+    return nullptr;
+}
+
 // Rows of each pass over a panel: one pass when `once` hold all, else passes of nearly equal size, at most `many`.
 struct Passes {
-    explicit Passes(int64_t rows, int once = kRowsOnce, int many = kRowsMany)
+    explicit Passes(int64_t rows, int once, int many)
         : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
     // `count` of them, each but the last a multiple of `block` rows.
     static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
-        Passes passes(rows);
+        Passes passes(rows, 1, 1);
         passes.count = count;
         passes.block = block;
         return passes;

@@ -100,10 +100,11 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
                          batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kTileQueries];
-    Partials partials[kTileGroups];
+    Partials partials[kMostGroups];
+    const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows of a group
     alignas(64) float sums[kTileQueries * kMaxHeadDim];
     std::fill(sums, sums + rows * dim, 0.0f);
-    for (int g = 0; g < kTileGroups; g++) partials[g].sums = sums + g * kLanes * dim;
+    for (int g = 0; g < kMostGroups; g++) partials[g].sums = sums + g * each * dim;
     const int64_t first = query_at(batch_.qstart[task.sequence], task.kv_head * heads_per_kv_) + task.first_row;
     int64_t from = INT64_MAX, until = 0;
     for (int m = 0; m < rows; m++) {
@@ -123,8 +124,8 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
     for (int m = 0; m < rows; m++) {
         const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
         const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
-        const Partials& group = partials[m / kLanes];
-        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % kLanes], group.weight[m % kLanes]));
+        const Partials& group = partials[m / each];
+        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % each], group.weight[m % each]));
         float* const head_sums = sums + m * dim;
         float* const to = is_fused ? head_sums : scratch_.attended.row(token) + own * dim;
         for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));

@@ -43,7 +43,7 @@ void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim)
 // over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kVectors: of values that share a load of
 // the factors.
 struct Bf16Cache {
-    static constexpr int kFormat = KVL_KV_BF16, kVectors = 1;
+    static constexpr int kFormat = KVL_KV_BF16, kVectors = kTilesOnce;
     using Stored = uint16_t;
     using Factor = float;  // a bf16, widened
     struct Sum {

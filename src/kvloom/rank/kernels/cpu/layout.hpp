@@ -51,6 +51,8 @@ constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8,
 // One scale for all of a channel's weights, and one for all of a row's activations.
 constexpr bool is_whole(int format) { return format == KVL_INT8_CHANNEL; }
 
+constexpr bool has_groups(int format) { return format != KVL_BF16 && !is_whole(format); }
+
 constexpr int group_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kFileGroup; }
 
 // Weights of a group that share a scale; activations have a sum for as many.

@@ -62,7 +62,8 @@ void Step::reserve() {
 // Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come first
 // and the short tasks fill the gaps at the end.
 void Step::plan_attention() {
-    const int at_once = attends_in_tiles_ ? kTileQueries : kAttentionRows;
+    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;  // fewer tokens: more tasks than threads
+    const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
     for (int s = 0; s < batch_.num_seqs; s++) {
         const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
         const int tiles = (rows + at_once - 1) / at_once;

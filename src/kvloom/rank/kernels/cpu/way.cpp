@@ -12,7 +12,7 @@ bool pays_in_tiles(int format, int64_t rows) {
 
 Passes passes_of(int format, int64_t rows, bool is_in_tiles) {
     if (is_in_tiles) return Passes(rows, kTileRows, kTileRows);
-    return format == KVL_BF16 ? Passes(rows, kRowsBf16, kRowsBf16) : Passes(rows);
+    return Passes(rows, rows_once(format), rows_many(format));
 }
 
 }  // namespace
@@ -28,7 +28,7 @@ void Way::multiply(const Pass* passes, int64_t count, int rows) const {
             continue;
         }
         pass->ask(0, rows);
-        format == KVL_BF16 ? tile_bf16_for(rows)(*pass) : tile_for(format, rows)(*pass);
+        tile_for(format, rows)(*pass);
         pass->finish(0, rows);
     }
 }
