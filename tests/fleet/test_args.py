@@ -90,7 +90,7 @@ def test_a_wrong_file_is_told_with_the_path_of_its_mistake(tmp_path, text, probl
 
 def test_a_right_file_is_read():
     args, options = read_fleet_file(Path("tests/fleet/fleet.yaml"))
-    assert (args.backend, args.replicas, args.mock.step_ms, options) == ("fake", 2, 10, {})
+    assert (args.backend, args.replicas, args.mock.step_ms, options) == ("fake", 2, 20, {})
 
 
 def test_a_missing_file_is_told():
