@@ -13,6 +13,7 @@ from ems.common.breaker import Breaker
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
+_START_S = 10.0  # a pool on a busy machine may take longer to answer its first caller than a request would wait
 
 
 class Circuit:
@@ -23,6 +24,7 @@ class Circuit:
         self._breaker = Breaker(max_failures=1, first_pause_s=first_pause_s)
         self._changed = threading.Condition()
         self._is_up = False
+        self._has_looked = False
         self._is_closed = False
         self._thread = threading.Thread(target=self._watch, name="ems-health", daemon=True)
         self._thread.start()
@@ -31,10 +33,10 @@ class Circuit:
     def is_up(self) -> bool:
         return self._is_up
 
-    def wait_up(self, timeout_s: float) -> None:
-        """Until the pool is up, or the time is over."""
+    def wait_for_first_look(self) -> None:
+        """Until it is known whether the pool is there, 10 s at most: for who starts, when nobody waits for an answer."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_up, timeout_s)
+            self._changed.wait_for(lambda: self._has_looked, _START_S)
 
     def failed(self, problem: str) -> None:
         """The pool failed a call: nothing is asked of it until it has been found healthy."""
@@ -62,12 +64,13 @@ class Circuit:
         while self._may_look():
             is_healthy = self._connect()
             with self._changed:
+                self._has_looked = True
                 if not is_healthy:
                     self._breaker.fail(time.monotonic())
                 elif not self._is_closed:
                     log.info("the KV pool is up")
                     self._is_up = True
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _may_look(self) -> bool:
         """Waits until it is time to look; False when the circuit was closed meanwhile."""

@@ -5,6 +5,7 @@ The fake model reads every token back from its KV cache, so one wrong byte chang
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing
 from itertools import count
@@ -232,15 +233,39 @@ def test_a_pool_with_keys_takes_the_one_in_the_file(tmp_path):
 def test_the_circuit_asks_on_a_thread_until_the_pool_is_healthy_and_again_after_a_failure():
     answers = iter([False, False, True, True])
     circuit = Circuit(lambda: next(answers), first_pause_s=0.001)
-    circuit.wait_up(WAIT_S)
-    assert circuit.is_up
+    until(lambda: circuit.is_up)
     circuit.failed("gone")
     assert not circuit.is_up
-    circuit.wait_up(WAIT_S)
-    assert circuit.is_up
+    until(lambda: circuit.is_up)
     circuit.close()
     assert not circuit.is_up
     assert next(answers, None) is None
+
+
+def test_a_start_waits_for_the_first_look_however_slow_it_is():
+    beginning, answer = threading.Event(), threading.Event()
+
+    def connect() -> bool:
+        beginning.set()
+        return answer.wait(WAIT_S)
+
+    circuit = Circuit(connect)
+    starting = threading.Thread(target=circuit.wait_for_first_look)
+    starting.start()
+    assert beginning.wait(WAIT_S)
+    assert starting.is_alive()
+    assert not circuit.is_up
+    answer.set()
+    starting.join(WAIT_S)
+    assert circuit.is_up
+    circuit.close()
+
+
+def test_a_start_does_not_wait_for_a_pool_that_is_not_there():
+    circuit = Circuit(lambda: False, first_pause_s=3600.0)
+    circuit.wait_for_first_look()
+    assert not circuit.is_up
+    circuit.close()
 
 
 @pytest.mark.parametrize(

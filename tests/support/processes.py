@@ -70,6 +70,8 @@ def serving(command: Sequence[str], limit_s: float = WAIT_S, **environment: str)
     reader.start()
     try:
         until(lambda: bool(running.url) or process.poll() is not None, limit_s)
+        if not running.url:  # it has ended; what it said may still be on its way
+            reader.join(limit_s)
         assert running.url, "\n".join(running.lines)
         yield running
     finally:

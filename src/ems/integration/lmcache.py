@@ -39,7 +39,7 @@ class EmsL2Adapter(L2AdapterInterface):
         self._option = CcKvOption(timeout=self._settings.timeout_ms)
         self._pool = self._settings.open_pool(identity, "objects of LMCache's L2")
         self._circuit = Circuit(self._pool.is_healthy)
-        self._circuit.wait_up(self._settings.timeout_ms / 1000)
+        self._circuit.wait_for_first_look()
         self._stored, self._looked_up, self._loaded = (create_event_notifier() for _ in range(3))
         self._lock = threading.Lock()
         self._next_task = 0

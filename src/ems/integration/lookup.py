@@ -26,7 +26,7 @@ class Lookup:
         ]
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="ems-lookup")
         self._circuit = Circuit(lambda: self._sessions[0][0].is_healthy(_HEALTH_S))
-        self._circuit.wait_up(self._timeout_s)  # the first request is asked about as well
+        self._circuit.wait_for_first_look()  # the first request is asked about as well
 
     @property
     def num_ranks(self) -> int:

@@ -55,7 +55,7 @@ class Moving:
         self._is_plain = is_plain
         self._option = CcKvOption(timeout=settings.timeout_ms)
         self.circuit = Circuit(lambda: self._sessions[0].is_healthy(_HEALTH_S))
-        self.circuit.wait_up(settings.timeout_ms / 1000)
+        self.circuit.wait_for_first_look()
         self._loads: list[_UnderWay] = []
         self._saves: list[_UnderWay] = []
         self._savers: set[str] = set()  # requests with saves that are not reported

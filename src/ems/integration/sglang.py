@@ -71,7 +71,7 @@ class EmsHiCache(HiCacheStorage):
         self.close()
         self._pool = self._settings.open_pool(identity, repr((type(mem_pool_host).__name__, of_pool, shards)))
         self._circuit = Circuit(self._pool.is_healthy)
-        self._circuit.wait_up(self._settings.timeout_ms / 1000)
+        self._circuit.wait_for_first_look()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         raise ValueError(f"{host_pool_name}: EmsHiCache takes models with one kind of cache only")

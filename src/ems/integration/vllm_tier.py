@@ -71,7 +71,7 @@ class EmsTier(SecondaryTierManager):
         self._root = ""
         self._pool = self._settings.open_pool(self._identity, self._layout)
         self._circuit = Circuit(self._pool.is_healthy)
-        self._circuit.wait_up(self._settings.timeout_ms / 1000)
+        self._circuit.wait_for_first_look()
         self._jobs: list[_Job] = []
         self._lookups = _Lookups(self)
 

@@ -36,7 +36,7 @@ class EmsTier:
     """Implements tier.KvTier. One a process, because the SDK's connection is the process's."""
 
     def __init__(self, memory: KvMemory, config: EmsConfig, timeout_s: float, pause_s: float = FIRST_PAUSE_S) -> None:
-        """Waits for the pool, at most `timeout_s`; one that comes later is found by the circuit."""
+        """Waits until the pool has been looked for; the circuit finds one that comes later. timeout_s: of a load."""
         self._kv = [[_array(part) for part in layer] for layer in memory.layers]
         self._block_size = memory.block_size  # of the blocks that transfers name; KvMemory holds the tensors to it
         self._config = config
@@ -48,7 +48,7 @@ class EmsTier:
         self._done: list[Moved] = []
         prepare()  # not within a deadline: the prompts until then would not be saved
         self._circuit = Circuit(self._connect, pause_s)
-        self._circuit.wait_up(timeout_s)
+        self._circuit.wait_for_first_look()
 
     @property
     def is_up(self) -> bool:
