@@ -34,7 +34,7 @@ class Circuit:
         return self._is_up
 
     def wait_for_first_look(self) -> None:
-        """Until it is known whether the pool is there, 10 s at most: for who starts, when nobody waits for an answer."""
+        """Until it is known whether the pool is there, 10 s at most: for who starts, when nobody waits yet."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_looked, _START_S)
 
