@@ -1,10 +1,10 @@
 """What C++ does for the pool: `python -m benches.pool.native`.
 
-Two agents and two clients, with the native libraries and without, take turns with memcpy of the same bytes: saves and
-loads of 64 blocks, one load, `exists` of 64. A JSON line a block size: ratios to memcpy, microseconds of processor that
-a batch costs client and agent together, and short calls in times of a message's round trip between threads.
-`possible`: what two processes reach that exchange messages, copy and sum, and do nothing else. The pools are full, so
-that no page is touched for the first time.
+Two agents and two clients, with the native libraries and without, take turns with memcpy of the same bytes to and from
+memory as large as the pool: saves and loads of 64 blocks, one load, `exists` of 64. A JSON line a block size: ratios to
+memcpy, microseconds of processor that a batch costs client and agent together, and short calls in times of a message's
+round trip between threads. `possible`: what two processes reach that exchange messages, copy and sum, and do nothing
+else. The pools are full, so that no page is touched for the first time.
 """
 
 import argparse
@@ -75,11 +75,15 @@ def measure(block_bytes: int, rounds: int) -> dict[str, object]:
         floor = stack.enter_context(contextlib.closing(Floor(block_bytes, NUM_KEYS, pool_bytes(block_bytes))))
         sides = {name: Side(stack, block_bytes, name == "native") for name in ("native", "python")}
         ring = sides["native"].client
+        far = np.ones((pool_bytes(block_bytes) // (NUM_KEYS * block_bytes), NUM_KEYS * block_bytes), np.uint8)
         copies: list[float] = []
         for number in range(-2, rounds):
             for part in range(CALLS):
                 source, target = ring.slice(part), ring.slice((part + 1) % SLICES)
-                copies.append(_seconds(lambda source=source, target=target: np.copyto(target, source)))
+                turn = CALLS * number + part
+                to, back = far[turn % len(far)], far[(turn + len(far) // 2) % len(far)]
+                copies.append(_seconds(lambda source=source, to=to: np.copyto(to, source)))
+                copies.append(_seconds(lambda target=target, back=back: np.copyto(target, back)))
                 least["save"].append(_seconds(lambda source=source: floor.save(source)))
                 least["load"].append(_seconds(lambda target=target: floor.load(target, NUM_KEYS)))
                 least["load_one"].append(_seconds(lambda target=target: floor.load(target, 1)))
