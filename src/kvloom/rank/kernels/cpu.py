@@ -120,9 +120,8 @@ class CpuBackend:
         )
         side_bytes = self.block_size * spec.num_kv_heads * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
         self.kv = _lazy_zeros((num_blocks, spec.num_layers, 2, side_bytes)).transpose(1, 2, 0, 3)
-        self._tiles = np.arange(
-            self.block_size // BLOCK_SIZE, dtype=np.int32
-        )  # of a block's keys, or values, in a layer
+        # of a block's keys, or values, in a layer
+        self._tiles = np.arange(self.block_size // BLOCK_SIZE, dtype=np.int32)
         self._stride = spec.num_layers * 2 * len(self._tiles)  # tiles from one block to the next
         self.kv_bytes = self.kv.nbytes
         self._logits = np.empty((0, spec.vocab_size), np.float32)

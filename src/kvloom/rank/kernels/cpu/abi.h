@@ -95,7 +95,8 @@ typedef struct {
     uint64_t seed, position;
 } kvl_choice;
 
-/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles.
+/* One ragged step; shapes as in kernels/backend.py. kv: [layers][k|v][num_blocks][kv_heads] tiles. block_table may go on behind
+ * num_blocks, where caches of num_blocks blocks lie one behind the other: each entry is counted from a layer's side of the first.
  * Of row r the head gives all logits (tops[r] = 0; `logits` holds such rows in order), or the tops[r] <= max_top largest
  * ones, largest first, of equal ones the smaller token first: top_values and top_ids [num_rows][max_top].
  * states: float [num_states][hidden], what tokens state_rows[] are behind the last norm. */
