@@ -39,7 +39,8 @@ def test_a_bug_whose_text_is_gone_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("status", "said", "expected"),
     [
-        (100, "1 passed", Outcome("")),
+        (100, "1 passed, 3 skipped in 0.1s", Outcome("")),
+        (100, "2 skipped in 0.1s", Outcome("", skipped=True)),
         (101, "FAILED tests/a.py::test_b[x y] - assert 1 == 2", Outcome("tests/a.py::test_b")),
         (101, "FAILED tests/a.py::test_b - Failed: Timeout (>60.0s) from pytest-timeout.", HUNG),
         (101, "ERROR tests/a.py::test_b - OSError", Outcome("tests/a.py::test_b")),
