@@ -17,7 +17,7 @@ from ems.config import CcKvOption
 from ems.keys import KEY_BYTES
 from ems.native.calls import PARTLY, NativeCalls
 from ems.native.functions import Plan, Save
-from ems.native.line import Loaded, WantedLoad, WantedSave
+from ems.native.line import FIRST_BYTES, Loaded, WantedLoad, WantedSave
 from ems.native.plan import Planner
 from ems.native.tensors import NativeHostTensors
 from ems.runs import Areas, Blocks, Bytes
@@ -32,7 +32,6 @@ _NO_ROOM = (
 _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
 _FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
 _GROWTH = 4
-_NATIVE_FIRST_BYTES = 128 << 10  # a message costs less there
 _SUCCESSES = bytes(status for status in m.Status if status.is_success)
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
@@ -112,7 +111,7 @@ def _aligned(size: int) -> int:
 
 def calls_of(link: Link, planner: Planner) -> NativeCalls | None:
     """Plain calls over that link in one step each; None where Python carries them out."""
-    return link.calls(planner, (_REGION_BYTES, _REGIONS, _NATIVE_FIRST_BYTES))
+    return link.calls(planner, (_REGION_BYTES, _REGIONS, FIRST_BYTES))
 
 
 def save(transfer: Transfer, cache: RegisteredCache | Snapshot, begun: Begun | None = None) -> None:
@@ -176,7 +175,7 @@ def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, paren
         arena=arena,
         region_bytes=region_bytes,
         num_regions=num_regions,
-        first_bytes=_NATIVE_FIRST_BYTES,
+        first_bytes=FIRST_BYTES,
         write_rcache=transfer.option.write_rcache,
     )
     call = wanted.call()

@@ -125,13 +125,7 @@ def test_metrics_sum_and_name_the_replicas(fleet):
 @pytest.mark.parametrize("number", range(NUM_KILLS))
 def test_a_replica_killed_at_any_moment_costs_no_token(fleet, number):
     draw = random.Random(number)
-    for most in (
-        250,
-        100,
-        30,
-        10,
-        3,
-    ):  # events; a busy machine tells tokens together, and the killed one had no more to do
+    for most in (250, 100, 30, 10, 3):  # events: on a busy machine they are few, and the killed one had no more to do
         fleet.wait_replicas(2)
         moves, asks = fleet.feed()["moves"], mixed(f"kill {number} {most}", draw)
         kill = Kill(draw.choice(sorted(fleet.engine_pids())), at=draw.randrange(1, most))

@@ -11,6 +11,7 @@ from ems.native import functions as c
 from ems.native.library import Xxh3, xxh3
 from ems.runs import Bytes, address_of
 
+FIRST_BYTES = 128 << 10  # of a save's first message, so that the agent begins soon; the next ones grow
 _UNEXPECTED, _UNMAPPED, _OUTSIDE = -1, -2, -3  # instead of an error number
 
 

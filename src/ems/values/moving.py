@@ -14,7 +14,7 @@ import xxhash
 
 from ems.config import CcKvOption
 from ems.native.functions import LOADED, UNDECIDED
-from ems.native.line import WantedLoad, WantedSave
+from ems.native.line import FIRST_BYTES, WantedLoad, WantedSave
 from ems.native.tensors import plan_of_values
 from ems.transport import Link
 from ems.values.memory import Bytes, copy_in, copy_out
@@ -24,7 +24,6 @@ from ems.wire.frames import WireError
 _GROUP_KEYS = 64  # values a message
 _REGION_BYTES = 512 << 10  # of one message's values: the agent takes them while the next are copied
 _REGIONS = 4  # messages under way at once
-_NATIVE_FIRST_BYTES = 128 << 10  # of the first message in C++; the next grow
 _PICKED_BYTES = 64 << 20  # pinned at once by a get, about
 _ALIGN = 64
 _TOO_LARGE = "a value of %d bytes is not kept: the agent's --slab, its largest block, is %d"
@@ -110,7 +109,7 @@ def _put_natively(link: Link, batch: Batch, fitting: list[int], statuses: list[K
         arena=arena,
         region_bytes=region_bytes,
         num_regions=num_regions,
-        first_bytes=_NATIVE_FIRST_BYTES,
+        first_bytes=FIRST_BYTES,
         write_rcache=batch.option.write_rcache,
         is_chain=batch.is_chain,
         statuses=found,

@@ -19,9 +19,7 @@ from kvloom.rank.kernels.backend import Draw, Floats, Ids, most_likely
 MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
 _NUM_CANDIDATES = 1024  # most likely tokens looked at first; the whole vocabulary is sorted only when they are too few
 _POINTS_AHEAD = 32  # random numbers made at once: making one takes as long as making them all
-_LEAST_PENALTY = (
-    1e-6  # of repetition: tokens that came are far ahead of all others by then, and float32 has their logits
-)
+_LEAST_PENALTY = 1e-6  # of repetition: by then tokens that came are far ahead, in logits that float32 still has
 _WATERMARK_GREEN = 0.5  # share of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)
 
