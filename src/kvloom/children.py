@@ -7,7 +7,7 @@ _PR_SET_PDEATHSIG = 1
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: little is safe between fork and exec
 
 
-def end_with_parent() -> None:
-    """As Popen's preexec_fn: the process gets SIGTERM when its parent ends, even by SIGKILL. Only Linux can do that."""
+def end_with_parent(number: int = signal.SIGTERM) -> None:
+    """In the child, as Popen's preexec_fn: it gets the signal when its parent ends, even by SIGKILL. Only Linux can."""
     if _prctl is not None:
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _prctl(_PR_SET_PDEATHSIG, number)

@@ -199,6 +199,13 @@ def test_a_parser_process_that_dies_is_started_again(troubled: FakeServer, tmp_p
     assert troubled.post("/tokenize", {"prompt": LONG}).status_code == 200
 
 
+def test_a_parser_at_work_ends_with_the_process_that_forked_it(troubled: FakeServer, tmp_path: Path):
+    with waiting(troubled, "wait" + LONG):
+        worker = pid_of(tmp_path)
+        os.kill(int(Path(f"/proc/{worker}/stat").read_text().rsplit(")", 1)[1].split()[1]), 9)
+        until(lambda: not is_alive(worker))
+
+
 def test_what_is_left_of_a_body_is_bounded(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(parsing, "_MAX_REPLY_BYTES", 1000)
     with fake_server() as server:

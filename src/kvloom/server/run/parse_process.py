@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from kvloom.children import end_with_parent
 from kvloom.contract.errors import ServingError
 from kvloom.contract.images import Sight
 from kvloom.contract.messages import RankInfo
@@ -101,12 +102,15 @@ def _reap(children: dict[int, int]) -> None:
 
 def _fork(sock: socket.socket, control: socket.socket, models: Models, endpoints: Endpoints) -> int:
     """The child's process id; the child serves the socket and never returns."""
-    process_id = os.fork()
+    parent, process_id = os.getpid(), os.fork()
     if process_id:
         sock.close()
         return process_id
     status = 1
     try:
+        end_with_parent(signal.SIGKILL)  # whatever it is at: nobody else would end it then
+        if os.getppid() != parent:
+            return 0
         control.close()
         os.nice(_NICENESS)
         resource.setrlimit(resource.RLIMIT_DATA, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
