@@ -15,7 +15,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.messages import RankInfo
 from kvloom.fleet.args import FleetArgs, check_args
-from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name
+from kvloom.rank.kernels.build import best_isa, cpu_flags, file_name, sums_of
 from kvloom.server.config.settings import ServerConfig, Settings
 from kvloom.server.run.launch import read_settings, resolve_model
 
@@ -100,8 +100,10 @@ def form_of(config: EngineConfig, info: RankInfo) -> str:
 
 def layout_of(form: str) -> str:
     """Equal where one replica can go on with the other's tokens: one form of weights, numbers added in one order."""
-    own = form.startswith("cpu ")  # kvloom's kernels: one library for processors with and without a tile unit
-    return f"{form} {file_name(best_isa(cpu_flags())) if own else _isa()}"
+    if not form.startswith("cpu "):
+        return f"{form} {_isa()}"
+    isa = best_isa(cpu_flags())
+    return f"{form} {file_name(isa)} {sums_of(isa)}"
 
 
 def refusal(first: tuple[str, str], node: str, form: str) -> str:

@@ -1,4 +1,4 @@
-// bf16 linears: the documented order of additions, bit for bit, for every number of rows and with the tile unit as without.
+// bf16 linears: the documented order of additions, bit for bit, for every number of rows: with the tile unit as without, and in pairs.
 #include "check.hpp"
 #include "model.hpp"
 #include "scalar.hpp"
@@ -19,14 +19,22 @@ struct Bf16Sums {
 };
 
 // `rows` of `x` as a step computes them.
-static Bf16Sums multiplied(const Linear& linear, const Activations& x, int rows, bool may_use_tiles) {
+static Bf16Sums multiplied(const Linear& linear, const Activations& x, int rows, int unit) {
     Bf16Sums out(rows);
-    const Way way(KVL_BF16, rows, may_use_tiles);
+    const Way way(KVL_BF16, rows, unit);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
         way.multiply({x, begin, linear.padded_cols, linear.panel(0), out.values.data() + begin * kPanel}, int(end - begin));
     }
     return out;
+}
+
+static void test_pairs(const Linear& linear, const Activations& x, int most) {
+    if (!has_pairs()) return;
+    std::vector<float> want;
+    for (int m = 0; m < most; m++)
+        for (int c = 0; c < kPanel; c++) want.push_back(scalar::dot_in_pairs(x, m, linear.padded_cols, linear.panel(0), c));
+    for (int rows : {1, 2, 3, 11, 12, 13, 25, most}) multiplied(linear, x, rows, KVL_PAIRS).check(want.data());
 }
 
 // size: of weights and activations. Where it is tiny a product is less than a float holds, and becomes zero everywhere or nowhere.
@@ -42,9 +50,10 @@ static void test_bf16(const Linear& linear, float size) {
             near(double(want.back()), scalar::dot(x, m, linear.padded_cols, KVL_BF16, linear.panel(0), c), 2e-3 * double(size * size), "bf16", m, c);
         }
     const TinyIsZero as_in_a_step;
-    if (size < 1) want = multiplied(linear, x, kMost, false).values;
+    if (size < 1) want = multiplied(linear, x, kMost, KVL_NO_UNIT).values;
     for (int rows : {1, 2, 3, 4, 5, 11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, kMost})
-        for (bool may_use_tiles : {false, true}) multiplied(linear, x, rows, may_use_tiles).check(want.data());
+        for (int unit : {KVL_NO_UNIT, KVL_TILES}) multiplied(linear, x, rows, unit).check(want.data());
+    test_pairs(linear, x, kMost);
     if (!has_bf16_tiles()) return;
     for (int rows = 1; rows <= 34; rows++) {
         Bf16Sums got(rows);

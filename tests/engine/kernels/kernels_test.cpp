@@ -165,7 +165,7 @@ static void test_attention(int dim, int length, int window) {
             near(scalar::value_at(head, format, key, d), b, is_int8 ? value_step : std::fabs(b) / 256, "value", key, d);
         }
     }
-    test_attention_in_tiles<Cache, Tiles>(head, length, window);
+    if (!std::is_same_v<Cache, Bf16Pairs> || !has_pairs()) test_attention_in_tiles<Cache, Tiles>(head, length, window);
     for (int rows = 1; rows <= kTaskRows; rows += rows < kAttentionRows ? 1 : kAttentionRows - 1) {  // then uneven groups
         std::vector<typename Cache::Stored> q(size_t(rows * dim));
         std::vector<float> sums(q.size());
@@ -383,10 +383,12 @@ static void test_every_kernel() {
     for (int dim : {32, 64, 96, 128, 256})
         for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {
             test_attention<Bf16Cache, Bf16Tiles>(dim, length, 0);
+            if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(dim, length, 0);
             test_attention<Int8Cache, Int8Tiles>(dim, length, 0);
         }
     for (int window : {1, 16, 37, 128, 500}) {
         test_attention<Bf16Cache, Bf16Tiles>(64, 300, window);
+        if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(64, 300, window);
         test_attention<Int8Cache, Int8Tiles>(64, 300, window);
     }
     test_extreme_heads();

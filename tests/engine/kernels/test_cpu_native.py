@@ -9,8 +9,9 @@ import pytest
 from kvloom.rank.kernels import build
 from tests.support.compiling import compiled
 
-# The tile unit's kernels are in the library of AVX-512, and in its tests.
-AVAILABLE = [isa for isa, (_, needed) in build.ISAS.items() if needed <= build.cpu_flags() and isa != build.TILES]
+# The kernels of the tile unit and of pairs are in the library of AVX-512, and in its tests.
+OWN = [isa for isa in build.ISAS if isa not in (build.TILES, build.PAIRS)]
+AVAILABLE = [isa for isa in OWN if build.ISAS[isa][1] <= build.cpu_flags()]
 FLAGS = ("-std=c++17", "-pthread", "-fno-sanitize-recover=all")
 MEMORY, RACES = "-fsanitize=address,undefined", "-fsanitize=thread"
 LEVELS = {"portable": "-Og"}  # its vectors are loops; others are compiled faster than what an optimiser would save

@@ -129,7 +129,7 @@ def test_where_the_system_refuses_the_tile_unit_avx512_is_used(monkeypatch):
             self._lib = lib
 
         def __getattr__(self, name):
-            return (lambda model: 0) if name == "kvl_use_tiles" else getattr(self._lib, name)
+            return (lambda model, unit: 0) if name == "kvl_use" else getattr(self._lib, name)
 
     library = Refused(cpu_abi.load(build.library()))
     monkeypatch.setattr(cpu_abi, "load", lambda path: library)

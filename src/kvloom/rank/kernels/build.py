@@ -24,10 +24,13 @@ _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16
 _AVX512_FLAGS = tuple(f"-m{flag}" for flag in _AVX512.split())
 _AVX512_NEEDED = frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split())
 TILES = "amx"  # AVX-512 and the tile unit of Intel's processors
+PAIRS = "avx512-pairs"  # AVX-512 and products of bf16 pairs that begin as often as fused multiply-adds: AMD's since Zen 4
+_OF_AMD = "clzero"  # a flag that no other maker's processors have; Intel's begin such a product every other cycle
 
 # Best first: the compiler's flags, and what /proc/cpuinfo must name.
 ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     TILES: (_AVX512_FLAGS, _AVX512_NEEDED | {"amx_tile", "amx_int8"}),
+    PAIRS: (_AVX512_FLAGS, _AVX512_NEEDED | {_OF_AMD}),
     "avx512": (_AVX512_FLAGS, _AVX512_NEEDED),
     "avx2": (("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
     # loops over 16 lanes stay loops, which the compiler makes vectors of: unrolled first, they are twice as slow
@@ -86,6 +89,11 @@ def found(isa: str) -> Path | None:
 
 def _library(isa: str) -> str:
     """The first instruction set of the same library."""
+    return "avx512" if isa in (TILES, PAIRS) else isa
+
+
+def sums_of(isa: str) -> str:
+    """The first instruction set that adds in the same order: all that two of one name compute has the same bits."""
     return "avx512" if isa == TILES else isa
 
 

@@ -26,6 +26,7 @@ from kvloom.rank.kernels.program import WEIGHT_FORMATS, Native
 from kvloom.rank.kernels.rope_table import rope_table
 
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
+_UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
 _SUMS = "s4"  # counts the orders in which attention and bf16 linears have added: other sums are other keys and values
 
@@ -90,13 +91,12 @@ class CpuBackend:
         self.kv_dtype = kv_dtype
         library = build.library(options.isa)
         self._lib = cpu_abi.load(library)
-        self.isa = self._lib.kvl_isa().decode()
-        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{self.isa}"  # with the tile unit as without
         self.num_threads = options.num_threads or len(os.sched_getaffinity(0))
         self._model = self._lib.kvl_new(ctypes.byref(self._shape()))
         if not self._model:
             raise ModelError("no memory for the CPU backend")
-        self._use_tiles(options.isa)
+        self.isa = self._use(options.isa)
+        self.kv_layout = f"cpu-{kv_dtype}-k2-v2-{_SUMS}-{weight_format}-{build.sums_of(self.isa)}"
         ropes = self._add_ropes(min(spec.max_seq_len, num_blocks * self.block_size))
         packer = Packer(Native(self._lib, self._model, self.num_threads), spec, ropes, weights, weight_format)
         packer.declare()
@@ -251,14 +251,17 @@ class CpuBackend:
             s.attention_scale, s.attention_softcap, s.logit_softcap, s.glu_limit, s.glu_alpha, s.sees_ahead,
         )  # fmt: skip
 
-    def _use_tiles(self, asked: str | None) -> None:
-        """If it was asked for, or nothing was and the processor has it. Raises ModelError when it was and cannot be."""
-        if (asked or build.best_isa(build.cpu_flags())) != build.TILES:
-            return
-        if self._lib.kvl_use_tiles(self._model):
-            self.isa = build.TILES
-        elif asked:
+    def _use(self, asked: str | None) -> str:
+        """The instruction set that was asked for, or the best that the processor has and the system lets this process use.
+
+        Raises ModelError when it was asked for and cannot be used.
+        """
+        isa = asked or build.best_isa(build.cpu_flags())
+        if isa not in _UNITS or self._lib.kvl_use(self._model, _UNITS[isa]):
+            return isa
+        if asked:
             raise ModelError(f"instruction set {asked}: the system does not let this process use the tile unit")
+        return str(self._lib.kvl_isa().decode())
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:
         """The rotary tables of the layers, by what the library calls them; they live as long as the model."""

@@ -11,6 +11,7 @@ TO_QKV, RESIDUAL, SWIGLU, GEGLU, LOGITS, TO_BRANCH, CLAMPED, GATED_RESIDUAL, GEL
 FROM_ATTENTION, FROM_MLP, FROM_GATE_UP, FROM_RESIDUAL = range(4)
 NORM_HEADS, NORM_ROWS = range(2)
 KV_BF16, KV_INT8 = range(2)
+NO_UNIT, TILES, PAIRS = range(3)
 NONE = -1
 
 _POINTER, _I32, _I64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -92,7 +93,7 @@ def load(path: Path) -> ctypes.CDLL:
     lib = ctypes.CDLL(str(path))
     signatures = {
         "kvl_isa": (ctypes.c_char_p, []),
-        "kvl_use_tiles": (_I32, [_POINTER]),
+        "kvl_use": (_I32, [_POINTER, _I32]),
         "kvl_new": (_POINTER, [ctypes.POINTER(Shape)]),
         "kvl_free": (None, [_POINTER]),
         "kvl_add_linear": (_I32, [_POINTER, _I64, _I64, _I32]),

@@ -45,6 +45,10 @@ enum {
 /* How keys and values are held; see layout.hpp. */
 enum { KVL_KV_BF16 = 0, KVL_KV_INT8 = 1 };
 
+/* What steps use of the processor beside the vector unit of the build: nothing; Intel's tile unit (AMX) where a step has many
+ * rows, with the same bits; products of bf16 pairs (vdpbf16ps), which are added in an order of their own (pairs.hpp). */
+enum { KVL_NO_UNIT = 0, KVL_TILES = 1, KVL_PAIRS = 2 };
+
 /* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
 enum {
     KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear`; rows with an
@@ -119,9 +123,8 @@ typedef struct {
 } kvl_batch;
 
 const char *kvl_isa(void);
-/* From now on steps of many rows use the processor's tile unit (AMX), and have the same bits. 1, or 0 = there is none, or the
- * system does not let this process use it. */
-int32_t kvl_use_tiles(kvl_model *model);
+/* From now on steps use this unit. 1, or 0 = the build or the processor has none, or the system does not let this process use it. */
+int32_t kvl_use(kvl_model *model, int32_t unit);
 kvl_model *kvl_new(const kvl_shape *shape);
 void kvl_free(kvl_model *model);
 int32_t kvl_add_linear(kvl_model *model, int64_t rows, int64_t cols, int32_t format);

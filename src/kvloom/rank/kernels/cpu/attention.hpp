@@ -69,7 +69,7 @@ void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* querie
     const typename Cache::Factor* q[ROWS];
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++) {
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int t = 0; t < TILES; t++) sums[m][t] = Cache::zero();
         q[m] = queries[m].as<typename Cache::Factor>();
     }
@@ -77,21 +77,21 @@ void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* querie
 #pragma GCC unroll 2
         for (int pair = stretch; pair < stretch + kStretch; pair++) {
             decltype(Cache::load_tile(nullptr, 0)) keys[TILES];
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int t = 0; t < TILES; t++) keys[t] = Cache::load_tile(tiles[t], pair * kBlockTokens * 2);
 #pragma GCC unroll 8
             for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
                 for (int t = 0; t < TILES; t++) Cache::add_pair(sums[m][t], keys[t], q[m] + 2 * pair);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
             for (int t = 0; t < TILES; t++) Cache::close(sums[m][t]);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int t = 0; t < TILES; t++)
             store(scores + m * kChunkKeys + t * kBlockTokens, Cache::scores(sums[m][t], tiles[t], queries[m].scale));
 }
@@ -239,8 +239,8 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
     alignas(64) float scores[ROWS * kChunkKeys];
     alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
     int b = 0;
-    for (; b + kTilesOnce <= chunk.num_blocks; b += kTilesOnce)
-        score_blocks<Cache, ROWS, kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+    for (; b + Cache::kTilesOnce <= chunk.num_blocks; b += Cache::kTilesOnce)
+        score_blocks<Cache, ROWS, Cache::kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
     for (; b < chunk.num_blocks; b++)
         score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
     const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, [](int) {});

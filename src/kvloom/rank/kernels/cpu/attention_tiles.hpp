@@ -52,9 +52,7 @@ struct Bf16Tiles {
 
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const*) {
-#pragma GCC unroll 4
-        for (int v = 0; v + 1 < VECS; v += 2) store_bf16(to + v * kLanes, p[v], p[v + 1]);
-        if (VECS % 2) store_bf16(to + (VECS - 1) * kLanes, p[VECS - 1]);
+        PairOrder::store_factors(to, p);
         return 1.0f;
     }
     // Sums 0 to 3; queries 4, probabilities of a block 5; keys 6, values 7.

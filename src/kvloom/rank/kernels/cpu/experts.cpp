@@ -125,7 +125,7 @@ void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t i
     const float* bias = vector(mixture.up_bias);
     if (bias) bias += (expert * linear.panels + index) * kPanel;
     alignas(64) float sums[kTileRows * kPanel];
-    const Way way(linear.format(index), groups.count(group), model_.uses_tiles);
+    const Way way(linear.format(index), groups.count(group), model_.unit);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
         way.multiply({x, row + begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));
@@ -179,7 +179,7 @@ void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t
     const float* bias = vector(mixture.down_bias);
     if (bias) bias += (expert * linear.panels + index) * kPanel;
     alignas(64) float sums[kTileRows * kPanel];
-    const Way way(linear.format(index), groups.count(group), model_.uses_tiles);
+    const Way way(linear.format(index), groups.count(group), model_.unit);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
         way.multiply({x, first + begin, linear.padded_cols, linear.panel(index), sums}, int(end - begin));

@@ -92,7 +92,7 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
             epilogue.is_near = floats.stride <= std::max<int64_t>(kPad, shape_.head_dim);
         }
         passes[p - same] = {x, rows.begin, linear.padded_cols, linear.panel(p), sums, &epilogue};
-        const Way way(linear.format(p), rows.end - rows.begin, model_.uses_tiles);
+        const Way way(linear.format(p), rows.end - rows.begin, model_.unit);
         const bool is_last = p + 1 == std::min(few.end, linear.panels) || linear.format(p + 1) != linear.format(p);
         if (!is_last && way.passes.count == 1) continue;  // where rows are cut, a panel stays in the first-level cache
         for (int64_t i = 0; i < way.passes.count; i++) {

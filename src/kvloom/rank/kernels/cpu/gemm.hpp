@@ -5,6 +5,7 @@
 #pragma once
 
 #include "epilogue.hpp"
+#include "pairs.hpp"
 #include "quant.hpp"
 
 namespace kvl {
@@ -41,12 +42,6 @@ using Tile = void (*)(const Pass&);
 
 // How far ahead of the multiplication the weight stream is asked for: DRAM latency at 20 GB/s a core.
 constexpr int kPrefetchBytes = 4096;
-
-inline int32_t quad_at(const int8_t* from) {
-    int32_t quad;
-    std::memcpy(&quad, from, 4);
-    return quad;
-}
 
 // Independent integer sums a row: one chain of dot products would wait for its own latency when rows are few.
 constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
@@ -139,7 +134,7 @@ void tile_bytes(const Pass& pass) {
                 const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
-                    const int32_t xs = quad_at(x + m * pass.cols + (quad + s) * 4);
+                    const int32_t xs = word_at(x + m * pass.cols + (quad + s) * 4);
                     a[m][s] = dot_weights(a[m][s], wa, xs);
                     b[m][s] = dot_weights(b[m][s], wb, xs);
                 }
@@ -212,7 +207,7 @@ void tile_nibbles(const Pass& pass) {
                 if (quad % 2) weights += kPanel * 4;
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
-                    const int32_t xs = quad_at(x + m * pass.cols);
+                    const int32_t xs = word_at(x + m * pass.cols);
                     a[m] = dot_quad<FORMAT>(a[m], wa, xs);
                     b[m] = dot_quad<FORMAT>(b[m], wb, xs);
                 }
@@ -269,6 +264,28 @@ void tile_bf16(const Pass& pass) {
     }
 }
 
+// The same in the order of vdpbf16ps, for processors that begin it as often as a fused multiply-add.
+template <int ROWS, class Order = PairOrder>
+void tile_pairs(const Pass& pass) {
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
+    typename Order::Sum lo[ROWS], hi[ROWS];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = Order::zero();
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < pass.cols; k += 2, x += 2, weights += kPanel * 2) {
+        prefetch(weights + kPrefetchBytes / 2);
+        prefetch(weights + kPrefetchBytes / 2 + kPanel);
+        const typename Order::Pairs a = Order::load_pairs(weights), b = Order::load_pairs(weights + kLanes * 2);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            Order::add_pair(lo[m], a, x + m * pass.cols);
+            Order::add_pair(hi[m], b, x + m * pass.cols);
+        }
+    }
+    store_rows(lo, hi, pass.out);
+}
+
 // One scale a channel and one a row: sums over all of K are integers, and are scaled once.
 template <int ROWS>
 void tile_channel(const Pass& pass) {
@@ -291,7 +308,7 @@ void tile_channel(const Pass& pass) {
             const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++) {
-                const int32_t xs = quad_at(x + m * pass.cols + s * 4);
+                const int32_t xs = word_at(x + m * pass.cols + s * 4);
                 a[m][s] = dot_weights(a[m][s], wa, xs);
                 b[m][s] = dot_weights(b[m][s], wb, xs);
             }
@@ -325,12 +342,14 @@ Tile tile_of_groups(int format) {
 constexpr int rows_once(int format) { return has_groups(format) ? kRowsOnce : kRowsPlain; }
 constexpr int rows_many(int format) { return has_groups(format) ? kRowsMany : kRowsPlain; }
 
-// The micro-kernel of `format` for 1 <= rows <= rows_once(format).
+// The micro-kernel of `format` (of bf16 in the order of vdpbf16ps, or of the tile unit) for 1 <= rows <= rows_once(format).
 template <int ROWS = max_of(kRowsOnce, kRowsPlain)>
-Tile tile_for(int format, int rows) {
+Tile tile_for(int format, int rows, bool in_pairs = false) {
     if constexpr (ROWS > 1)
-        if (rows < ROWS) return tile_for<ROWS - 1>(format, rows);
+        if (rows < ROWS) return tile_for<ROWS - 1>(format, rows, in_pairs);
     if constexpr (ROWS <= kRowsPlain) {
+        if constexpr (has_pairs())
+            if (format == KVL_BF16 && in_pairs) return &tile_pairs<ROWS>;
         if (format == KVL_BF16) return &tile_bf16<ROWS>;
         if (is_whole(format)) return &tile_channel<ROWS>;
     }

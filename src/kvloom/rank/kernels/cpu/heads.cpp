@@ -117,7 +117,9 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
         from = std::min(from, queries[m].from);
         until = std::max(until, end);
     }
-    const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
+    const bool in_pairs = model_.unit == KVL_PAIRS;
+    const auto of_bf16 = in_pairs ? attend_rows<Bf16Pairs, Bf16Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
+    const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : of_bf16;
     attend(head, queries, rows, from, until, attends_in_tiles_, partials);
     const float* sinks = vector(instruction.vector);
     const bool is_fused = does_next(instruction);

@@ -5,11 +5,10 @@
 // probabilities into exact integers. int8 halves the bytes that attention streams; the rounding of a cached number is
 // its only loss that can be measured. Largest sum: 256 dims * 32767 * 127 < 2^31.
 //
-// Floats are added in the order of the processor's tile unit, so that it gives the same bits (attention_tiles.hpp): the
-// first halves of the pairs of a stretch one after the other, the second halves likewise, then both to what is there.
-// A stretch is 32 dims of a key, or the 16 keys of a block.
+// Floats are added in one of two orders (pairs.hpp). A stretch is 32 dims of a key, or the 16 keys of a block.
 #pragma once
 
+#include "pairs.hpp"
 #include "quant.hpp"
 
 namespace kvl {
@@ -40,27 +39,23 @@ void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim)
 }
 
 // A query as it is stored: Stored. What it, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them
-// over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kVectors: of values that share a load of
-// the factors.
-struct Bf16Cache {
-    static constexpr int kFormat = KVL_KV_BF16, kVectors = kTilesOnce;
+// over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kTilesOnce, kVectors: of keys, and of
+// values, that share a load of the factors.
+template <class Order>
+struct Bf16Form {
+    static constexpr int kFormat = KVL_KV_BF16, kTilesOnce = Order::kTilesOnce, kVectors = kTilesOnce;
     using Stored = uint16_t;
-    using Factor = float;  // a bf16, widened
-    struct Sum {
-        F32 first, second, whole;
-    };
-    static Sum zero() { return {splat(0), splat(0), splat(0)}; }
-    static PairHalves load_tile(const uint8_t* tile, int64_t element) {
-        return load_halves(reinterpret_cast<const uint16_t*>(tile) + element);
+    using Factor = typename Order::Factor;
+    using Sum = typename Order::Sum;
+    static Sum zero() { return Order::zero(); }
+    static typename Order::Pairs load_tile(const uint8_t* tile, int64_t element) {
+        return Order::load_pairs(reinterpret_cast<const uint16_t*>(tile) + element);
     }
-    static void add_pair(Sum& sum, const PairHalves& tile, const Factor* pair) {
-        sum.first = fma(tile.first, splat(pair[0]), sum.first);
-        sum.second = fma(tile.second, splat(pair[1]), sum.second);
-    }
-    static void close(Sum& sum) { sum = {splat(0), splat(0), add(sum.whole, add(sum.first, sum.second))}; }
+    static void add_pair(Sum& sum, const typename Order::Pairs& tile, const Factor* pair) { Order::add_pair(sum, tile, pair); }
+    static void close(Sum& sum) { Order::close(sum); }
     // Sums of a query over a K tile as scores; `scale` is the query's.
-    static F32 scores(const Sum& sum, const uint8_t*, float) { return sum.whole; }
-    static F32 sums(const Sum& sum) { return sum.whole; }
+    static F32 scores(const Sum& sum, const uint8_t*, float) { return Order::whole(sum); }
+    static F32 sums(const Sum& sum) { return Order::whole(sum); }
 
     // A query head times `scale`; returns the scale that is left to apply.
     static float store_query(Stored* to, const float* head, int dim, float scale) {
@@ -68,10 +63,7 @@ struct Bf16Cache {
         return 1.0f;
     }
     // A stored query as factors, in `room` [dim] where they are not the same.
-    static const Factor* factors_of(const Stored* query, int dim, Factor* room) {
-        for (int i = 0; i < dim; i += kLanes) store(room + i, load_bf16(query + i));
-        return room;
-    }
+    static const Factor* factors_of(const Stored* query, int dim, Factor* room) { return Order::factors_of(query, dim, room); }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
         alignas(64) uint16_t half[kLanes];
         for (int i = 0; i < dim; i += kLanes) {
@@ -90,14 +82,16 @@ struct Bf16Cache {
     // what the sums are to be multiplied by.
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const*) {
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; v++) store(to + v * kLanes, round_bf16(p[v]));
+        Order::store_factors(to, p);
         return 1.0f;
     }
 };
 
+using Bf16Cache = Bf16Form<UnitOrder>;
+using Bf16Pairs = Bf16Form<PairOrder>;
+
 struct Int8Cache {
-    static constexpr int kFormat = KVL_KV_INT8, kVectors = kAttentionRows >= 4 ? 4 : 2;
+    static constexpr int kFormat = KVL_KV_INT8, kTilesOnce = kvl::kTilesOnce, kVectors = kAttentionRows >= 4 ? 4 : 2;
     using Stored = int16_t;
     using Factor = int16_t;
     using Sum = I32;
@@ -105,11 +99,7 @@ struct Int8Cache {
     static Words load_tile(const uint8_t* tile, int64_t element) {
         return load_words(reinterpret_cast<const int8_t*>(tile) + kBlockTokens * 2 + element);
     }
-    static void add_pair(Sum& sum, const Words& tile, const Factor* pair) {
-        int32_t both;
-        std::memcpy(&both, pair, 4);
-        sum = dot_words(sum, tile, both);
-    }
+    static void add_pair(Sum& sum, const Words& tile, const Factor* pair) { sum = dot_words(sum, tile, word_at(pair)); }
     static void close(Sum&) {}
     static F32 scores(const Sum& sums, const uint8_t* tile, float scale) { return mul(to_float(sums), mul(scales(tile), splat(scale))); }
     static F32 sums(const Sum& sum) { return to_float(sum); }

@@ -31,6 +31,13 @@
 
 namespace kvl {
 
+// Four bytes, wherever they lie.
+inline int32_t word_at(const void* from) {
+    int32_t word;
+    std::memcpy(&word, from, 4);
+    return word;
+}
+
 constexpr int kLanes = 16;        // floats in the widest register; narrower machines use several
 constexpr int kPanel = 32;        // output channels a panel: two registers, so one activation broadcast feeds two dot products
 constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes

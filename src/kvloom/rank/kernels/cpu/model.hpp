@@ -137,7 +137,7 @@ struct kvl_model {
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear
     int32_t embed_linear = -1;
-    bool uses_tiles = false;  // many rows are multiplied by the tile unit
+    int unit = KVL_NO_UNIT;
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;

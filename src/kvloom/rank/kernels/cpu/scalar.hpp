@@ -61,6 +61,14 @@ inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const
     return total;
 }
 
+// The same in the order of vdpbf16ps: one chain, of each pair the second product before the first.
+inline float dot_in_pairs(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
+    float total = 0;
+    for (int64_t k = 0; k < cols; k += 2)
+        for (int64_t i : {k + 1, k}) total = std::fma(activation_at(x, row, cols, KVL_BF16, i), weight_at(panel, KVL_BF16, i, c), total);
+    return total;
+}
+
 // What an adapter adds to output channel `c` of a linear of `rows` channels: its half panel's B times h of its own part.
 inline double low_rank(const LoraLinear& linear, const float* x, int64_t cols, int64_t c) {
     const LoraHalf& half = linear.halves[size_t(c / kLanes)];

@@ -26,6 +26,9 @@ struct I32 {
 struct Bytes {
     __m512i v;
 };
+struct Pairs {
+    __m512i v;
+};
 struct PairHalves {
     F32 first, second;
 };
@@ -117,6 +120,13 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     return acc;
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
+
+#define KVL_HAS_PAIRS 1
+inline Pairs load_pairs(const uint16_t* from) { return {_mm512_loadu_si512(from)}; }
+inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(acc.v) : "v"(a.v), "v"(_mm512_set1_epi32(pair)));
+    return acc;
+}
 
 // The first and the second of each pair of bf16, as floats.
 inline PairHalves load_halves(const uint16_t* from) {

@@ -10,7 +10,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
       heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
       tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)),
-      attends_in_tiles_(model.uses_tiles && can_attend_in_tiles(model.shape.kv_format)),
+      attends_in_tiles_(model.unit == KVL_TILES && can_attend_in_tiles(model.shape.kv_format)),
       candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
     for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
@@ -229,7 +229,7 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
 void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
-    const Way way(linear.format(index), span.end - span.begin, model_.uses_tiles);
+    const Way way(linear.format(index), span.end - span.begin, model_.unit);
     const bool is_head = instruction.epilogue == KVL_LOGITS, has_low_rank = lora_stride_ > 0 && !is_head;
     const Epilogue epilogue = epilogue_of(instruction, index);
     const bool is_apart = is_head || has_low_rank;  // the epilogue is not all that is done with sums
@@ -337,6 +337,11 @@ int32_t Step::choose_token(int64_t row) const {
 
 const char* kvl_isa(void) { return kvl::kIsaName; }
 
-int32_t kvl_use_tiles(kvl_model* model) { return model->uses_tiles = kvl::has_tiles(); }
+int32_t kvl_use(kvl_model* model, int32_t unit) {
+    if (unit == KVL_TILES && !kvl::has_tiles()) return 0;
+    if (unit == KVL_PAIRS && !kvl::has_pairs()) return 0;
+    model->unit = unit;
+    return 1;
+}
 
 void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::Step(*model, *batch).run(); }

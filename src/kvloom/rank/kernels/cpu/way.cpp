@@ -17,8 +17,8 @@ Passes passes_of(int format, int64_t rows, bool is_in_tiles) {
 
 }  // namespace
 
-Way::Way(int format, int64_t rows, bool may_use_tiles)
-    : format(format), is_in_tiles(may_use_tiles && pays_in_tiles(format, rows)), passes(passes_of(format, rows, is_in_tiles)) {}
+Way::Way(int format, int64_t rows, int unit)
+    : format(format), is_in_tiles(unit == KVL_TILES && pays_in_tiles(format, rows)), is_in_pairs(unit == KVL_PAIRS), passes(passes_of(format, rows, is_in_tiles)) {}
 
 void Way::multiply(const Pass* passes, int64_t count, int rows) const {
     if (is_in_tiles && is_whole(format)) return multiply_channel_in_tiles(passes, count, rows);
@@ -28,7 +28,7 @@ void Way::multiply(const Pass* passes, int64_t count, int rows) const {
             continue;
         }
         pass->ask(0, rows);
-        tile_for(format, rows)(*pass);
+        tile_for(format, rows, is_in_pairs)(*pass);
         pass->finish(0, rows);
     }
 }

@@ -13,7 +13,7 @@ constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
 
 // Of one form: by the tile unit or without it, so many rows in each pass.
 struct Way {
-    Way(int format, int64_t rows, bool may_use_tiles);
+    Way(int format, int64_t rows, int unit);  // KVL_TILES, ...
 
     // One pass, and its epilogue. `out` has room for kTileRows rows.
     void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }
@@ -21,7 +21,7 @@ struct Way {
     void multiply(const Pass* passes, int64_t count, int rows) const;
 
     const int format;
-    const bool is_in_tiles;
+    const bool is_in_tiles, is_in_pairs;
     const Passes passes;
 };
 
