@@ -28,7 +28,7 @@ template <class Cache>
 void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
     const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
-    const int32_t* table = batch_.block_table + int64_t(scratch_.sequence[size_t(token)]) * batch_.max_blocks;
+    const int32_t* table = batch_.block_table + int64_t(sequence_[size_t(token)]) * batch_.max_blocks;
     const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
     const int slot = position % kBlockTokens;
     const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];

@@ -53,12 +53,12 @@ void Step::find_adapters() {
         by_adapter_.resize(size_t(batch_.num_tokens));
         std::iota(by_adapter_.begin(), by_adapter_.end(), 0);
         std::stable_sort(by_adapter_.begin(), by_adapter_.end(), [this](int32_t a, int32_t b) {
-            return batch_.adapters[scratch_.sequence[size_t(a)]] < batch_.adapters[scratch_.sequence[size_t(b)]];
+            return batch_.adapters[sequence_[size_t(a)]] < batch_.adapters[sequence_[size_t(b)]];
         });
         next_of_adapter_.assign(size_t(batch_.num_tokens), batch_.num_tokens);
         for (size_t i = 0; i < by_adapter_.size(); i++) {
-            const Adapter* adapter = adapters_[size_t(scratch_.sequence[size_t(by_adapter_[i])])];
-            const bool is_first = i == 0 || adapter != adapters_[size_t(scratch_.sequence[size_t(by_adapter_[i - 1])])];
+            const Adapter* adapter = adapters_[size_t(sequence_[size_t(by_adapter_[i])])];
+            const bool is_first = i == 0 || adapter != adapters_[size_t(sequence_[size_t(by_adapter_[i - 1])])];
             if (!is_first) next_of_adapter_[size_t(by_adapter_[i - 1])] = by_adapter_[i];
             if (is_first && adapter) step_adapters_.push_back(adapter);
         }

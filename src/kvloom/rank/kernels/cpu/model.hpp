@@ -106,7 +106,6 @@ struct Scratch {
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
     std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
     int64_t widest;
-    std::vector<int32_t> sequence;      // [tokens] which sequence a token belongs to
     ExpertScratch experts;
     std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
 };
@@ -133,6 +132,7 @@ struct kvl_model {
     std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
     std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
     std::vector<kvl_instruction> program;
+    int64_t last_attention = -1;  // of its instructions
     std::vector<uint8_t> turns;  // [program] which of Scratch::quantised is the last that has been written
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
     const uint16_t* embed = nullptr;  // null: the rows of embed_linear

@@ -1,7 +1,9 @@
 #include "step.hpp"
 
 #include <algorithm>
+#include <optional>
 
+#include "asked.hpp"
 #include "draw.hpp"
 
 namespace kvl {
@@ -14,9 +16,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
       candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
     reserve();
     for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
-    scratch_.sequence.resize(size_t(batch.num_tokens));
-    for (int s = 0; s < batch.num_seqs; s++)
-        std::fill(scratch_.sequence.begin() + batch.qstart[s], scratch_.sequence.begin() + batch.qstart[s + 1], s);
+    for (int s = 0; s < batch.num_seqs; s++) sequence_.insert(sequence_.end(), size_t(batch.qstart[s + 1] - batch.qstart[s]), s);
     plan_attention();
     find_adapters();
     is_fused_ = batch.num_tokens >= kFusedTokens && adapters_.empty();
@@ -74,16 +74,14 @@ void Step::plan_attention() {
     }
 }
 
-void Step::run() {
-    for (std::atomic<int64_t>& next : model_.next) next.store(0, std::memory_order_relaxed);
-    model_.pool.run([this](int thread) { work(thread); });
-}
-
-void Step::work(int thread) {
+void Step::begin(int thread) {
     embed_tokens(thread);
     sync();
-    for (const kvl_instruction& instruction : model_.program)
-        if (!is_done(instruction)) execute(instruction, thread);
+}
+
+void Step::work(Span instructions, int thread) {
+    for (int64_t i = instructions.begin; i < instructions.end; i++)
+        if (!is_done(model_.program[size_t(i)])) execute(model_.program[size_t(i)], thread);
 }
 
 void Step::execute(const kvl_instruction& instruction, int thread) {
@@ -333,6 +331,23 @@ int32_t Step::choose_token(int64_t row) const {
     return ids[draw(batch_.top_values + row * batch_.max_top, count, rules)];
 }
 
+void run_step(kvl_model& model, const kvl_batch& batch) {
+    const Asked asked(model, batch);
+    Step all(model, batch);
+    std::optional<Step> rest;
+    if (asked.has_others() && !asked.is_nobody()) rest.emplace(model, asked.batch());
+    const int64_t end = int64_t(model.program.size()), split = asked.has_others() ? model.last_attention : end;
+    for (std::atomic<int64_t>& next : model.next) next.store(0, std::memory_order_relaxed);
+    model.pool.run([&](int thread) {
+        all.begin(thread);
+        all.work({0, split}, thread);
+        if (!rest) return;
+        if (thread == 0) asked.gather(model.scratch);
+        model.pool.barrier();
+        rest->work({split, end}, thread);
+    });
+}
+
 }  // namespace kvl
 
 const char* kvl_isa(void) { return kvl::kIsaName; }
@@ -344,4 +359,4 @@ int32_t kvl_use(kvl_model* model, int32_t unit) {
     return 1;
 }
 
-void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::Step(*model, *batch).run(); }
+void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::run_step(*model, *batch); }

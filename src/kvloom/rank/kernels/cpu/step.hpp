@@ -26,7 +26,7 @@ struct AttentionTask {
     int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
 };
 
-// Rows [begin, end) of a step.
+// Rows [begin, end) of a step, or instructions.
 struct Span {
     int64_t begin, end;
 };
@@ -34,13 +34,14 @@ struct Span {
 class Step {
   public:
     Step(kvl_model& model, const kvl_batch& batch);
-    void run();
+    // Of every thread, inside the pool's run(): first the embeddings, then some of the program's instructions, in order.
+    void begin(int thread);
+    void work(Span instructions, int thread);
 
   private:
     void reserve();
     void plan_attention();
     void find_adapters();
-    void work(int thread);
     void execute(const kvl_instruction& instruction, int thread);
     void embed_tokens(int thread);
     void quantize(const kvl_instruction& instruction, int thread);
@@ -120,7 +121,7 @@ class Step {
     // What the adapter of a token's sequence adds to a linear; null = nothing.
     const LoraLinear* lora_of(int64_t token, int32_t linear) const {
         if (lora_stride_ == 0) return nullptr;
-        const Adapter* adapter = adapters_[size_t(scratch_.sequence[size_t(token)])];
+        const Adapter* adapter = adapters_[size_t(sequence_[size_t(token)])];
         return adapter && adapter->linears[size_t(linear)].rank ? &adapter->linears[size_t(linear)] : nullptr;
     }
     // h of a token, where its activations are: with everybody's or with this thread's.
@@ -138,6 +139,7 @@ class Step {
     const int64_t tile_bytes_;  // of a block of one kv head, keys or values
     const bool attends_in_tiles_;
     bool is_fused_ = false;  // what can be done with the instruction before it is
+    std::vector<int32_t> sequence_;  // [num_tokens] which one a token belongs to
     std::vector<AttentionTask> tasks_;
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
@@ -148,5 +150,8 @@ class Step {
     std::vector<int32_t> next_of_adapter_;       // [num_tokens] the token behind it there; num_tokens = none
     int64_t lora_stride_ = 0;               // floats a row of scratch.lora; 0 when the step has no adapter
 };
+
+// The whole program; what nobody asks for is left out.
+void run_step(kvl_model& model, const kvl_batch& batch);
 
 }  // namespace kvl
