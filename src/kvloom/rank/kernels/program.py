@@ -107,10 +107,12 @@ class Program:
 
     def format_of(self, name: str) -> int:
         """In which the kernels hold a matrix."""
+        is_head = name in ("embed", "head")  # reads activations of its own
         if self.weight_format == STORED:
-            found = FORMS[self.weights.form(name) or UNQUANTISED_FORM]
+            form = self.weights.form(name)
+            found = cpu_abi.INT8 if is_head and not form else FORMS[form or UNQUANTISED_FORM]
             return cpu_abi.INT8_32 if found == cpu_abi.INT8_CHANNEL and name in self._in_groups else found
-        if self.weight_format == "w4a8" and name in ("embed", "head"):
+        if self.weight_format == "w4a8" and is_head:
             return cpu_abi.INT8
         return WEIGHT_FORMATS[self.weight_format]
 
