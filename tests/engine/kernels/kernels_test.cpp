@@ -188,6 +188,12 @@ static void test_attention(int dim, int length, int window) {
     }
 }
 
+static void test_every_attention(int dim, int length, int window) {
+    test_attention<Bf16Cache, Bf16Tiles>(dim, length, window);
+    if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(dim, length, window);
+    test_attention<Int8Cache, Int8Tiles>(dim, length, window);
+}
+
 // Heads of zeros, of the smallest and of enormous numbers are cached without anything but a number coming out.
 static void test_extreme_heads() {
     const int dim = 32;
@@ -381,16 +387,8 @@ static void test_every_kernel() {
     test_kept(KVL_INT6, 840, 16, false);
     for (int threads : {1, 2, 3, 7}) test_stretches(threads);
     for (int dim : {32, 64, 96, 128, 256})
-        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) {
-            test_attention<Bf16Cache, Bf16Tiles>(dim, length, 0);
-            if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(dim, length, 0);
-            test_attention<Int8Cache, Int8Tiles>(dim, length, 0);
-        }
-    for (int window : {1, 16, 37, 128, 500}) {
-        test_attention<Bf16Cache, Bf16Tiles>(64, 300, window);
-        if (has_pairs()) test_attention<Bf16Pairs, Bf16Tiles>(64, 300, window);
-        test_attention<Int8Cache, Int8Tiles>(64, 300, window);
-    }
+        for (int length : {1, 15, 16, 17, 127, 128, 129, 300}) test_every_attention(dim, length, 0);
+    for (int window : {1, 16, 37, 128, 500}) test_every_attention(64, 300, window);
     test_extreme_heads();
     for (int count : {1, 3, 4, 5, 16, 17, 33}) test_experts(count, count % 2 ? 64 : 192);
     test_groups();

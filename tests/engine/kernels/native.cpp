@@ -2,6 +2,7 @@
 // test_cpu_native.py, compiled with a sanitizer; its argument says which tests; exits 1 if anything differs.
 #include <string>
 
+#include "asked.cpp"
 #include "draw.cpp"
 #include "experts.cpp"
 #include "fused.cpp"

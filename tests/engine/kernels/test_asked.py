@@ -1,5 +1,5 @@
-"""Behind the last layer's keys and values a step computes nothing but the tokens that somebody asks for: with the bits that
-they have when all are asked for."""
+"""Behind the last layer's keys and values a step computes nothing but the tokens that somebody asks for, with the bits
+that they have when all are asked for."""
 
 import functools
 import itertools

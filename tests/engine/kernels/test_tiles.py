@@ -114,10 +114,29 @@ def test_a_step_with_adapters_has_the_bits_of_avx512(tmp_path, name, lengths):
     assert not torch.equal(with_tiles, all_logits(backends[0], *ragged(parts_of(lengths))).clone())
 
 
-def test_the_tile_unit_has_no_library_of_its_own():
-    assert build.file_name("amx") == build.file_name("avx512")
+def test_neither_the_tile_unit_nor_pairs_have_a_library_of_their_own():
+    assert build.file_name("amx") == build.file_name("avx512-pairs") == build.file_name("avx512")
     assert build.best_isa(build.ISAS["amx"][1]) == "amx"
     assert build.best_isa(build.ISAS["amx"][1] - {"amx_int8"}) == "avx512"
+    assert build.best_isa(build.ISAS["avx512-pairs"][1]) == "avx512-pairs"
+
+
+@pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.PAIRS, reason="needs quick products of bf16 pairs")
+@pytest.mark.parametrize(
+    ("weight_format", "kv_dtype", "is_same"), [("w8a8", "int8", True), ("w8a8", "bf16", False), ("bf16", "int8", False)]
+)
+def test_pairs_add_bf16_products_in_another_order_and_say_so(weight_format, kv_dtype, is_same):
+    """Of keys and values, and of weights: their blocks are not those of another order."""
+    weights = random_weights(SPECS["smollm2 heads"])
+    pairs, words = (
+        CpuBackend(SPECS["smollm2 heads"], weights, 64, CpuOptions(weight_format, kv_dtype, num_threads=2, isa=isa))
+        for isa in ("avx512-pairs", "avx512")
+    )
+    args = ragged(parts_of([70, 3, 70]))
+    found, want = all_logits(pairs, *args).clone(), all_logits(words, *args).clone()
+    assert torch.equal(found, want) == is_same
+    assert (found - want).abs().max() < 0.02 * want.abs().max()
+    assert pairs.kv_layout != words.kv_layout
 
 
 @needs_tiles

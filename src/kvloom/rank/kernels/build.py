@@ -24,7 +24,9 @@ _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16
 _AVX512_FLAGS = tuple(f"-m{flag}" for flag in _AVX512.split())
 _AVX512_NEEDED = frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split())
 TILES = "amx"  # AVX-512 and the tile unit of Intel's processors
-PAIRS = "avx512-pairs"  # AVX-512 and products of bf16 pairs that begin as often as fused multiply-adds: AMD's since Zen 4
+PAIRS = (
+    "avx512-pairs"  # AVX-512 and products of bf16 pairs that begin as often as fused multiply-adds: AMD's since Zen 4
+)
 _OF_AMD = "clzero"  # a flag that no other maker's processors have; Intel's begin such a product every other cycle
 
 # Best first: the compiler's flags, and what /proc/cpuinfo must name.

@@ -252,7 +252,7 @@ class CpuBackend:
         )  # fmt: skip
 
     def _use(self, asked: str | None) -> str:
-        """The instruction set that was asked for, or the best that the processor has and the system lets this process use.
+        """The instruction set that was asked for, or the best that the processor has and the system lets be used.
 
         Raises ModelError when it was asked for and cannot be used.
         """

@@ -14,7 +14,7 @@ struct UnitOrder {
     struct Sum {
         F32 first, second, whole;
     };
-    static constexpr int kTilesOnce = kvl::kTilesOnce;
+    static constexpr int kTilesOnce = (kvl::kTilesOnce + 1) / 2;  // a sum has two registers while products are added
     static Sum zero() { return {splat(0), splat(0), splat(0)}; }
     static Pairs load_pairs(const uint16_t* from) { return load_halves(from); }
     static void add_pair(Sum& sum, const Pairs& pairs, const Factor* pair) {
@@ -44,7 +44,7 @@ struct PairOrder {
     using Pairs = kvl::Pairs;
     using Factor = uint16_t;
     using Sum = F32;
-    static constexpr int kTilesOnce = 2 * kvl::kTilesOnce;  // a sum is one register, not two
+    static constexpr int kTilesOnce = kvl::kTilesOnce;
     static Sum zero() { return splat(0); }
     static Pairs load_pairs(const uint16_t* from) { return kvl::load_pairs(from); }
     static void add_pair(Sum& sum, const Pairs& pairs, const Factor* pair) { sum = dot_pairs(sum, pairs, word_at(pair)); }
