@@ -1,4 +1,4 @@
-"""A save's copies: each instruction set moves the same bytes, and the sum is that of the copy."""
+"""Copies of saves and loads: each instruction set moves the same bytes, and the sum is that of the copy."""
 
 import ctypes
 from pathlib import Path
@@ -16,7 +16,7 @@ LINE, MARGIN = 64, 64
 
 @pytest.fixture(scope="module")
 def copies() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Library("libtest_copies", Path(__file__).parent / "native").path()))
+    return ctypes.CDLL(str(Library("libtest_native", Path(__file__).parent / "native").path()))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63])
@@ -39,6 +39,34 @@ def test_lines_are_copied_to_both_targets_and_nowhere_else(copies, which, num_li
     for memory, inner in targets:
         assert np.array_equal(inner, source[offset:])
         assert np.count_nonzero(memory) == size
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63])
+@pytest.mark.parametrize("num_lines", [0, 1, 5, 256])
+@pytest.mark.parametrize("which", [0, 1], ids=["sse2", "avx512"])
+def test_lines_of_a_load_are_copied_and_nothing_else(copies, which, num_lines, offset):
+    if not copies.has(which):
+        pytest.skip("this processor does not have it")
+    size = num_lines * LINE
+    source = np.random.default_rng(size).integers(1, 256, offset + size, np.uint8)
+    memory = np.zeros(size + 2 * MARGIN + LINE, np.uint8)
+    start = MARGIN + -(address_of(memory) + MARGIN) % LINE
+    addresses = (address_of(memory) + start, address_of(source) + offset)
+    copies.move(which, *map(ctypes.c_void_p, addresses), ctypes.c_size_t(size))
+    assert np.array_equal(memory[start : start + size], source[offset:])
+    assert np.count_nonzero(memory) == size
+
+
+@pytest.mark.parametrize("offset", [0, 1, 16, 63])
+@pytest.mark.parametrize("size", [1, 1023, 1024, 1087, 1088, 4000, 16384, 16385, 70_001])
+def test_a_piece_of_any_size_is_copied_wherever_it_lies(copies, size, offset):
+    source = np.random.default_rng(size).integers(1, 256, size, np.uint8)
+    memory = np.zeros(size + 2 * MARGIN + LINE, np.uint8)
+    start = MARGIN + -(address_of(memory) + MARGIN) % LINE + offset
+    addresses = (address_of(memory) + start, address_of(source))
+    copies.copy_ahead(*map(ctypes.c_void_p, addresses), ctypes.c_size_t(size))
+    assert np.array_equal(memory[start : start + size], source)
+    assert np.count_nonzero(memory) == size
 
 
 @pytest.mark.parametrize("offset", [0, 1])

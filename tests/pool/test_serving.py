@@ -1,5 +1,6 @@
 """A session's requests get the same answers, whether C++ gives them or Python does."""
 
+import ctypes
 import socket
 import time
 from collections import Counter
@@ -24,6 +25,8 @@ from ems.wire import messages as m
 from ems.wire.frames import FrameReader, FrameWriter, WireError
 from kvloom.pool.agent import Agent
 from kvloom.pool.storage.native.library import functions
+from kvloom.pool.storage.pool import Terms
+from kvloom.pool.storage.segments import SharedMemory
 from tests.support.pool import running_agent
 from tests.support.waiting import soon, until
 
@@ -219,6 +222,34 @@ def test_a_batch_is_a_chain_if_it_says_so_and_is_pinned_until_it_was_answered(ki
         pool.unpin(found)
 
 
+def a_part(number: int, is_last: bool) -> m.Save:
+    """A message of a batch that takes a quarter of the staging area."""
+    size = ARENA // 4
+    return m.Save(bytes([220, number]) * 16, [number % 4 * size], [size], b"", is_last=is_last)
+
+
+@pytest.mark.parametrize(("ends", "answers"), [((False, True), [[0, 1]]), ((False, False), [[0], [1]])])
+def test_who_has_sent_the_end_of_a_batch_gets_the_last_answers_at_once(kinds, ends, answers):
+    """Otherwise he may wait for a part of his staging area. Each packet is what the agent has sent at a time."""
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arena, terms, writer = SharedMemory("test", ARENA, False), Terms(True, False, ctypes.c_uint64(0)), FrameWriter()
+    with here, there:
+        serving = kinds[1].agent.node.pools()[0].serving(Channel(there), terms)
+        serving.use_arena(arena)
+        here.send(writer.encode(m.Ping(), 9))
+        assert serving.receive().message == m.Ping(), "the first is for who looks at the session's key"
+        here.send(b"".join(writer.encode(a_part(n, is_last), n) for n, is_last in enumerate(ends)))
+        here.shutdown(socket.SHUT_WR)
+        with pytest.raises(ConnectionResetError):
+            serving.receive()
+        for expected in answers:
+            reader = FrameReader()
+            reader.feed(here.recv(1 << 16))
+            assert [frame.request_id for frame in iter(reader.next_frame, None)] == expected
+        serving.close()
+    arena.close()
+
+
 def test_a_block_outside_of_its_segment_is_not_read():
     here, there = socket.socketpair()
     with here, there:
@@ -238,11 +269,12 @@ def test_a_block_outside_of_its_segment_is_not_read():
                 line.load(wanted, lambda _numbers, _count: mapped, soon())
 
 
+@pytest.mark.parametrize("size", [16 << 10, 48 << 10], ids=["one-thread", "two-threads"])
 @pytest.mark.parametrize("damaged", [None, 0, 1, 2, 30, 63])
-def test_two_threads_copy_a_long_load_up_to_the_first_damaged_block(damaged):
-    """Whatever the second thread has summed meanwhile: what lies behind a damaged block stays as it was."""
+def test_a_load_is_copied_up_to_the_first_damaged_block(damaged, size):
+    """Whatever a second thread has summed meanwhile: what lies behind a damaged block stays as it was."""
     here, there = socket.socketpair()
-    size, num = 16 << 10, 64
+    num = 64
     source = np.random.default_rng(1).integers(0, 256, (num, size), np.uint8)
     mapped = Mapped((Segment * 1)(Segment(0, address_of(source), source.size)), [source.reshape(-1)], 0)
     tensor = as_tensor("t", np.zeros((num, 1, 1, size), np.uint8))

@@ -7,6 +7,8 @@
 #include <poll.h>
 #include <sys/socket.h>
 
+#include "clock.hpp"
+#include "lookout.hpp"
 #include "sums.hpp"
 #include "wire.hpp"
 
@@ -14,13 +16,6 @@ namespace ems {
 
 constexpr int64_t kForEver = INT64_MAX;
 constexpr int kMalformed = EBADMSG;
-
-// Of the clock that Python's time.monotonic() reads.
-inline int64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return int64_t{now.tv_sec} * 1000000000 + now.tv_nsec;
-}
 
 inline uint32_t left_ms(int64_t deadline_ns) {
     return static_cast<uint32_t>(std::clamp<int64_t>((deadline_ns - now_ns()) / 1000000, 0, UINT32_MAX));
@@ -94,6 +89,15 @@ class FrameStream {
         return !is_sound(header) || end_ - start_ >= kHeaderBytes + header.body_bytes;
     }
 
+    // Another frame whose whole is here, without going on to it. It was not checked.
+    bool peek(Frame& frame) const {
+        if (!has_frame() || !is_sound(header_here())) {
+            return false;
+        }
+        frame = {header_here(), buffer_.data() + start_, kHeaderBytes + header_here().body_bytes};
+        return true;
+    }
+
     // The next frame. 0, ETIMEDOUT, ECONNRESET when the other side closed, kMalformed, or what recv says.
     int next(int64_t deadline_ns, Frame& frame) {
         while (!has_frame()) {
@@ -141,19 +145,22 @@ class FrameStream {
         if (buffer_.size() < end_ + wanted) {
             buffer_.resize(end_ + wanted);
         }
-        if (deadline_ns != kForEver) {
-            if (const int problem = wait_for(fd_, POLLIN, deadline_ns)) {
-                return problem;
-            }
-        }
+        const int flags = deadline_ns == kForEver ? 0 : MSG_DONTWAIT;
         while (true) {
-            const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, 0);
+            const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, flags);
             if (count > 0) {
                 end_ += static_cast<size_t>(count);
                 return 0;
             }
-            if (count == 0 || errno != EINTR) {
-                return count == 0 ? ECONNRESET : errno;
+            if (count == 0) {
+                return ECONNRESET;
+            }
+            if (errno == EAGAIN || errno == EWOULDBLOCK) {
+                if (const int problem = wait_for(fd_, POLLIN, deadline_ns)) {
+                    return problem;
+                }
+            } else if (errno != EINTR) {
+                return errno;
             }
         }
     }
@@ -212,6 +219,9 @@ class Exchange : public EmsLine {
 
     // The next answer, which must be that message. 0, an error number, or kUnexpected.
     int receive(Op op, Frame& frame) {
+        if (!stream_.has_frame()) {
+            lookout_.look(fd_);
+        }
         const int problem = stream_.next(deadline_ns, frame);
         const bool is_odd = problem == kMalformed || (problem == 0 && frame.header.op != op);
         return is_odd ? unexpected(frame) : problem;
@@ -233,6 +243,7 @@ class Exchange : public EmsLine {
     int fd_;
     FrameStream stream_;
     FrameWriter writer_;
+    Lookout lookout_;
 };
 
 }  // namespace ems

@@ -8,9 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
+#include "copies.hpp"
 
 namespace ems {
 
@@ -44,53 +42,6 @@ inline Sum canonical(Hash128 hash) {
 
 inline Sum sum_of(const Xxh3& xxh3, const uint8_t* data, size_t size) { return canonical(xxh3.whole(data, size)); }
 
-constexpr size_t kLine = 64;
-
-#ifdef __x86_64__
-constexpr bool kCanPass = true;        // whether there are such copies
-constexpr size_t kAhead = 16 * kLine;  // asked for before it is copied: the source may lie in another core's cache
-
-// Copies whole lines to `target` past the caches, and to `kept`, both at a multiple of a line: each byte is read once.
-inline void copy_lines_sse2(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
-    constexpr size_t kStep = sizeof(__m128i), kSteps = kLine / kStep;
-    for (size_t i = 0; i < size; i += kLine) {
-        _mm_prefetch(reinterpret_cast<const char*>(source + i) + kAhead, _MM_HINT_T0);
-        __m128i words[kSteps];
-        for (size_t w = 0; w < kSteps; w++) {
-            words[w] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i + w * kStep));
-        }
-        for (size_t w = 0; w < kSteps; w++) {
-            _mm_stream_si128(reinterpret_cast<__m128i*>(target + i + w * kStep), words[w]);
-            _mm_store_si128(reinterpret_cast<__m128i*>(kept + i + w * kStep), words[w]);
-        }
-    }
-}
-
-// The same with a line a register: it is written whole.
-__attribute__((target("avx512f"))) inline void copy_lines_avx512(uint8_t* target, uint8_t* kept, const uint8_t* source,
-                                                                 size_t size) {
-    for (size_t i = 0; i < size; i += kLine) {
-        _mm_prefetch(reinterpret_cast<const char*>(source + i) + kAhead, _MM_HINT_T0);
-        const __m512i line = _mm512_loadu_si512(source + i);
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(target + i), line);
-        _mm512_store_si512(kept + i, line);
-    }
-}
-
-inline void copy_lines(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {
-    static const bool has_avx512 = __builtin_cpu_supports("avx512f");
-    has_avx512 ? copy_lines_avx512(target, kept, source, size) : copy_lines_sse2(target, kept, source, size);
-}
-
-// What went past the caches is there before what is written next.
-inline void finish_copies() { _mm_sfence(); }
-#else
-constexpr bool kCanPass = false;
-
-inline void copy_lines(uint8_t*, uint8_t*, const uint8_t*, size_t) {}
-inline void finish_copies() {}
-#endif
-
 // Copies blocks and sums what it has written, piece by piece: a piece is summed while the cache still has it.
 class SummedCopy {
   public:
@@ -104,7 +55,7 @@ class SummedCopy {
     // The sum is of the bytes at `target`: whoever can still write to `source` cannot make it another block's.
     Sum operator()(uint8_t* target, const uint8_t* source, size_t size) {
         Sum sum;
-        is_past_ = kCanPass && size >= kLarge;
+        is_past_ = kHasLines && size >= kLarge;
         if (size <= kPiece) {
             sum = sum_of(xxh3_, put(target, source, size), size);
         } else {

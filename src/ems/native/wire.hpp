@@ -9,6 +9,8 @@
 #include <cstring>
 #include <vector>
 
+#include "crc.hpp"
+
 namespace ems {
 
 constexpr uint32_t kMagic = 0x31534D45;  // "EMS1"
@@ -35,43 +37,6 @@ enum Op : uint8_t {
     kHas = 24,
     kPresent = 25,
 };
-
-struct CrcTable {
-    uint32_t of[8][256];
-    constexpr CrcTable() : of() {
-        for (uint32_t i = 0; i < 256; i++) {
-            uint32_t crc = i;
-            for (int bit = 0; bit < 8; bit++) {
-                crc = (crc >> 1) ^ (crc & 1 ? 0xEDB88320U : 0);
-            }
-            of[0][i] = crc;
-        }
-        for (uint32_t i = 0; i < 256; i++) {
-            for (int n = 1; n < 8; n++) {
-                of[n][i] = (of[n - 1][i] >> 8) ^ of[0][of[n - 1][i] & 0xFF];
-            }
-        }
-    }
-};
-
-// CRC-32 as zlib has it, eight bytes at a time (Kounavis and Berry, 2005); `crc` = of what came before.
-inline uint32_t crc32(const uint8_t* data, size_t size, uint32_t crc = 0) {
-    static constexpr CrcTable table;
-    crc = ~crc;
-    for (; size >= 8; size -= 8, data += 8) {
-        uint64_t word;
-        std::memcpy(&word, data, sizeof word);
-        word ^= crc;
-        crc = 0;
-        for (int n = 0; n < 8; n++) {
-            crc ^= table.of[7 - n][(word >> (8 * n)) & 0xFF];
-        }
-    }
-    for (; size > 0; size--, data++) {
-        crc = (crc >> 8) ^ table.of[0][(crc ^ *data) & 0xFF];
-    }
-    return ~crc;
-}
 
 struct Header {
     uint32_t magic;

@@ -1,4 +1,4 @@
-// The copies of sums.hpp, those past the caches one function an instruction set, for test_native_copies.py.
+// The copies of copies.hpp and sums.hpp, those of lines one function an instruction set, for test_native_copies.py.
 #include "sums.hpp"
 
 extern "C" {
@@ -17,6 +17,17 @@ void copy(int which, uint8_t* target, uint8_t* kept, const uint8_t* source, size
     (which == 0 ? ems::copy_lines_sse2 : ems::copy_lines_avx512)(target, kept, source, size);
 #endif
     ems::finish_copies();
+}
+
+// Likewise, of those that keep nothing.
+void move(int which, uint8_t* target, const uint8_t* source, size_t size) {
+#ifdef __x86_64__
+    (which == 0 ? ems::move_lines_sse2 : ems::move_lines_avx512)(target, source, size, source);
+#endif
+}
+
+void copy_ahead(uint8_t* target, const uint8_t* source, size_t size) {
+    ems::copy_ahead(target, source, size, source);
 }
 
 void copy_summed(const ems::Xxh3* xxh3, uint8_t* target, const uint8_t* source, size_t size, uint8_t* sum) {

@@ -38,10 +38,10 @@ int64_t ems_scatter(const Batch* batch, const uint8_t* const* sources, const int
         if (lengths[block] != block_bytes(*batch, block)) {
             return block;
         }
-        const Sum* sum = sums != nullptr ? sums + block : nullptr;
-        if (!ems::scatter(*batch, block, sources[block], lengths[block], sum != nullptr ? xxh3 : nullptr, sum)) {
+        if (sums != nullptr && ems::sum_of(*xxh3, sources[block], static_cast<size_t>(lengths[block])) != sums[block]) {
             return block;
         }
+        ems::scatter(*batch, block, sources[block], block + 1 < batch->num_blocks ? sources[block + 1] : nullptr);
     }
     return batch->num_blocks;
 }

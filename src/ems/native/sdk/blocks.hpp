@@ -66,20 +66,17 @@ inline uint8_t* gather(const Batch& batch, int64_t block, uint8_t* target) {
     return target;
 }
 
-// Writes a source of `size` bytes, as many as the block has, to the block's tokens; not if its sum is another than
-// `sum`. xxh3: null = it is not summed. Whether it did.
-inline bool scatter(const Batch& batch, int64_t block, const uint8_t* source, int64_t size, const Xxh3* xxh3,
-                    const Sum* sum) {
-    if (xxh3 != nullptr && sum_of(*xxh3, source, static_cast<size_t>(size)) != *sum) {
-        return false;
-    }
+// Writes a source, of as many bytes as the block has, to the block's tokens. next: the source that is read after it, or
+// null.
+inline void scatter(const Batch& batch, int64_t block, const uint8_t* source, const uint8_t* next) {
+    const uint8_t* ahead = next != nullptr ? next : source + kAhead;
     for_pieces(batch, block, [&](uint8_t* memory, size_t count) {
         if (memory != nullptr) {
-            std::memcpy(memory, source, count);
+            copy_ahead(memory, source, count, ahead);
         }
         source += count;
+        ahead += count;
     });
-    return true;
 }
 
 }  // namespace ems

@@ -148,7 +148,7 @@ class Loading {
             if (!verify(sources, marks, i) || (!is_each && !are_good(sources, marks, num_good, i))) {
                 return is_each;
             }
-            ems::scatter(blocks_, number(i), sources[i], sizes_[number(i)], nullptr, nullptr);
+            ems::scatter(blocks_, number(i), sources[i], i + 1 < load_.num_found ? sources[i + 1] : nullptr);
             marks[i] = kCopied;
             return true;
         });

@@ -16,7 +16,7 @@
 
 namespace ems {
 
-constexpr int64_t kSharedBytes = 256 << 10;  // of a batch: below, waking another thread costs what it saves
+constexpr int64_t kSharedBytes = 2 << 20;  // of a batch: below, waking another thread costs more than it saves
 
 class Second {
   public:

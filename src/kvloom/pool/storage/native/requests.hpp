@@ -64,4 +64,14 @@ struct ToSave {
     }
 };
 
+// Whether the next request is here, and is the last of a batch: then its client waits for the answers of all.
+inline bool ends_batch(const ems::FrameStream& stream) {
+    ems::Frame next{};
+    if (!stream.peek(next) || next.header.op != ems::kSave) {
+        return false;
+    }
+    const ToSave wanted(next);
+    return wanted.is_good && wanted.is_last;
+}
+
 }  // namespace pool

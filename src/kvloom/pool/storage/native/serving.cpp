@@ -124,7 +124,7 @@ bool Serving::save(const Frame& frame) {
     }
     has_ended_ = wanted.is_last;
     held_bytes_ += wanted.bytes();
-    is_held_ = !wanted.is_last && held_bytes_ < arena_bytes_ / kHeldShare;
+    is_held_ = !wanted.is_last && (held_bytes_ < arena_bytes_ / kHeldShare || ends_batch(stream_));
     out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
     out_.bytes(statuses.data(), statuses.size());
     out_.end();
