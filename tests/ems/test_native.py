@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import threading
 from itertools import accumulate
 
 import numpy as np
@@ -20,6 +21,7 @@ from ems.native.plan import native_names, native_planner
 from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
+from tests.support.waiting import until
 
 NUM_BLOCKS, WIDTHS = 6, (3, 8, 1)  # tensors of three token sizes, in two layer groups
 BLOCK_SIZES, GROUP_OF = (4, 4, 2), [0, 0, 1]
@@ -139,6 +141,30 @@ def test_what_does_not_compile_is_told_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(BuildError, match=r"failed: .*broken\.cpp:1:\d+: error: [^\n]*$"):
         Library("broken", tmp_path).path()
+
+
+def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    wanted, runs, looked, kept = Library("wanted", tmp_path), [], [], Library._kept
+    other = threading.Thread(target=wanted.path)
+
+    def look(library):
+        looked.append(library)
+        return kept(library)
+
+    def compile_library(library, path):
+        runs.append(library)
+        if len(runs) == 1:
+            other.start()
+            until(lambda: len(looked) == 2)
+        path.touch()
+
+    monkeypatch.setattr(Library, "_kept", look)
+    monkeypatch.setattr(Library, "compile", compile_library)
+    path = wanted.path()
+    other.join()
+    assert path.exists()
+    assert runs == [wanted]
 
 
 def test_it_can_be_switched_off(monkeypatch):

@@ -4,13 +4,16 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
+from kvloom.native.build import NativeLibrary
 from tests.support.compiling import cache_with
 from tests.support.gewu import DaemonProcess, run_program
+from tests.support.waiting import until
 
 CHAT = Path(__file__).parents[2] / "examples" / "gewu" / "chat.c"
 LAID = {
@@ -95,6 +98,30 @@ def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path
     run_program(program, daemon, str(model))
     assert SONAME in dynamic_entries(program, "NEEDED")
     assert dynamic_entries(program, "RUNPATH") == [f"{environ['XDG_DATA_HOME']}/kvloom/gewu/lib"]
+
+
+def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    runs, looked, digest = [], [], NativeLibrary._digest
+    other = threading.Thread(target=LIBRARY.path)
+
+    def look(library):
+        looked.append(library)
+        return digest(library)
+
+    def compile_library(library, path):
+        runs.append(library)
+        if len(runs) == 1:
+            other.start()
+            until(lambda: len(looked) == 2)
+        path.touch()
+
+    monkeypatch.setattr(NativeLibrary, "_digest", look)
+    monkeypatch.setattr(NativeLibrary, "compile", compile_library)
+    path = LIBRARY.path()
+    other.join()
+    assert path.exists()
+    assert runs == [LIBRARY]
 
 
 def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from ems.context_caching import ContextCaching
+from ems.native.functions import functions as of_sdk
 from kvloom.pool.agent import Agent
-from kvloom.pool.cluster.native.library import functions
+from kvloom.pool.cluster.native.library import functions as of_stream
+from kvloom.pool.storage.native.library import functions as of_index
 from tests.support.pool import new_kv, running_agent, session
 
 
@@ -28,9 +30,16 @@ def cc(agent: Agent, kv: list[list[torch.Tensor]]) -> Iterator[ContextCaching]:
         yield caching
 
 
+@pytest.fixture(scope="session")
+def native() -> None:
+    """For tests of the C++ libraries. Not all who collect them compile them: only who runs these tests does."""
+    if of_index() is None or of_sdk() is None or of_stream() is None:
+        pytest.skip("there is no C++ compiler")
+
+
 @pytest.fixture(params=["native", "python"])
 def either_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the C++ libraries and without."""
     monkeypatch.setenv("EMS_NATIVE", "1" if request.param == "native" else "0")
-    if request.param == "native" and functions() is None:
+    if request.param == "native" and of_stream() is None:
         pytest.skip("there is no C++ compiler")

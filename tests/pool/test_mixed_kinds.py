@@ -12,7 +12,6 @@ from ems.context_caching import ContextCaching
 from ems.native.tensors import NativeHostTensors
 from kvloom.pool.agent import Agent
 from kvloom.pool.config import Address
-from kvloom.pool.storage.native.library import functions
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.store import TenantPool
 from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
@@ -23,7 +22,7 @@ NUM_BLOCKS = 24
 TOKEN_BYTES = (24, 1000, 4096, 16384)  # blocks of 96 bytes, of 4,000, of 16 KiB and of 64
 POOLS = {"native": NativePool, "python": TenantPool}
 TENSORS = {"native": NativeHostTensors, "python": HostTensors}
-pytestmark = pytest.mark.skipif(functions() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tests.support.kept import kept
 SLAB, TOTAL = 1 << 16, 1 << 18
 KEYS = st.integers(0, 40).map(lambda n: bytes([n]) * 32)
 LENGTHS = st.sampled_from([100, 5000, 9000, 30000, SLAB + 1])
-pytestmark = pytest.mark.skipif(functions() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.usefixtures("native")
 
 
 def both(is_lru: bool, total: int = TOTAL) -> tuple[TenantPool, NativePool]:

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ems import EmsException
 from ems.common.channel import Channel
 from ems.native.functions import Segment
-from ems.native.functions import functions as of_sdk
 from ems.native.line import Mapped, WantedLoad, native_line
 from ems.native.tensors import native_tensors
 from ems.runs import Blocks, address_of
@@ -24,13 +23,12 @@ from ems.transport import Link, SegmentMaps
 from ems.wire import messages as m
 from ems.wire.frames import FrameReader, FrameWriter, WireError
 from kvloom.pool.agent import Agent
-from kvloom.pool.storage.native.library import functions
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
 from tests.support.pool import running_agent
 from tests.support.waiting import soon, until
 
-pytestmark = pytest.mark.skipif(functions() is None or of_sdk() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.usefixtures("native")
 ARENA, LENGTHS = 1 << 16, [100, 4096, 9000]
 numbers = st.integers(0, 30)
 some_keys = st.lists(numbers, max_size=6).map(lambda chosen: b"".join(bytes([n]) * 32 for n in chosen))

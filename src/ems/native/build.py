@@ -3,6 +3,7 @@
 Needs a compiler and nothing else. A wheel build runs this too, with nothing but the standard library.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -44,8 +45,19 @@ class Library:
             return self.prebuilt
         path = self._kept()
         if not path.exists():
-            self.compile(path)
+            self._compile_once(path)
         return path
+
+    def _compile_once(self, path: Path) -> None:
+        """Whoever comes meanwhile waits. Raises BuildError."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with (path.parent / f"{self.name}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not path.exists():
+                    self.compile(path)
+        except OSError as error:
+            raise _unwritable(path, error) from None
 
     def _kept(self) -> Path:
         return _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
@@ -68,13 +80,17 @@ class Library:
                     raise BuildError(f"{compiler} failed: {first.strip()}")
                 built.replace(path)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"compiling into {path.parent} failed: {error}") from None
+            raise _unwritable(path, error) from None
 
     def _digest(self) -> str:
         digest = hashlib.sha256(repr(FLAGS).encode())
         for source in sorted({*HERE.glob("*.[hc]pp"), *self.folder.glob("*.[hc]pp")}):
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
+
+
+def _unwritable(path: Path, error: Exception) -> BuildError:
+    return BuildError(f"compiling into {path.parent} failed: {error}")
 
 
 def _cache() -> Path:

@@ -4,6 +4,7 @@ From the cache only kvloom itself loads it; programs link with what install.py l
 with nothing but the standard library.
 """
 
+import fcntl
 import hashlib
 import os
 import subprocess
@@ -64,8 +65,16 @@ class NativeLibrary:
             return prebuilt
         path = _cache() / "kvloom" / self.name / self._digest() / self.soname
         if not path.exists():
-            self.compile(path)
+            self._compile_once(path)
         return path
+
+    def _compile_once(self, path: Path) -> None:
+        """Whoever comes meanwhile waits. Raises BuildError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                self.compile(path)
 
     def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
         """Compile it to `path`, whole or not at all. Raises BuildError."""
