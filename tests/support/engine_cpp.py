@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.engine_api.build import LIBRARY
-from tests.support.compiling import compiled, objects
+from tests.support.compiling import compiled, units
 from tests.support.configs import mock_document
 from tests.support.lent import lend
 
@@ -77,7 +77,7 @@ def compile_example() -> Path:
 def compile_sanitized(source: Path, *flags: str) -> Path:
     """A program that has the library's own files compiled in, so that a sanitizer sees them."""
     command = ["c++", "-std=c++17", "-D_GNU_SOURCE", *QUICK, *WARNINGS, f"-I{LIBRARY.include}", *flags]
-    library = objects(command, LIBRARY.source_files())
+    library = units(command, LIBRARY.source_files())
     command = ["c++", "-std=c++11", *QUICK, *WARNINGS, f"-I{HEADERS}", *flags, source]
     return compiled([*command, *library, "-pthread", "-ldl"], source.stem)
 
