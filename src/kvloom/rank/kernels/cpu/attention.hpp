@@ -155,6 +155,12 @@ struct Scored {
     int stride;
 };
 
+// Between two rows of a softmax, which is compiled anew for each type of this.
+template <int ROWS>
+struct NothingMeanwhile {
+    void operator()(int) const {}
+};
+
 // Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants them. After
 // each row `meanwhile` is told which it was.
 template <class Form, int VECS, class Meanwhile>
@@ -243,7 +249,8 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
         score_blocks<Cache, ROWS, Cache::kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
     for (; b < chunk.num_blocks; b++)
         score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
-    const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, [](int) {});
+    const NothingMeanwhile<kUnrollsRows ? ROWS : 0> nothing;
+    const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, nothing);
     int dim = 0;
     for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)
         weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.head_dim, dim, factors, shares, out);

@@ -12,6 +12,7 @@ constexpr int kRowsOnce = 2;  // 8 accumulators of 16 registers
 constexpr int kRowsMany = 2;
 constexpr int kRowsPlain = 2;
 constexpr int kAttentionRows = 2;
+constexpr bool kUnrollsRows = true;
 constexpr int kAttentionGroups = 1;
 constexpr int kTilesOnce = 1;
 constexpr int kByteZero = 0;  // dot_weights subtracts 128 itself: vpmaddubsw would saturate on bytes above 127

@@ -12,6 +12,7 @@ constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums 
 constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
 constexpr int kRowsPlain = 12;     // 24 sums, and both halves of a pair of weights
 constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
+constexpr bool kUnrollsRows = true;
 constexpr int kAttentionGroups = 3;  // of as many queries: what they read of a chunk, and what they make, fits the first-level cache
 constexpr int kTilesOnce = 4;      // of keys, or of values: 24 sums of 6 queries
 constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)

@@ -13,6 +13,7 @@ constexpr int kRowsOnce = 2;      // rows of one pass over a panel when the whol
 constexpr int kRowsMany = 2;      // rows of a pass when there are several
 constexpr int kRowsPlain = 2;     // of any pass, with weights that have no groups
 constexpr int kAttentionRows = 4; // queries that share each load of a key tile
+constexpr bool kUnrollsRows = false;  // in the softmax of attention: here it gains nothing, and takes long to compile
 constexpr int kAttentionGroups = 1;  // of a task: a chunk is read for all of them
 constexpr int kTilesOnce = 1;     // loads of keys, or of values, that share those of a query's factors
 constexpr int kByteZero = 0;      // what is subtracted from an int8 weight's byte by the caller: dot_weights does it here
