@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 # Far more than anything takes on a quiet machine: a busy one is no fault. tools/mutants.py waits for less.
@@ -12,6 +13,12 @@ WAIT_S = float(os.environ.get("KVLOOM_TEST_WAIT_S", "180"))
 def soon() -> float:
     """A deadline for what is to succeed, far enough for a busy machine."""
     return time.monotonic() + WAIT_S
+
+
+def is_locked_out(lock: Path) -> bool:
+    """Whether somebody waits for this file's lock."""
+    waits = f":{lock.stat().st_ino} "
+    return any("->" in line and waits in line for line in Path("/proc/locks").read_text().splitlines())
 
 
 def until(condition: Callable[[], Any], limit_s: float = WAIT_S) -> Any:
