@@ -5,16 +5,15 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import Send
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvloom.contract.errors import ServingError
 from kvloom.server.errors import BUG_TEXT, ErrorReply, NoRoute, TooLarge, WrongMethod, reply_for_path
@@ -34,6 +33,7 @@ from kvloom.server.serving.vision.seen import Look
 log = logging.getLogger(__name__)
 
 Answer = Callable[[HttpRequest], Awaitable[Reply]]
+T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z")
 _CLIENT_GONE = 499  # nobody reads it
@@ -63,6 +63,10 @@ class FrameResponse(StreamingResponse):
         super().__init__(frames, media_type=media_type, headers=headers)
         self._first, self._frames = first, frames
 
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(ClientDisconnect):
+            await _unless_gone(receive, self.stream_response(send))
+
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._frames) as frames:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -74,13 +78,12 @@ class FrameResponse(StreamingResponse):
 
 def make_app(
     health: Health, dialects: Sequence[Dialect], settings: AppSettings, parsing: Parsing | None = None
-) -> Starlette:
+) -> ASGIApp:
     """The app. `parsing` is closed with it."""
-
     parsing, looking = parsing or Parsing(health.models), Looking(settings.image_hosts)
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: ASGIApp) -> AsyncIterator[None]:
         settings.on_start()
         yield
         await asyncio.to_thread(parsing.close)
@@ -89,12 +92,24 @@ def make_app(
     for dialect in dialects:
         for endpoint in dialect.endpoints:
             handler = _Handler(dialect, endpoint, _answer(endpoint, parsing, looking), health, settings)
-            routes.append(Route(endpoint.path, handler.handle, methods=[endpoint.method]))
-    return Starlette(
-        routes=routes,
-        exception_handlers={ServingError: _on_error, HTTPException: _on_http_error},
-        lifespan=lifespan,
-    )
+            routes.append(Route(endpoint.path, handler, methods=[endpoint.method]))
+    return _App(Router(routes, lifespan=lifespan))
+
+
+class _App:
+    """The routes, and an answer where there is none. What an answer sends reaches the server directly: starlette's own
+    application puts three functions in between, each called for every event of a stream.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = self  # with one the router raises what it does not find
+        try:
+            await self._router(scope, receive, send)
+        except HTTPException as error:
+            await _no_route(scope, error)(scope, receive, send)
 
 
 def _answer(endpoint: Endpoint, parsing: Parsing, looking: Looking) -> Answer:
@@ -133,7 +148,7 @@ def _forgetful(error: ServingError) -> ServingError:
 
 @dataclass(frozen=True, slots=True)
 class _Handler:
-    """One endpoint as starlette wants it; errors in the shape of its dialect."""
+    """One endpoint as an ASGI app; errors in the shape of its dialect."""
 
     dialect: Dialect
     endpoint: Endpoint
@@ -141,7 +156,11 @@ class _Handler:
     health: Health
     settings: AppSettings
 
-    async def handle(self, request: Request) -> Response:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._answered(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _answered(self, request: Request) -> Response:
         given = request.headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.match(given) else uuid.uuid4().hex
         current_request_id.set(request_id)
@@ -181,7 +200,7 @@ class _Handler:
         is_cancelled = endpoint.is_generating or endpoint.parse is not None
         work = self.answer(received)
         del received  # a large body is kept by nobody once it is parsed
-        reply = await (_unless_gone(request, work) if is_cancelled else work)
+        reply = await (_unless_gone(request.receive, work) if is_cancelled else work)
         if reply.frames is not None:
             return FrameResponse(reply.body, reply.frames, reply.media_type, {**reply.headers, **sse.HEADERS})
         return Response(reply.body, reply.status, reply.headers, reply.media_type if reply.body else None)
@@ -218,10 +237,10 @@ async def _read(request: Request, max_bytes: int) -> bytes | bytearray:
     return bytes(body) if len(body) <= INLINE_BYTES else body
 
 
-async def _unless_gone(request: Request, work: Awaitable[Reply]) -> Reply:
+async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
     """Await `work`, but cancel it when the client closes the connection. Raises ClientDisconnect then."""
     answer = asyncio.ensure_future(work)
-    gone = asyncio.create_task(_disconnect(request.receive))
+    gone = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -233,7 +252,7 @@ async def _unless_gone(request: Request, work: Awaitable[Reply]) -> Reply:
         await asyncio.gather(answer, gone, return_exceptions=True)
 
 
-async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -242,13 +261,8 @@ def _error_response(reply: ErrorReply) -> Response:
     return Response(reply.body, reply.status, reply.headers, media_type="application/json")
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServingError)
-    return _error_response(reply_for_path(request.url.path, error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _no_route(scope: Scope, error: HTTPException) -> Response:
+    request = Request(scope)
     path = request.url.path
     if error.status_code == 405:
         response = _error_response(reply_for_path(path, WrongMethod(f"{request.method} is not allowed on {path}")))
