@@ -57,11 +57,11 @@ class Feed:
 
     def put(self, request_id: str, item: Delta | ServingError) -> None:
         """The next of a request. An error ends the feed for all of its requests."""
-        if isinstance(item, Delta) and item.finish_reason is FinishReason.ERROR:
-            error = item.error or "the model failed"
-            item = BadRequest("", error) if item.is_callers else GenerationFailed(error)
         if isinstance(item, ServingError):
             self._error = self._error or item
+        elif item.finish_reason is FinishReason.ERROR:
+            error = item.error or "the model failed"
+            self._error = self._error or (BadRequest("", error) if item.is_callers else GenerationFailed(error))
         elif self._error is None:
             self._unread.append((self.index_of[request_id], item))
         self._wake()

@@ -164,11 +164,15 @@ class GenerationService:
                 self.meter.token(tally.timing, choice)
             if delta.finish_reason is not None:
                 tally.end(delta.finish_reason, delta.num_cached_tokens)
-        if tally.is_done:
-            num_prompt = generation.num_prompt_tokens
-            asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
-            num_computed = num_prompt * generation.best_of - tally.total_cached
-            self.meter.finished(tally.timing, asked, tally.reasons, num_computed)
+                if tally.is_done:
+                    self._finish(tally, generation)
+
+    def _finish(self, tally: "_Tally", generation: Generation) -> None:
+        """All choices have ended."""
+        num_prompt = generation.num_prompt_tokens
+        asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
+        num_computed = num_prompt * generation.best_of - tally.total_cached
+        self.meter.finished(tally.timing, asked, tally.reasons, num_computed)
 
     def _trace(self, tally: "_Tally", generation: Generation) -> None:
         """Tell the tracer of a generation that has ended; choices without an end were given up by the client."""
