@@ -8,27 +8,28 @@ was expected and what was measured, so that a step that somebody else held up, h
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import mul
+from typing import NamedTuple
 
 from kvloom.engine.schedule.seq import Plan, Seq
 
 _USUAL = (10.0, 1.0, 0.5, 0.2)  # what the parts cost, in tokens, before more than one step was seen
 _LEAST_S = 1e-9  # a step takes some time
 _NOISE = 0.1  # of a step's time, relative
-_SPEED_DRIFT = 0.02  # by which all costs may change from one step to the next, relative
-_DRIFT = 0.005  # and each by itself, relative to what is usual
+_SPEED = 0.02**2  # variance of all costs together from one step to the next, relative
+_OWN = 0.005**2  # and of each by itself, relative to what is usual
+_ROWS = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))  # of a symmetric matrix, whose triangle is in a list
+
+Four = tuple[float, float, float, float]  # one of each part
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What a step computes."""
 
     num_tokens: int
     num_samples: int  # rows whose logits are wanted
     num_pairs: int  # of a query and a key that it attends to
 
-    def amounts(self) -> tuple[float, float, float, float]:
+    def amounts(self) -> Four:
         """Of the parts: a step, its tokens, its samples, 1000 pairs."""
         return 1.0, self.num_tokens, self.num_samples, self.num_pairs / 1000
 
@@ -63,17 +64,17 @@ class StepCost:
     """Knows nothing at first, and the usual proportions after one step."""
 
     def __init__(self) -> None:
-        self._parts: list[float] = []  # seconds of each
-        self._spread: list[list[float]] = []  # their covariance
+        self._parts: Four = (0.0, 0.0, 0.0, 0.0)  # seconds of each
+        self._spread: list[float] = []  # their covariance, as _ROWS says
 
     @property
     def is_known(self) -> bool:
-        return bool(self._parts)
+        return bool(self._spread)
 
     @property
     def token_s(self) -> float | None:
         """Of one more token of a prompt, attention left out."""
-        return self._parts[1] if self._parts else None
+        return self._parts[1] if self._spread else None
 
     def step_s(self, load: Load) -> float:
         """Foretold seconds of a step; something must have been learned."""
@@ -99,49 +100,70 @@ class StepCost:
         if not load.num_tokens:
             return
         amounts, seconds = load.amounts(), max(seconds, _LEAST_S)
-        if not self._parts:
+        if not self._spread:
             unit_s = seconds / _dot(_USUAL, amounts)
-            self._parts = [unit_s * usual for usual in _USUAL]
-            self._spread = [[part**2 * (i == j) for j in range(4)] for i, part in enumerate(self._parts)]
+            one, token, sample, kilopair = (unit_s * usual for usual in _USUAL)
+            self._parts = one, token, sample, kilopair
+            self._spread = [one**2, 0.0, 0.0, 0.0, token**2, 0.0, 0.0, sample**2, 0.0, kilopair**2]
             return
         expected_s = _dot(self._parts, amounts)
         self._drift(expected_s / _dot(_USUAL, amounts))
         scale_s = max(seconds, expected_s)
-        row = [amount / scale_s for amount in amounts]
-        self._move(row, (seconds - expected_s) / scale_s, _NOISE**2)
+        one, token, sample, kilopair = amounts
+        seen = one / scale_s, token / scale_s, sample / scale_s, kilopair / scale_s
+        self._move(seen, (seconds - expected_s) / scale_s, _NOISE**2)
         while min(self._parts) < 0:  # then it is 0, and the others are what they are given that
             worst = min(range(4), key=self._parts.__getitem__)
-            self._move([float(i == worst) for i in range(4)], -self._parts[worst], 0.0)
-            self._parts[worst] = 0.0
-            for i in range(4):
-                self._spread[worst][i] = self._spread[i][worst] = 0.0
+            self._move(_only(1.0, worst), -self._parts[worst], 0.0)
+            one, token, sample, kilopair = (part * (i != worst) for i, part in enumerate(self._parts))
+            self._parts = one, token, sample, kilopair
+            for i in _ROWS[worst]:
+                self._spread[i] = 0.0
 
-    def _move(self, row: Sequence[float], error: float, noise: float) -> None:
-        """The parts were seen through `row`, in a sum that is larger by `error` than was thought."""
-        shared = [_dot(line, row) for line in self._spread]
-        variance = _dot(shared, row) + noise
-        self._parts = [part + s / variance * error for part, s in zip(self._parts, shared, strict=True)]
+    def _move(self, seen: Four, error: float, noise: float) -> None:
+        """The parts were seen through `seen`, in a sum that is larger by `error` than was thought."""
+        a, b, c, d = seen
+        aa, ab, ac, ad, bb, bc, bd, cc, cd, dd = self._spread
+        at_a, at_b = aa * a + ab * b + ac * c + ad * d, ab * a + bb * b + bc * c + bd * d
+        at_c, at_d = ac * a + bc * b + cc * c + cd * d, ad * a + bd * b + cd * c + dd * d
+        variance = at_a * a + at_b * b + at_c * c + at_d * d + noise
+        by_a, by_b, by_c, by_d = at_a / variance, at_b / variance, at_c / variance, at_d / variance
+        one, token, sample, kilopair = self._parts
+        self._parts = one + by_a * error, token + by_b * error, sample + by_c * error, kilopair + by_d * error
         self._spread = [
-            [value - s * t / variance for value, t in zip(line, shared, strict=True)]
-            for line, s in zip(self._spread, shared, strict=True)
+            *(aa - by_a * at_a, ab - by_a * at_b, ac - by_a * at_c, ad - by_a * at_d),
+            *(bb - by_b * at_b, bc - by_b * at_c, bd - by_b * at_d),
+            *(cc - by_c * at_c, cd - by_c * at_d),
+            dd - by_d * at_d,
         ]
 
     def _drift(self, unit_s: float) -> None:
         """Since the last step the machine may be faster or slower, and each cost a little different by itself."""
-        self._spread = [
-            [value + _SPEED_DRIFT**2 * one * other for value, other in zip(line, self._parts, strict=True)]
-            for line, one in zip(self._spread, self._parts, strict=True)
+        a, b, c, d = self._parts
+        aa, ab, ac, ad, bb, bc, bd, cc, cd, dd = self._spread
+        all_a, all_b, all_c, all_d = _SPEED * a, _SPEED * b, _SPEED * c, _SPEED * d
+        spread = self._spread = [
+            *(aa + all_a * a, ab + all_a * b, ac + all_a * c, ad + all_a * d),
+            *(bb + all_b * b, bc + all_b * c, bd + all_b * d),
+            *(cc + all_c * c, cd + all_c * d),
+            dd + all_d * d,
         ]
-        for i, usual in enumerate(_USUAL):
-            most = max(self._parts[i], unit_s * usual) ** 2  # as if nothing were known
-            self._spread[i][i] += _DRIFT**2 * most
-            if self._spread[i][i] > most:
-                share = math.sqrt(most / self._spread[i][i])
-                for j in range(4):
-                    self._spread[i][j] *= share
-                    self._spread[j][i] *= share
+        for i, row in enumerate(_ROWS):
+            most = max(self._parts[i], unit_s * _USUAL[i]) ** 2  # as if nothing were known
+            known = spread[row[i]] + _OWN * most
+            if known > most:
+                share = math.sqrt(most / known)
+                for j in row:
+                    spread[j] *= share
+            spread[row[i]] = min(known, most)
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    product: float = sum(map(mul, left, right))
-    return product
+def _only(value: float, part: int) -> Four:
+    one, token, sample, kilopair = (value * (i == part) for i in range(4))
+    return one, token, sample, kilopair
+
+
+def _dot(left: Four, right: Four) -> float:
+    a, b, c, d = left
+    one, token, sample, kilopair = right
+    return a * one + b * token + c * sample + d * kilopair
