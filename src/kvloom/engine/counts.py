@@ -20,7 +20,7 @@ class Counts:
     def __init__(self) -> None:
         self.totals: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
-        self._batches: dict[int, BatchTimes] = {}
+        self._batches: dict[int, list[float]] = {}  # by their size: how many, what they took
         self._compute_s = 0.0
 
     def add(self, name: str, count: int = 1) -> None:
@@ -32,8 +32,9 @@ class Counts:
         self._compute_s += compute_s
         if num_seqs:
             self._step_tokens.add(num_tokens)
-            before = self._batches.get(num_seqs, BatchTimes(num_seqs))
-            self._batches[num_seqs] = BatchTimes(num_seqs, before.num_steps + 1, before.compute_s + compute_s)
+            times = self._batches.setdefault(num_seqs, [0, 0.0])
+            times[0] += 1
+            times[1] += compute_s
 
     def stats(self, gauges: Mapping[str, Any], tier: Mapping[str, Any]) -> Stats:
         """`gauges` and `tier` by the names of Stats, too."""
@@ -43,7 +44,7 @@ class Counts:
             **tier,
             total_compute_s=self._compute_s,
             step_tokens=self._step_tokens.copy(),
-            batches=tuple(self._batches.values()),
+            batches=tuple(BatchTimes(num, int(steps), took_s) for num, (steps, took_s) in self._batches.items()),
         )
 
 

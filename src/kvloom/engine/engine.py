@@ -252,11 +252,14 @@ class Engine:
         samples = output.by_sequence()
         steps = [s for s in plan.steps if s.seq.status is Status.RUNNING and s.seq.id in samples]
         taken = {step.seq.id: self._take(self._seqs[step.seq.id], samples[step.seq.id]) for step in steps}
+        self._counts.add("total_output_tokens", sum(map(len, taken.values())))
         fresh = commit_step(plan, taken, self._pool, self._limits.block_size, self._executor.info.reach)
         self._transfers.save(fresh)
         self._transfers.give(step.seq for step in plan.steps)
         for step in steps:
-            self._end_or_draft(self._seqs[step.seq.id], len(step.draft), max(0, len(samples[step.seq.id]) - 1))
+            live = self._seqs[step.seq.id]
+            if live.finish is not None or live.lookup is not None:
+                self._end_or_draft(live, len(step.draft), max(0, len(samples[step.seq.id]) - 1))
 
     def settle(self) -> None:
         """Wait for all steps under way. Raises RankDied."""
@@ -354,9 +357,7 @@ class Engine:
         """The sampled tokens that the answer has."""
         fresh = live.take(samples, self._ends)
         self._fresh += fresh
-        taken = [item.token.token_id for item in fresh if item.token is not None]
-        self._counts.add("total_output_tokens", len(taken))
-        return taken
+        return [item.token.token_id for item in fresh if item.token is not None]
 
     def _end_or_draft(self, live: Live, num_drafted: int, num_accepted: int) -> None:
         """After its samples were taken: end the sequence, or guess what follows."""

@@ -56,9 +56,8 @@ class GivenEnds:
 
     def take(self, info: RankInfo, pool: str) -> Iterable[tuple[Live, Delta]]:
         """Those that wait for nothing any more, each with what its prompt has in the tier."""
-        place = _own_place(info, pool)
         for live, delta in list(self._held.values()):
-            giving = live.seq.giving
+            place, giving = _own_place(info, pool), live.seq.giving
             assert giving is not None
             if not giving.pending:
                 self.drop(live.request.id)

@@ -24,6 +24,7 @@ class Live:
     request: Request
     seq: Seq
     seed: int
+    told_seed: int | None  # what the caller is told of it: None when greedy
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
@@ -89,21 +90,22 @@ class Live:
 
     def tell(self, fresh: "Fresh") -> Delta:
         """What the token says to people. Ends the answer, too, when it completes a stop string."""
-        finish, stop_reason = fresh.finish, None
-        text = self.text_of(fresh)
+        _, token, finish = fresh
+        text, stop_reason = self.text_of(fresh), None
         if self.stops.matched is not None:
-            return self.delta(FinishReason.STOP, fresh.token, text, self.stops.matched)
-        if finish is FinishReason.STOP and fresh.token is not None:
-            stop_reason = fresh.token.token_id
-        return self.delta(finish, fresh.token, text, stop_reason)
+            return self.delta(FinishReason.STOP, token, text, self.stops.matched)
+        if finish is FinishReason.STOP and token is not None:
+            stop_reason = token.token_id
+        return self.delta(finish, token, text, stop_reason)
 
     def text_of(self, fresh: "Fresh") -> str:
         """Text that the token releases, stop strings applied; at the end also what was held back."""
         text = ""
-        is_stop_token = fresh.finish is FinishReason.STOP and not self.request.params.include_stop
-        if fresh.token is not None and not is_stop_token:
-            text = self.stops.add(self.detok.add(fresh.token.token_id))
-        if fresh.finish is not None and self.stops.matched is None:
+        _, token, finish = fresh
+        is_stop_token = finish is FinishReason.STOP and not self.request.params.include_stop
+        if token is not None and not is_stop_token:
+            text = self.stops.add(self.detok.add(token.token_id))
+        if finish is not None and self.stops.matched is None:
             text += self.stops.finish()
         return text
 
@@ -126,7 +128,7 @@ class Live:
             finish,
             stop_reason,
             self.seq.num_cached,
-            None if self.request.params.is_greedy else self.seed,
+            self.told_seed,
             embedding=self.embedding,
         )
 
@@ -155,7 +157,8 @@ class Arrivals:
         if seed is None:
             seed = secrets.randbits(63) if config.seed is None else (config.seed + seq.id) & (2**63 - 1)
         detok = Detokenizer(text_bytes(self._vocabulary, params.skip_special_tokens))
-        live = Live(request, seq, seed, detok, StopStrings(params.stop, params.include_stop), now_s)
+        told_seed = None if params.is_greedy else seed
+        live = Live(request, seq, seed, told_seed, detok, StopStrings(params.stop, params.include_stop), now_s)
         live.go_on()
         self._next_id += 1
         return live

@@ -6,6 +6,7 @@ same thing: a sequence with tokens whose keys and values are not computed yet.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -29,8 +30,7 @@ FCFS = Policy()
 _NOTHING_MEASURED = SwapCosts()
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
+class Circumstances(NamedTuple):
     """What a plan goes by beside sequences, blocks and limits."""
 
     policy: Policy = FCFS
@@ -54,8 +54,7 @@ class _Budget:
     is_shared: bool  # whether running sequences compute in this step
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
+class _Running(NamedTuple):
     """What becomes of the running sequences in a step."""
 
     seqs: list[Seq]
@@ -84,7 +83,7 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
     """
     alone = now.alone
     ordered, waiting = _queues(seqs, now)
-    share = _share_tokens([seq for seq in ordered if alone in (None, seq) and not seq.is_ending], limits)
+    share = _share_tokens(ordered if alone is None else [seq for seq in ordered if seq is alone], limits)
     running = _plan_running(ordered, share, pool, limits)
     if running.preempted:
         return _preempting(running.steps, running.preempted, pool, now.costs)
@@ -148,14 +147,17 @@ def _ordered(seqs: list[Seq], key: Key | None) -> list[Seq]:
 
 def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
     """Tokens a running sequence may compute: one for each decode, the rest to prefills in their order."""
-    budget = limits.max_tokens
-    share = {seq.id: 1 for seq in running if seq.num_pending == 1}
-    budget -= len(share)
-    budget = min(budget, limits.prefill_tokens)
+    share: dict[int, int] = {}
+    prefills: list[Seq] = []
     for seq in running:
         if seq.num_pending > 1:
-            share[seq.id] = min(seq.num_pending, budget)
-            budget -= share[seq.id]
+            prefills.append(seq)
+        elif not seq.is_ending:
+            share[seq.id] = 1
+    budget = min(limits.max_tokens - len(share), limits.prefill_tokens)
+    for seq in prefills:
+        share[seq.id] = min(seq.num_pending, budget)
+        budget -= share[seq.id]
     return share
 
 
@@ -171,8 +173,9 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
     stop = 1 if limits.max_preempt is None else max(1, end - limits.max_preempt)  # running[:stop] are safe
     i = 0
     while i < end:
-        seq, count = running[i], share.get(running[i].id, 0)
-        need = num_blocks_of(seq.next_start + count, limits.block_size) - len(seq.block_table)
+        seq = running[i]
+        count, start = share.get(seq.id, 0), seq.next_start
+        need = num_blocks_of(start + count, limits.block_size) - len(seq.block_table)
         while count and need > free and end > stop:
             end -= 1
             preempted.append(running[end])
@@ -180,7 +183,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
             if end == i:
                 break
         if i < end and count and need <= free:
-            steps.append(SeqStep(seq, seq.next_start, count, need))
+            steps.append(SeqStep(seq, start, count, need))
             free -= need
         i += 1
     return _Running(running, steps, preempted, free)

@@ -47,7 +47,7 @@ class Seq:
     draft: list[int] = field(default_factory=list)  # tokens guessed to follow token_ids
     may_run_ahead: bool = True  # False: what it computes next depends on the token before; see ahead.py
     turn: float = 0.0  # virtual time of its turn (priority, deadline, fairness); see policies.Turns
-    repute: Repute = field(default_factory=Repute)
+    repute: Repute | None = None  # None = no rank has died while it computed this
     giving: Giving | None = None  # its prompt's blocks are for another engine
 
     @property
@@ -74,7 +74,7 @@ class Seq:
     @property
     def is_suspect(self) -> bool:
         """Whether a rank may have died of it."""
-        return self.repute.num_crashes > 0 and self.repute.is_suspect(len(self.token_ids))
+        return self.repute is not None and self.repute.is_suspect(len(self.token_ids))
 
 
 class SeqStep(msgspec.Struct, frozen=True):
@@ -92,8 +92,7 @@ class SeqStep(msgspec.Struct, frozen=True):
     draft: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadStep:
+class LoadStep(msgspec.Struct, frozen=True):
     """Ask the outer tier for the blocks `keys` of a waiting `seq`; they follow its cached blocks `hits`."""
 
     seq: Seq
@@ -101,8 +100,7 @@ class LoadStep:
     keys: tuple[bytes, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """One step: what is computed, who gives up blocks for it, what the outer tier is asked for."""
 
     steps: tuple[SeqStep, ...] = ()

@@ -5,12 +5,18 @@ Suspects compute alone, one after the other in their order, while all others wai
 
 from collections.abc import Iterable, Sequence
 
+from kvloom.engine.schedule.repute import Repute
 from kvloom.engine.schedule.seq import Seq, Status
 
 
 def accuse(seqs: Iterable[Seq]) -> list[Seq]:
     """A rank died while it computed `seqs`: they are suspects now. Returns those that were before, the guilty."""
-    return [seq for seq in seqs if seq.repute.accuse(len(seq.token_ids))]
+    guilty = []
+    for seq in seqs:
+        seq.repute = seq.repute or Repute()
+        if seq.repute.accuse(len(seq.token_ids)):
+            guilty.append(seq)
+    return guilty
 
 
 def next_alone(seqs: Sequence[Seq]) -> Seq | None:

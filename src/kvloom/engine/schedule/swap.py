@@ -4,11 +4,10 @@ Both give the same tokens; `is_swap_cheaper` says which takes less time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class SwapCosts:
+class SwapCosts(NamedTuple):
     """What the two ways cost, as measured. token_s None = no prefill has been measured yet."""
 
     block_s: float = 0.0  # copying one block, one way
