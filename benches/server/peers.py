@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -236,7 +237,7 @@ def alone(server: ServerProcess | None) -> Iterator[None]:
 def call(name: str, work: Coroutine[Any, Any, T]) -> T:
     """Its result; an error says which server failed."""
     try:
-        return asyncio.run(work)
+        return uvloop.run(work)
     except BenchError as error:
         raise BenchError(f"{name}: {error}") from None
 

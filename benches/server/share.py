@@ -12,12 +12,12 @@ measures the memory's rate, the kernels' prefill and decode, and the load over H
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
 
 import numpy as np
+import uvloop
 
 from kvloom.bench.client import Target
 from kvloom.bench.kernels import decode_step, seconds
@@ -62,7 +62,7 @@ def one_round(backend: CpuBackend, target: Target, streams: int) -> dict[str, fl
     decode_s = seconds(decode_step(backend, streams), 8)
     kernels_s = prefill_s(backend, load.num_prompts) + 2 * (LENGTH - 1) * decode_s
     limit = backend.probe_bandwidth() / backend.streamed_bytes * streams
-    answers, wall_s = asyncio.run(run(target, load, new_seed()))
+    answers, wall_s = uvloop.run(run(target, load, new_seed()))
     decode_tok_s = streams / statistics.median(answer.tpot_s for answer in answers)
     num_tokens = sum(answer.num_tokens for answer in answers)
     return {
@@ -87,7 +87,7 @@ def main() -> None:
     with ServerProcess([sys.executable, "-m", "kvloom.cli", "serve", options.model, *flags]) as server:
         target = Target(f"http://127.0.0.1:{PORT}", "m")
         server.first_answer_s(target, 300, [1000] * 16)
-        asyncio.run(run(target, warm_up(Load(max(options.streams), 1, LENGTH, LENGTH)), new_seed()))
+        uvloop.run(run(target, warm_up(Load(max(options.streams), 1, LENGTH, LENGTH)), new_seed()))
         for _ in range(options.rounds):
             for streams, rounds in found.items():
                 rounds.append(one_round(backend, target, streams))

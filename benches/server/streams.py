@@ -20,6 +20,8 @@ import sys
 import time
 from contextlib import ExitStack
 
+import uvloop
+
 from kvloom.bench.client import Answer, Target, complete
 from kvloom.bench.load import Load, new_seed, percentiles, run
 from kvloom.bench.process import ServerProcess
@@ -89,10 +91,10 @@ def main() -> None:
             )
             targets[name] = Target(f"http://127.0.0.1:{PORTS[name]}", "m")
             server.first_answer_s(targets[name], 300, [1000] * 16)
-            asyncio.run(one_round(targets[name], Load(8, 8, 128, 16), 2, 0.1, new_seed()))
+            uvloop.run(one_round(targets[name], Load(8, 8, 128, 16), 2, 0.1, new_seed()))
         for turn in range(options.rounds):
             for name in list(gaps)[:: 1 if turn % 2 else -1]:
-                values = asyncio.run(one_round(targets[name], load, options.long, options.every, new_seed()))
+                values = uvloop.run(one_round(targets[name], load, options.long, options.every, new_seed()))
                 found[name].append(values)
                 print(json.dumps({"bench": "streams", "server": name, "round": turn, **values}), flush=True)
     for first, own in zip(found[FIRST], found["gap"], strict=True):

@@ -1,6 +1,5 @@
 """`kvloom bench`: options, the order of the measurements, and where the results go."""
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from typing import Annotated
 
 import httpx
 import typer
+import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
@@ -117,8 +117,8 @@ def _points(target: Target, wanted: list[loads.Load], seed: str) -> list[loads.P
             def advance(task: TaskID = task) -> None:
                 bar.advance(task)
 
-            asyncio.run(loads.run(target, warm, f"{seed}-warm-{load.concurrency}", advance))
-            answers, wall_s = asyncio.run(loads.run(target, load, f"{seed}-{load.concurrency}", advance))
+            uvloop.run(loads.run(target, warm, f"{seed}-warm-{load.concurrency}", advance))
+            answers, wall_s = uvloop.run(loads.run(target, load, f"{seed}-{load.concurrency}", advance))
             points.append(loads.summarise(load, answers, wall_s))
     return points
 

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -76,8 +77,7 @@ class _Stream(asyncio.Protocol):
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self._now_s = time.perf_counter()
