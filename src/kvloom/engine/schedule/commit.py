@@ -26,8 +26,7 @@ def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
         seq.num_preemptions += 1
         seq.is_asked = False
     for hits in (step.hits for steps in (plan.steps, plan.loads) for step in steps):
-        if hits:
-            pool.retain(hits)  # all of them before any allocation, which could evict one
+        pool.retain(hits)  # all of them before any allocation, which could evict one
     return [_admit(step, pool) for step in plan.steps]
 
 
