@@ -1,7 +1,6 @@
 """What a step costs, learned from steps: found again where it is a sum of its parts, steady where somebody disturbs."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
@@ -61,7 +60,7 @@ def test_the_load_of_decodes_is_that_of_the_step_that_computes_them():
     steps = tuple(SeqStep(seq, seq.num_computed, 1, 0) for seq in seqs)
     assert decode_load(seqs, 8) == load_of(Plan(steps))
     seqs[0].draft = [5] * 6
-    assert decode_load(seqs, 4) == replace(load_of(Plan(steps)), num_tokens=7, num_samples=7)
+    assert decode_load(seqs, 4) == load_of(Plan(steps))._replace(num_tokens=7, num_samples=7)
 
 
 # -- learning
