@@ -9,6 +9,7 @@ from types import FrameType
 
 import uvicorn
 
+from kvloom.server.http.slow import GuardedProtocol
 from kvloom.server.serving.engine import Closing
 from kvloom.server.serving.health import Health
 
@@ -67,7 +68,13 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """After a third signal, too, the app is told of the end: one that is cut off instead logs a traceback."""
+        """Connections that take nothing are not waited for; one whose answer is cut off instead logs a traceback.
+
+        So does the app, which is told of the end after a third signal, too.
+        """
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, GuardedProtocol):
+                connection.end_if_stalled()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()

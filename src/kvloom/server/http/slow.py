@@ -1,7 +1,13 @@
-"""Clients that send slowly on purpose: limits on the head of a request, at the protocol, and on its body, in ASGI."""
+"""Clients that are slow on purpose.
+
+Limits on the head of a request and on answers that nobody takes, at the protocol, and on a request's body, in ASGI.
+"""
 
 import asyncio
 import logging
+import struct
+from fcntl import ioctl
+from termios import TIOCOUTQ
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT_S = 20.0
 BODY_TIMEOUT_S = 60.0
+STALL_TIMEOUT_S = 60.0
 MAX_HEAD_BYTES = 64 * 1024
 
 
@@ -18,11 +25,13 @@ class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's `http=`. A connection that has not sent the whole head of a request in time, or too long a one, ends.
 
     The time starts with the connection and with the first byte of each later request; idle ones between requests are
-    uvicorn's `timeout_keep_alive`.
+    uvicorn's `timeout_keep_alive`. A connection that has taken no byte of what waits for it ends too.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
+    stall_timeout_s = STALL_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
+    _stalling: asyncio.TimerHandle | None = None  # while more is written than goes out
     _num_head_bytes = 0
     _is_between = True  # two requests, or before the first: the next byte begins a head
     _num_begun = 0  # heads, in the bytes that are being read
@@ -33,7 +42,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
+        self._unwatch()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch(self._num_untaken())
+
+    def resume_writing(self) -> None:
+        self._unwatch()
+        super().resume_writing()
+
+    def end_if_stalled(self) -> None:
+        """For the end of the server: whoever does not keep up with its answer is not waited for."""
+        if self._stalling is not None:
+            self._unwatch()
+            self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
         was_between, self._num_begun = self._is_between, 0
@@ -68,6 +92,30 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _watch(self, num_untaken: int) -> None:
+        """Look again later; `num_untaken` as it is now."""
+        self._stalling = self.loop.call_later(self.stall_timeout_s, self._look, num_untaken)
+
+    def _unwatch(self) -> None:
+        if self._stalling is not None:
+            self._stalling.cancel()
+            self._stalling = None
+
+    def _look(self, num_before: int) -> None:
+        """Nothing is written meanwhile, so what waits becomes less unless the client takes nothing."""
+        num_untaken = self._num_untaken()
+        if num_untaken < num_before:
+            self._watch(num_untaken)
+            return
+        logger.warning("connection closed: nothing of its answer was taken for %g s", self.stall_timeout_s)
+        self.end_if_stalled()
+
+    def _num_untaken(self) -> int:
+        """Bytes here and in the kernel that the client's end has not confirmed."""
+        sock = self.transport.get_extra_info("socket")
+        (in_kernel,) = struct.unpack("i", ioctl(sock.fileno(), TIOCOUTQ, b"\0" * 4))
+        return int(self.transport.get_write_buffer_size()) + int(in_kernel)
 
     def _end(self, why: str) -> None:
         logger.warning("connection closed: the head of its request is %s", why)
