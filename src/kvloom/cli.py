@@ -8,6 +8,7 @@ import typer
 
 from kvloom.commands import group_of
 from kvloom.contract.errors import UserError
+from kvloom.mistakes import problem_of
 from kvloom.streams import open_standard_streams
 
 _PLACES = {
@@ -53,8 +54,11 @@ def main() -> None:
     open_standard_streams()
     try:
         app()
-    except UserError as error:
-        print(f"kvloom: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        problem = problem_of(error)
+        if problem is None:
+            raise
+        print(f"kvloom: {problem}", file=sys.stderr)
         sys.exit(1)
 
 

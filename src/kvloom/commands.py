@@ -1,10 +1,18 @@
-"""Groups of commands, each of which is imported when it is asked for: no command waits for what others need."""
+"""What commands share: groups, whose commands are imported when they are asked for, and a check."""
 
+import math
 from collections.abc import Mapping
 from importlib import import_module
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+
+def finite(value: float | None) -> float | None:
+    """Callback of options with a range, which NaN and infinity slip through. Raises BadParameter."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"must be a finite number, got {value:g}")
+    return value
 
 
 def group_of(places: Mapping[str, str]) -> type[TyperGroup]:

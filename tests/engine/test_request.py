@@ -56,6 +56,8 @@ def test_temperature_zero_and_top_k_one_are_greedy(fields, is_greedy):
         ({"backend": "fake", "max_batch": 0}, "max_batch"),
         ({"backend": "fake", "num_blocks": 1}, "num_blocks"),
         ({"backend": "fake", "max_batch": 8, "max_tokens_per_step": 7}, "max_tokens_per_step"),
+        ({"backend": "fake", "max_seq_len": 2**31}, "max_seq_len"),
+        ({"backend": "fake", "kv_cache_bytes": 2**63}, "kv_cache_bytes"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused_by_name(fields, field):

@@ -243,6 +243,8 @@ def test_all_mistakes_of_a_file_are_told_in_one_run(tmp_path):
         ("ModelDeployParam.ModelParam.modelName", "", "must be 1 to 256 letters"),
         ("ModelDeployParam.ModelParam.npuMemSize", 0, "must be above 0 GB, or -1 for a share of what is free, got 0"),
         ("ModelDeployParam.ModelParam.cpuMemSize", -0.5, "must be 0 GB or more, or -1"),
+        ("ModelDeployParam.ModelParam.npuMemSize", 1e300, "must be between -1 and 1000000, got 1e+300"),
+        ("ModelDeployParam.ModelParam.cpuMemSize", 10**23, "must be between -1 and 1000000, got 1"),
         ("ModelDeployParam.ModelParam.worldSize", 2, "must be as many as the devices of ModelDeployParam.npuDeviceIds"),
         ("ModelDeployParam.npuDeviceIds", [], "must be a list of lists of device numbers"),
         ("ModelDeployParam.npuDeviceIds", [[0, 0]], "must name each device of a model once, got [0, 0]"),

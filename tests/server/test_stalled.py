@@ -1,4 +1,4 @@
-"""Clients that do not take their answers: they hold nothing for ever, and a server that stops does not wait for them."""
+"""Clients that do not take their answers hold nothing for ever, and a server that stops does not wait for them."""
 
 import asyncio
 import contextlib

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from kvloom.client.chat import Chat, first_model, run
+from kvloom.commands import finite
 
 console = Console()
 
@@ -16,7 +17,10 @@ def chat(
     api_key: Annotated[str | None, typer.Option(help="API key, when the server asks for one.")] = None,
     model: Annotated[str | None, typer.Option(help="Model name; the server's first by default.")] = None,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="How far answers stray; not at all by default, which small models need.")
+        float,
+        typer.Option(
+            min=0, max=2, callback=finite, help="How far answers stray; not at all by default, which small models need."
+        ),
     ] = 0.0,
 ) -> None:
     """Chat in the terminal with a running server."""

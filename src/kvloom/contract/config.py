@@ -15,6 +15,8 @@ KV_DTYPES = ("auto", "bf16", "int8")
 MAX_BATCH, STEP_TOKENS = 64, 512  # where they are not given
 MAX_CRASH_PATIENCE_S = 86_400
 MAX_GAP_S = 100
+MAX_COUNT = 2**31 - 1  # of tokens, sequences, blocks: what kernels and messages count with
+MAX_BYTES = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +162,14 @@ class EngineConfig:
             ("host_cache_bytes", 0),
             ("block_size", 1),
             ("max_batch", 1),
+            ("max_tokens_per_step", 1),
             ("max_iter_times", 1),
             ("world_size", 1),
             ("num_speculative_tokens", 0),
             ("prompt_lookup_min", 1),
             ("prompt_lookup_max", self.prompt_lookup_min),
         ):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise BadRequest(name, f"must be at least {low}, got {value}")
+            _count(name, getattr(self, name), low)
         if self.world_size > 1 and self.backend == "cpu":
             raise BadRequest("world_size", "the cpu backend's threads share one rank already; leave backend at auto")
         if self.device.partition(":")[0] not in ("cpu", "cuda", "npu"):
@@ -207,6 +208,14 @@ class EngineConfig:
             max_queue_delay_s=self.max_queue_delay_s,
             max_draft_tokens=self.max_draft_tokens,
         )
+
+
+def _count(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise BadRequest(name, f"must be at least {low}, got {value}")
+    high = MAX_BYTES if name.endswith("_bytes") else MAX_COUNT
+    if value is not None and value > high:
+        raise BadRequest(name, f"must be at most {high}, got {value}")
 
 
 def _name_of_backend(name: str) -> None:

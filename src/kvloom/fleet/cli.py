@@ -11,6 +11,7 @@ from typing import Annotated, Any, cast
 import msgspec
 import typer
 
+from kvloom.commands import finite
 from kvloom.contract.errors import BadRequest, UserError
 from kvloom.fleet.args import FleetArgs, read_fleet_file
 from kvloom.fleet.plan import make_plan
@@ -33,7 +34,7 @@ def run(
     backend: Annotated[str | None, typer.Option(help="As kvloom serve's.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, help="CPUs of a rank, in Ray's books.")] = None,
+    cpus: Annotated[float | None, typer.Option(min=0, callback=finite, help="CPUs of a rank, in Ray's books.")] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard, on loopback.")] = False,
 ) -> None:
     """Start a Ray on this machine, serve MODEL on several engines, and end it all on Ctrl-C."""

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvloom.checkpoints.demo_models import find_model
+from kvloom.commands import finite
 from kvloom.contract.config import MAX_GAP_S, EngineConfig
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.run.engine_settings import read_engine_config
@@ -149,16 +150,23 @@ def tune(
     config: Annotated[Path | None, typer.Option(help="A config.json to begin with; else --model.")] = None,
     model: Annotated[str, typer.Option(help="The model to tune without --config.")] = "smollm2",
     backend: Annotated[str, typer.Option(help="auto, cpu, reference or fake, without --config.")] = "auto",
-    lpot: Annotated[float | None, typer.Option(min=0.001, help="Longest mean ms of an output token.")] = None,
+    lpot: Annotated[
+        float | None, typer.Option(min=0.001, callback=finite, help="Longest mean ms of an output token.")
+    ] = None,
     max_gap: Annotated[
-        float | None, typer.Option(min=0, max=1000 * MAX_GAP_S, help="Longest ms between two tokens (maxDecodeGap).")
+        float | None,
+        typer.Option(
+            min=0, max=1000 * MAX_GAP_S, callback=finite, help="Longest ms between two tokens (maxDecodeGap)."
+        ),
     ] = None,
     data: Annotated[Path | None, typer.Option(help="CSV of token ids (kvloom dataset); else random prompts.")] = None,
     input_len: Annotated[int, typer.Option(min=1, help="Average prompt without --data.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Average answer.")] = 128,
     max_output: Annotated[int, typer.Option(min=1, help="Longest answer (maxIterTimes).")] = 512,
     most: Annotated[int | None, typer.Option(min=1, help="Largest maxBatchSize to try.")] = None,
-    point_s: Annotated[float, typer.Option(min=0.1, help="Seconds that each maxBatchSize may take.")] = 30.0,
+    point_s: Annotated[
+        float, typer.Option(min=0.1, callback=finite, help="Seconds that each maxBatchSize may take.")
+    ] = 30.0,
 ) -> None:
     """Measure machine and model, sweep maxBatchSize, and write a config.json with the reason for each value."""
     prompts = read_rows(data) if data else []

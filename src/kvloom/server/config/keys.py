@@ -133,8 +133,12 @@ _MODEL: dict[str, Key] = {
         str, "smollm2", "a folder, a .gguf file or a fetched model's name", setting="model", longest=_PATH
     ),
     "worldSize": needed(int, 1, "processes that share the model, tensor parallel", 1, 64, setting="world_size"),
-    "cpuMemSize": needed(_NUMBER, 0, "GB of memory for what is swapped out; -1 = measured", -1, setting="cpu_mem_gb"),
-    "npuMemSize": needed(_NUMBER, -1, "GB for the KV cache; -1 = a share of what is free", -1, setting="npu_mem_gb"),
+    "cpuMemSize": needed(
+        _NUMBER, 0, "GB of memory for what is swapped out; -1 = measured", -1, 1_000_000, setting="cpu_mem_gb"
+    ),
+    "npuMemSize": needed(
+        _NUMBER, -1, "GB for the KV cache; -1 = a share of what is free", -1, 1_000_000, setting="npu_mem_gb"
+    ),
     "backendType": needed(
         str, "default", "the back end: default, cpu, torch, mock, vllm or a plug-in; atb and the like count as default",
         setting="backend_type", check_more=check_backend,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from kvloom.contract.errors import UserError
+from kvloom.mistakes import problem_of
 from kvloom.server.run.launch import launch, read_settings
 from kvloom.streams import open_standard_streams
 
@@ -22,8 +23,11 @@ def main() -> None:
         settings = read_settings(config, os.environ)
         settings.override(pid_file=given.pid_file, is_log_on_console=False)
         launch(settings)
-    except UserError as error:
-        print(f"mindieservice_daemon: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        problem = problem_of(error)
+        if problem is None:
+            raise
+        print(f"mindieservice_daemon: {problem}", file=sys.stderr)
         sys.exit(1)
 
 

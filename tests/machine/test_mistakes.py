@@ -1,0 +1,92 @@
+"""Mistakes on the command line are one line and an exit code, whatever the file or the number."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvloom.mistakes import problem_of
+from kvloom.server.run import daemon
+from tests.support.commands import run_cli, run_main
+from tests.tuning.test_simulate import make_times, save_times
+
+LONG = "x" * 300  # no file system has such names
+NAN_OPTIONS = [
+    ("chat", "--temperature"),
+    ("tune", "--lpot"),
+    ("tune", "--max-gap"),
+    ("tune", "--point-s"),
+    ("simulate", "trace.jsonl", "--max-gap-ms"),
+    ("simulate", "trace.jsonl", "--fleet", "--pool-gb-s"),
+    ("fleet", "run", "--cpus"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current one, with a trace, step times and a plain file."""
+    monkeypatch.chdir(tmp_path)
+    arrival = {"arrival_s": 0, "prompt_tokens": 4, "output_tokens": 2}
+    Path("trace.jsonl").write_text(json.dumps(arrival) + "\n")
+    Path("file").touch()
+    save_times(make_times(), Path("times.json"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("cert", "dev", "file"), "file/tools/pmt/master: Not a directory"),
+        (("pull", LONG), f"{LONG}: File name too long"),
+        (("serve", LONG, "--port", "0"), f"{LONG}/model_index.json: File name too long"),
+        (("simulate", "trace.jsonl", "--backend", "fake", "--times", "file/times"), "file/times: Not a directory"),
+    ],
+    ids=["cert", "pull", "serve", "simulate"],
+)
+def test_a_file_that_cannot_be_is_one_line(folder, arguments, told):
+    ended = run_cli(*arguments)
+    *_, last = ended.stderr.splitlines()
+    assert (ended.returncode, last.startswith("kvloom: "), last.endswith(told)) == (1, True, True)
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):
+    ended = run_main(daemon.main, "--config", LONG)
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (IsADirectoryError(21, "Is a directory", b"d"), "d: Is a directory"),
+        (ConnectionResetError(104, "Connection reset by peer"), None),
+        (TimeoutError(), None),
+        (ValueError("x"), None),
+    ],
+)
+def test_what_is_told_of_an_error(error, told):
+    """Whatever names no file and no full disk is a mistake of ours, and keeps its traceback."""
+    assert problem_of(error) == told
+
+
+@pytest.mark.parametrize("option", NAN_OPTIONS, ids=" ".join)
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_what_is_no_finite_number_is_refused_before_anything_begins(folder, option, number):
+    ended = run_cli(*option, number)
+    assert ended.returncode == 2
+    assert option[-1] in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--max-seq-len", "--max-batch", "--speculate"])
+def test_a_number_that_no_message_holds_is_refused_by_name(folder, option):
+    ended = run_cli("serve", "--backend", "fake", "--port", "0", option, f"{10**23}")
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert "must be at most 2147483647, got 1" in ended.stderr
+
+
+@pytest.mark.parametrize("option", ["--num-blocks", "--num-host-blocks", "--replicas", "--prefill", "--max-replicas"])
+def test_a_simulation_of_more_than_memory_holds_is_refused(folder, option):
+    assert run_cli("simulate", "trace.jsonl", "--times", "times.json", option, f"{10**12}").returncode == 2
