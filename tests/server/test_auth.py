@@ -1,8 +1,10 @@
 """API keys, the rule about 0.0.0.0, and clients that are slow on purpose."""
 
+import asyncio
 import contextlib
 import http.client
 import socket
+import threading
 
 import httpx
 import pytest
@@ -18,6 +20,7 @@ from tests.support.triton import serving
 from tests.support.waiting import until
 
 KEYS = [new_key(), new_key()]
+LATE = threading.Event()
 
 
 async def read(request: Request) -> PlainTextResponse:
@@ -95,6 +98,11 @@ def test_all_addresses_must_be_allowed_by_name(address):
 
 class Impatient(GuardedProtocol):
     head_timeout_s = 0.2
+    num_looks = 0  # whose head is late
+
+    def _be_late(self) -> None:
+        Impatient.num_looks += 1
+        super()._be_late()
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nX-A: 1"])
@@ -191,3 +199,24 @@ def test_a_slow_body_ends_its_request():
             assert b" 200 " not in sock.recv(1000)
         impatient._limit_s = 120  # on a busy machine 0.2 s are too few for others
         assert httpx.post(f"http://127.0.0.1:{port}/infer", content=b"abc", timeout=120).text == "3"
+
+
+async def late(request: Request) -> PlainTextResponse:
+    """It answers when `LATE` is set."""
+    await asyncio.to_thread(LATE.wait)
+    return PlainTextResponse("here")
+
+
+def test_a_head_that_waits_behind_answers_is_not_slow(caplog):
+    """Of pipelined requests no more is read until their turn comes, which is not their client's doing."""
+    head = b"GET /late HTTP/1.1\r\nHost: x\r\n\r\n"
+    LATE.clear()
+    Impatient.num_looks = 0
+    slow = Starlette(routes=[Route("/late", late)])
+    with serving(slow, http=Impatient) as port, socket.create_connection(("127.0.0.1", port), timeout=120) as sock:
+        sock.sendall(3 * head + head[:-1])
+        until(lambda: Impatient.num_looks > 2)
+        LATE.set()
+        sock.sendall(head[-1:])
+        assert [answer_of(sock) for _ in range(4)] == 4 * [(200, b"here")]
+    assert ends(caplog) == []

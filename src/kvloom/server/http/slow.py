@@ -24,8 +24,9 @@ MAX_HEAD_BYTES = 64 * 1024
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's `http=`. A connection that has not sent the whole head of a request in time, or too long a one, ends.
 
-    The time starts with the connection and with the first byte of each later request; idle ones between requests are
-    uvicorn's `timeout_keep_alive`. A connection that has taken no byte of what waits for it ends too.
+    The time starts with the connection and with the first byte of each later request, and does not pass while nothing
+    is read because answers before it run; idle ones between requests are uvicorn's `timeout_keep_alive`. A connection
+    that has taken no byte of what waits for it ends too.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -84,9 +85,24 @@ class GuardedProtocol(HttpToolsProtocol):
         self._stop()
         super().on_headers_complete()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._deadline is not None and not self.flow.read_paused:
+            self._deadline.cancel()
+            self._wait()
+
     def _start(self) -> None:
         self._num_head_bytes = 0
-        self._deadline = self.loop.call_later(self.head_timeout_s, self._end, "too slow")
+        self._wait()
+
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(self.head_timeout_s, self._be_late)
+
+    def _be_late(self) -> None:
+        if self.flow.read_paused:
+            self._wait()
+        else:
+            self._end("too slow")
 
     def _stop(self) -> None:
         if self._deadline is not None:
