@@ -20,6 +20,7 @@ from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Ser
 from kvloom.contract.frames import FrameBuffer, frame
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
+from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 from kvloom.images.files import check_pipeline
 from kvloom.images.messages import Cancel, Ended, Failed, Loaded, Paint, PipelineInfo, Report, Setup
@@ -130,7 +131,7 @@ class PictureProcess:
         command = [sys.executable, "-m", "kvloom.images.main", str(theirs.fileno()), level]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
-        with theirs:
+        with theirs, signals_held_at_start():
             try:
                 self._process = subprocess.Popen(
                     command, pass_fds=[theirs.fileno()], stdin=null, stderr=pipe, env=environment

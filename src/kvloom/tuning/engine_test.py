@@ -21,7 +21,7 @@ OUTPUT = Path("token_output.csv")
 
 
 def main() -> None:
-    """Exit code 1 and one line for a mistake, 2 when some requests failed."""
+    """Exit code 1 and one line for a mistake, 2 when some requests failed, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="llm_engine_test", description="Measure the engine with a data set.")
     parser.add_argument("dataset", nargs="?", default=DEFAULT_DATASET, help="CSV, a row of token ids a prompt")
     parser.add_argument("record", nargs="?", type=int, default=0, help=f"above 0: write the answers to {OUTPUT}")
@@ -33,6 +33,8 @@ def main() -> None:
     except (ServingError, AccessError, OSError) as error:
         print(f"llm_engine_test: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
     sys.exit(2 if num_failed else 0)
 
 

@@ -31,6 +31,7 @@ from kvloom.contract.messages import (
 from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import RankDied
+from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 
 _EXIT_S = 3.0  # what it gets to end by itself
@@ -157,7 +158,7 @@ class Host:
         self._woken, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, signals_held_at_start():
             command = [*self._program, str(theirs.fileno()), str(ranklog.level())]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
             self._process = subprocess.Popen(

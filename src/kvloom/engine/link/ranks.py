@@ -35,6 +35,7 @@ from kvloom.engine.link import ranklog
 from kvloom.engine.link.channel import Channel
 from kvloom.engine.link.executor import RankDied, max_submitted
 from kvloom.engine.link.rankargs import RankArguments
+from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
 
@@ -160,7 +161,8 @@ class RankExecutor:
             given = RankArguments(rank, config.world_size, device, is_mock, theirs.fileno(), level)
             null, pipe = subprocess.DEVNULL, subprocess.PIPE
             command = [*self._program, *given.argv()]
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe)
+            with signals_held_at_start():
+                process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=null, stderr=pipe)
         assert process.stderr is not None
         self._logs.append(ranklog.relay(process.stderr, f"rank {rank}"))
         self._processes.append(process)

@@ -23,6 +23,7 @@ from typing import Any
 
 from kvloom.contract.errors import NotFound, Overloaded, ServingError
 from kvloom.contract.images import Sight
+from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.server.errors import BUG_TEXT, TooLarge
 from kvloom.server.http.reply import Endpoint, HttpRequest
 from kvloom.server.serving.inline import NotInline, inline
@@ -217,7 +218,7 @@ class _Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "kvloom.server.run.parse_process", str(theirs.fileno())]
         environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "RUST_BACKTRACE": "0"}
-        with theirs:
+        with theirs, signals_held_at_start():
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
