@@ -149,7 +149,7 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "1000"}
     os.environ |= {"CXX": str(folder / "compiler"), "KVLOOM_TEST_WAIT_S": str(WAIT_S)}
     sys.path[:0] = paths
-    options = ["-qx", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was loaded before
     sys.exit(100 + pytest.main([*options, *arguments]))
