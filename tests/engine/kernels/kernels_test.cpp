@@ -300,36 +300,54 @@ static void test_pool() {
     }
 }
 
-// Tokens that go through an adapter together get the bits that each gets alone.
-static void test_adapter_tiles(const LoraLinear& linear, int64_t padded) {
+// Some rows as a linear of a format reads them.
+struct Inputs {
+    Inputs(int format, int64_t cols, int64_t padded, int64_t rows)
+        : data(static_cast<size_t>(rows * padded * 2)), scale(static_cast<size_t>(rows * num_scales(KVL_INT4, padded))),
+          sums(static_cast<size_t>(rows * num_sums(KVL_INT4, padded))), of{{data.data(), scale.data(), sums.data()}, padded, format} {
+        for (int64_t m = 0; m < rows; m++) {
+            std::vector<float> x = noise(cols);
+            x.resize(static_cast<size_t>(padded));
+            store_activations(of.x, m, x.data(), padded, format);
+        }
+    }
+    std::vector<int8_t> data;
+    std::vector<float> scale;
+    std::vector<int32_t> sums;
+    const LoraInput of;
+};
+
+// B h of a channel of a row, h being what `shrink` gave.
+static float expanded(const LoraLinear& linear, const std::vector<uint8_t>& h, int64_t c) {
+    alignas(64) float lane[kLanes];
+    store(lane, expand(linear, c / kLanes, h.data(), splat(3.0f)));
+    return lane[c % kLanes];
+}
+
+// Tokens that go through an adapter together get the bits that each gets alone, whatever their order.
+static void test_adapter_tiles(const LoraLinear& linear, const Inputs& inputs) {
     for (int count = 1; count <= kLoraTokens; count++) {
-        std::vector<std::vector<float>> x, h, sums, alone_h, alone_sums;
-        const float* xs[kLoraTokens];
-        float *hs[kLoraTokens], *to[kLoraTokens];
+        std::vector<std::vector<uint8_t>> together, alone;
+        LoraRows rows;
+        rows.count = count;
+        for (int m = 0; m < count; m++) together.emplace_back(size_t(linear.h_bytes)), alone.emplace_back(size_t(linear.h_bytes));
         for (int m = 0; m < count; m++) {
-            x.push_back(noise(padded));
-            h.emplace_back(size_t(linear.rank), 0.0f);
-            sums.push_back(noise(kLanes));
+            rows.rows[m] = count - 1 - m, rows.h[m] = together[size_t(m)].data();
+            LoraRows one;
+            one.count = 1, one.rows[0] = count - 1 - m, one.h[0] = alone[size_t(m)].data();
+            shrink(linear, inputs.of, one, linear.parts[0].a);
         }
-        alone_h = h, alone_sums = sums;
-        for (int m = 0; m < count; m++) {
-            xs[m] = x[size_t(m)].data(), hs[m] = h[size_t(m)].data(), to[m] = sums[size_t(m)].data();
-            float *one_h[] = {alone_h[size_t(m)].data()}, *one_sums[] = {alone_sums[size_t(m)].data()};
-            shrink(linear, xs + m, 1, padded, one_h);
-            for (const LoraHalf& half : linear.halves) expand(half, one_h, 1, one_sums);
-        }
-        shrink(linear, xs, count, padded, hs);
-        for (const LoraHalf& half : linear.halves) expand(half, hs, count, to);
-        near(h == alone_h && sums == alone_sums, 1, 0, "tokens of an adapter together", count, linear.rank);
+        shrink(linear, inputs.of, rows, linear.parts[0].a);
+        near(together == alone, 1, 0, "tokens of an adapter together", count, linear.h_bytes);
     }
 }
 
 // Three modules of one linear through the C interface, at every remainder of the ranks; the last channels have no module.
-static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
+static void test_adapters(int format, int64_t cols, int64_t rank, int64_t count) {
     kvl_shape shape{};
     shape.num_threads = 1;
     kvl_model* model = kvl_new(&shape);
-    kvl_add_linear(model, 4 * kPanel, cols, KVL_INT8);
+    kvl_add_linear(model, 4 * kPanel, cols, format);
     const int32_t id = kvl_adapter_new(model);
     const int64_t ranks[] = {rank, rank + 1, 1}, firsts[] = {0, kPanel, 2 * kPanel};
     std::vector<std::vector<float>> as, bs;
@@ -340,35 +358,35 @@ static void test_adapters(int64_t cols, int64_t rank, int64_t count) {
     }
     const LoraLinear& linear = model->adapters[size_t(id)]->linears[0];
     const int64_t padded = model->linears[0].padded_cols;
-    std::vector<float> x = noise(cols), h(static_cast<size_t>(linear.rank));
-    x.resize(static_cast<size_t>(padded));
-    const float* rows[] = {x.data()};
-    float* hs[] = {h.data()};
-    shrink(linear, rows, 1, padded, hs);
+    const Inputs inputs(format, cols, padded, kLoraTokens);
+    std::vector<uint8_t> h(static_cast<size_t>(linear.h_bytes));
+    LoraRows one;
+    one.count = 1, one.rows[0] = 1, one.h[0] = h.data();
+    shrink(linear, inputs.of, one, linear.parts[0].a);
     for (int64_t c = 0; c < 4 * kPanel; c++) {
-        alignas(64) float lane[kLanes];
-        std::fill(lane, lane + kLanes, 3.0f);
-        float* sums[] = {lane};
-        expand(linear.halves[size_t(c / kLanes)], hs, 1, sums);
-        const double got = double(lane[c % kLanes]) - 3;
-        near(got, scalar::low_rank(linear, x.data(), padded, c), 1e-4 * double(cols), "adapter", rank, c);
+        const double got = double(expanded(linear, h, c)) - 3;
+        const scalar::LowRankSum want = scalar::low_rank(linear, inputs.of, 1, c);
+        near(got, want.value, 1e-5 * double(cols) + 1.01 * want.most_off, "adapter", rank, c);
         const int64_t m = c / kPanel, own = c % kPanel;
-        double exact = 0;  // of the values before they were rounded to bf16
+        double exact = 0;  // of the values before they were rounded
         for (int64_t r = 0; m < 3 && own < count && r < ranks[m]; r++)
             for (int64_t k = 0; k < cols; k++)
                 exact += 0.5 * double(m + 1) * double(bs[size_t(m)][size_t(own * ranks[m] + r)]) *
-                         double(as[size_t(m)][size_t(r * cols + k)]) * double(x[size_t(k)]);
-        near(got, exact, 0.02 * double(m + 1) * std::sqrt(double(cols * (rank + 1))), "adapter, unrounded", rank, c);
+                         double(as[size_t(m)][size_t(r * cols + k)]) *
+                         double(scalar::activation_at(inputs.of.x, 1, padded, format, k));
+        const double off = (linear.is_bf16 ? 0.02 : 0.05) * double(m + 1);
+        near(got, exact, off * std::sqrt(double(cols * (rank + 1))), "adapter, unrounded", rank, c);
     }
-    test_adapter_tiles(linear, padded);
+    test_adapter_tiles(linear, inputs);
     kvl_adapter_free(model, id);
     near(kvl_adapter_new(model), id, 0, "a free adapter's place", id, 0);
     kvl_free(model);
 }
 
 static void test_every_kernel() {
-    for (int64_t rank = 1; rank <= 9; rank++)
-        for (int64_t cols : {64, 100}) test_adapters(cols, rank, cols == 64 ? kPanel : kPanel - 3);
+    for (int format : {KVL_INT8, KVL_INT4, KVL_INT8_CHANNEL, KVL_BF16})
+        for (int64_t rank : {1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 40})
+            for (int64_t cols : {64, 100}) test_adapters(format, cols, rank, cols == 64 ? kPanel : kPanel - 3);
     test_numbers();
     for (int64_t cols : {1, 15, 16, 63, 64, 65, 200}) test_norm_and_quantisation(cols);
     for (int64_t cols : {1, 31, 33, 64, 96, 200}) {

@@ -19,9 +19,7 @@ constexpr int kBf16TilesFrom = 4;   // fewer rows are done as soon without the u
 struct Bf16Block {
     // Rows from `first` on of the `of_pass` that a pass has.
     void begin(const Pass& of, int first, int of_pass) {
-        epilogue = of.end();
-        epilogue.to += first * epilogue.stride;
-        if (epilogue.shares != nullptr) epilogue.shares += first;
+        epilogue = of.end().from(first);
         rows = min_of(of_pass - first, kBf16BlockRows);
         behind = of_pass - first - rows;
         finished = 0;

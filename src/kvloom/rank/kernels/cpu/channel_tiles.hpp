@@ -22,9 +22,7 @@ struct ChannelBlock {
     void begin(const Pass& of, int first, int of_pass) {
         pass = &of;
         scales = ChannelScales(of.panel);
-        epilogue = of.end();
-        epilogue.to += first * epilogue.stride;
-        if (epilogue.shares != nullptr) epilogue.shares += first;
+        epilogue = of.end().from(first);
         x_scale = of.x.scale + of.row + first;
         rows = min_of(of_pass - first, kChannelRows);
         behind = of_pass - first - rows;

@@ -3,18 +3,20 @@
 
 #include "gates.hpp"
 #include "layout.hpp"
+#include "lora.hpp"
 
 namespace kvl {
 
 // Sorts of epilogues that kernels have code of their own for: whatever one asks is decided before the first row.
 enum class Sort { kAny, kStores, kAdds, kSwiglu };
 
-// Row r's kPanel sums and the bias, activated, are stored at to + r * stride, or added to what is there.
+// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what is there.
 struct Epilogue {
     // SORT: that of sort(), or kAny.
     template <Sort SORT = Sort::kAny>
     void apply(int64_t row, F32 lo, F32 hi) const {
         constexpr bool kAny = SORT == Sort::kAny;
+        if (kAny && low_rank.adapters != nullptr) low_rank.add_to(row, lo, hi);
         if (kAny && bias != nullptr) {
             lo = add(lo, load(bias));
             hi = add(hi, load(bias + kLanes));
@@ -36,9 +38,18 @@ struct Epilogue {
     }
 
     Sort sort() const {
-        if (bias != nullptr || shares != nullptr || padding > 0 || kind == KVL_GELU) return Sort::kAny;
+        if (low_rank.adapters != nullptr || bias != nullptr || shares != nullptr || padding > 0 || kind == KVL_GELU) return Sort::kAny;
         if (is_gate(kind)) return kind == KVL_SWIGLU ? Sort::kSwiglu : Sort::kAny;
         return adds ? Sort::kAdds : Sort::kStores;
+    }
+
+    // The same of the rows from `row` on.
+    Epilogue from(int64_t row) const {
+        Epilogue later = *this;
+        later.to += row * stride;
+        later.low_rank = low_rank.from(row);
+        if (shares != nullptr) later.shares += row;
+        return later;
     }
 
     // Asks for where row `row` goes: it comes while others are multiplied.
@@ -58,6 +69,7 @@ struct Epilogue {
     bool is_near = false;           // rows go to memory that is in the second-level cache anyway
     float residual_scale = 1;       // of what is added
     const float* shares = nullptr;  // [rows] what each row's is multiplied with, too; null = nothing
+    LowRank low_rank;  // of this panel
     int padding = 0;                // vectors of zeros behind each row's gates
 };
 

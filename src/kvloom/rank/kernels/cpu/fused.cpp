@@ -84,7 +84,7 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
             for (int64_t r = rows.begin; r < rows.end; r++) std::fill_n(floats.row(r) + (p - few.begin) * each, each, 0.0f);
             continue;
         }
-        Epilogue& epilogue = epilogues[p - same] = epilogue_of(instruction, p);
+        Epilogue& epilogue = epilogues[p - same] = epilogue_of(instruction, p, 0);
         epilogue.padding = 0;
         if (!epilogue.adds) {
             epilogue.to = floats.at + (p - few.begin) * each;

@@ -22,9 +22,8 @@ struct Pass {
     // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
     Epilogue end() const {
         Epilogue end;
-        if (epilogue != nullptr) end = *epilogue;
-        else end.to = out, end.stride = kPanel;
-        if (epilogue != nullptr) end.to += row * end.stride, end.shares = end.shares ? end.shares + row : nullptr;
+        if (epilogue != nullptr) return epilogue->from(row);
+        end.to = out, end.stride = kPanel;
         return end;
     }
     Pass without_epilogue() const { return {x, row, cols, panel, out}; }

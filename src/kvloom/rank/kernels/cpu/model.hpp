@@ -104,10 +104,10 @@ struct Scratch {
     Activations quantised[2];           // written by all threads; in turns, so that what is read is not what is written next
     std::vector<float*> unit;           // [threads] of panels that are finished together: their floats, of one pass
     std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
-    std::vector<float*> row;            // kLoraTokens float rows a thread, `widest` apart
+    std::vector<float*> row;            // a float row a thread
     int64_t widest;
     ExpertScratch experts;
-    std::vector<float> lora;            // h of the rows with an adapter: of all threads, then of each thread for itself
+    std::vector<uint8_t> lora;          // h of the rows with an adapter: of all threads, then of each thread for itself
 };
 
 // Cosines and sines of the first `dim` of each head: [positions][dim], the caller's.

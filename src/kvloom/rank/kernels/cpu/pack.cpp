@@ -14,13 +14,6 @@ int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
     return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
 }
 
-// Largest size in a group of floats that may end early.
-float peak_of(const float* values, int64_t count) {
-    float peak = 0;
-    for (int64_t k = 0; k < count; k++) peak = std::max(peak, std::fabs(values[k]));
-    return peak;
-}
-
 // The number of weight k of a channel of a group, in any form but bf16.
 void set_number(uint8_t* group, int format, int channel, int k, int number) {
     uint8_t* planes = group + scale_bytes(format);

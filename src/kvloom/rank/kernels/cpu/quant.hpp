@@ -18,6 +18,19 @@ struct Activations {
     int32_t* sum;
 };
 
+// Largest size of `count` floats, which may be any number.
+inline float peak_of(const float* values, int64_t count) {
+    float peak = 0;
+    for (int64_t k = 0; k < count; k++) peak = max_of(peak, std::fabs(values[k]));
+    return peak;
+}
+
+inline int32_t quad_at(const int8_t* from) {
+    int32_t quad;
+    std::memcpy(&quad, from, 4);
+    return quad;
+}
+
 // Whether what an instruction gives are the activations of the linears behind it.
 constexpr bool is_quantising(int kind) {
     return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;

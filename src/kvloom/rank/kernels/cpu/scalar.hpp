@@ -69,16 +69,41 @@ inline float dot_in_pairs(const Activations& x, int64_t row, int64_t cols, const
     return total;
 }
 
-// What an adapter adds to output channel `c` of a linear of `rows` channels: its half panel's B times h of its own part.
-inline double low_rank(const LoraLinear& linear, const float* x, int64_t cols, int64_t c) {
-    const LoraHalf& half = linear.halves[size_t(c / kLanes)];
-    double total = 0;
-    for (const LoraPart& part : linear.parts)
-        for (int64_t r = 0; part.first == half.first && r < half.rank; r++) {
+// Column k of rank r of a module's A, and rank r of B of a channel, `lane` of a half panel, as floats.
+inline float a_at(const LoraPart& part, const LoraInput& input, int64_t r, int64_t k) {
+    const uint8_t* tile = part.a + r / kLanes * input.tile_bytes();
+    const int64_t lane = r % kLanes;
+    const float scale = reinterpret_cast<const float*>(tile)[lane];
+    tile += kLanes * 4;
+    if (input.is_bf16()) return bf16_to_float(reinterpret_cast<const uint16_t*>(tile)[k / 2 * 32 + 2 * lane + k % 2]) * scale;
+    return float(int(tile[k / 4 * 64 + 4 * lane + k % 4]) - 128) * scale;
+}
+inline float b_at(const uint8_t* half, bool is_bf16, int64_t r, int64_t lane) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(half);
+    if (is_bf16) return bf16_to_float(halves[r * kLanes + lane]);
+    return float(int(half[32 + r / 4 * 64 + 4 * lane + r % 4]) - 128) * bf16_to_float(halves[lane]);
+}
+
+// What an adapter adds to a channel of a row, and how far rounding h to a byte may move it.
+struct LowRankSum {
+    double value = 0, most_off = 0;
+};
+inline LowRankSum low_rank(const LoraLinear& linear, const LoraInput& input, int64_t row, int64_t c) {
+    LowRankSum total;
+    for (const LoraPart& part : linear.parts) {
+        const uint8_t* half = part.half(c / kLanes);
+        double peak = 0, sizes = 0;
+        for (int64_t r = 0; half != nullptr && r < part.ranks; r++) {
             double h = 0;
-            for (int64_t k = 0; k < cols; k++) h += double(bf16_to_float(part.a[size_t(r * cols + k)])) * double(x[k]);
-            total += h * double(part.scale) * double(bf16_to_float(half.b[r * kLanes + c % kLanes]));
+            for (int64_t k = 0; k < input.cols; k++)
+                h += double(a_at(part, input, r, k)) * double(activation_at(input.x, row, input.cols, input.format, k));
+            const double b = double(b_at(half, linear.is_bf16, r, c % kLanes));
+            total.value += h * b;
+            peak = std::max(peak, std::fabs(h));
+            sizes += std::fabs(b);
         }
+        total.most_off += linear.is_bf16 ? 0 : peak / 127 / 2 * sizes;
+    }
     return total;
 }
 

@@ -45,7 +45,7 @@ static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint
     s.own.resize(size_t(model.pool.size()));
     s.row.resize(size_t(model.pool.size()));
     for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
-    for (float*& row : s.row) row = take<float>(at, kLoraTokens * widest);
+    for (float*& row : s.row) row = take<float>(at, widest);
     return lay_out_experts(s, model, tokens, at);
 }
 
@@ -144,21 +144,14 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     const bool small = is_small(rows);
     const Activations& to = activations(instruction, rows, thread);
     const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
-    const bool in_order = asked_only || by_adapter_.empty();
-    for (int64_t i = begin; i < end;) {
-        const LoraLinear* lora = in_order ? nullptr : lora_of(by_adapter_[size_t(i)], instruction.linear);
-        if (lora) lora->prefetch_a(linear.padded_cols);
-        const float* from[kLoraTokens];
-        float* h[kLoraTokens];
-        int count = 0;
-        do {  // as many as have the same adapter
-            const int64_t r = in_order ? i : by_adapter_[size_t(i)];
-            from[count] = float_row(instruction, r, scratch_.row[size_t(thread)] + count * scratch_.widest);
-            store_activations(to, r, from[count], linear.padded_cols, linear.activation_format());
-            h[count++] = lora_row(r, thread);
-        } while (++i < end && lora && count < kLoraTokens && lora == lora_of(by_adapter_[size_t(i)], instruction.linear));
-        if (lora) shrink(*lora, from, count, linear.padded_cols, h);
+    const bool has_h = !asked_only && !is_fused_ && has_low_rank(instruction.linear);
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t r = has_h ? by_adapter_[size_t(i)] : i;
+        const float* const from = float_row(instruction, r, scratch_.row[size_t(thread)]);
+        store_activations(to, r, from, linear.padded_cols, linear.activation_format());
     }
+    if (has_h) prefetch_b(instruction.linear, linear.share(thread));
+    if (has_h) shrink_tokens(instruction.linear, {begin, end}, to, thread);
     if (!small) sync();
 }
 
@@ -207,6 +200,11 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
     const Activations& x = activations(instruction, rows, thread);
+    const bool has_h = instruction.epilogue != KVL_LOGITS && has_low_rank(instruction.linear);
+    if (has_h && is_fused_) {  // who quantised its rows has not seen all of each
+        shrink_tokens(instruction.linear, {deal(rows, thread), deal(rows, thread + 1)}, x, thread);
+        sync();
+    }
     if (rows < kHandOutTokens) {
         for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
     } else {
@@ -228,42 +226,14 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
     const Way way(linear.format(index), span.end - span.begin, model_.unit);
-    const bool is_head = instruction.epilogue == KVL_LOGITS, has_low_rank = lora_stride_ > 0 && !is_head;
-    const Epilogue epilogue = epilogue_of(instruction, index);
-    const bool is_apart = is_head || has_low_rank;  // the epilogue is not all that is done with sums
-    for (size_t i = 0; has_low_rank && i < step_adapters_.size(); i++)  // while the panel's own weights are worked on
-        step_adapters_[i]->linears[size_t(instruction.linear)].prefetch_b(index);
+    const bool is_head = instruction.epilogue == KVL_LOGITS;
+    const Epilogue epilogue = epilogue_of(instruction, index, thread);
+    if (epilogue.low_rank.adapters != nullptr) prefetch_b(instruction.linear, index + 1);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
         const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue};
-        way.multiply(is_apart ? pass.without_epilogue() : pass, int(end - begin));
-        for (int64_t r = begin; has_low_rank && r < end; r += kLowRankRows)
-            add_low_rank(instruction, index, r, std::min(end, r + kLowRankRows), sums + (r - begin) * kPanel, thread);
-        if (has_low_rank) pass.finish(0, int(end - begin));
+        way.multiply(is_head ? pass.without_epilogue() : pass, int(end - begin));
         for (int64_t r = begin; is_head && r < end; r++) keep_logits(r, index * kPanel, sums + (r - begin) * kPanel, thread);
-    }
-}
-
-// B h to the sums of rows [begin, end), at most kLowRankRows, those of one adapter together.
-void Step::add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums,
-                        int thread) {
-    uint32_t done = 0;
-    for (int64_t r = begin; r < end; r++) {
-        if (done >> (r - begin) & 1) continue;
-        const LoraLinear* lora = lora_of(r, instruction.linear);
-        if (lora == nullptr) continue;
-        const float* h[kLoraTokens];
-        float *lo[kLoraTokens], *hi[kLoraTokens];
-        int count = 0;
-        for (int64_t other = r; other < end && count < kLoraTokens; other = next_of_adapter_[size_t(other)]) {
-            done |= uint32_t(1) << (other - begin);
-            h[count] = lora_row(other, thread);
-            lo[count] = sums + (other - begin) * kPanel;
-            hi[count] = lo[count] + kLanes;
-            count++;
-        }
-        expand(lora->halves[size_t(2 * panel)], h, count, lo);
-        expand(lora->halves[size_t(2 * panel + 1)], h, count, hi);
     }
 }
 
@@ -279,13 +249,15 @@ Rows Step::target_of(const kvl_instruction& linear) const {
 }
 
 // Of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
-Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel) const {
+Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const {
     const Rows target = target_of(linear);
     const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
     const int64_t channel = panel * kPanel, column = gives_gates ? channel / 2 : channel;
     Epilogue epilogue{linear.epilogue, &shape_, bias_of(linear, panel), target.at + column, target.stride};
     epilogue.adds = is_gated || linear.epilogue == KVL_RESIDUAL;
     epilogue.residual_scale = shape_.residual_scale;
+    if (linear.epilogue != KVL_LOGITS && has_low_rank(linear.linear))
+        epilogue.low_rank = {adapters_.data(), lora_rows(thread), lora_stride_, panel, linear.linear};
     epilogue.shares = is_gated ? scratch_.experts.shared : nullptr;
     if (gives_gates && panel + 1 == model_.linears[size_t(linear.linear)].panels)  // an MLP is wider than its gates
         epilogue.padding = int((round_up(column + kLanes, kPad) - column) / kLanes) - 1;

@@ -11,7 +11,6 @@
 namespace kvl {
 
 constexpr int kOwnTokens = 2;        // up to here each thread quantises all rows for itself: cheaper than a barrier
-constexpr int kLowRankRows = 32;     // whose sums an adapter is added to at a time: bits of a word
 constexpr int kHandOutTokens = 8;    // from here panels are handed out one by one, so a disturbed thread does less
 constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
 constexpr int kAskedBlocks = 32;     // of a context, before attention reads them: 128 KB of bf16 keys and values of 64 dims
@@ -68,8 +67,12 @@ class Step {
     void store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const;
     Rows target_of(const kvl_instruction& linear) const;
     const float* float_row(const kvl_instruction& instruction, int64_t row, float* room) const;
-    void add_low_rank(const kvl_instruction& instruction, int64_t panel, int64_t begin, int64_t end, float* sums, int thread);
-    Epilogue epilogue_of(const kvl_instruction& linear, int64_t panel) const;
+    bool has_low_rank(int32_t linear) const;
+    void prefetch_b(int32_t linear, int64_t panel) const {
+        for (const Adapter* adapter : step_adapters_) adapter->linears[size_t(linear)].prefetch_b(panel);
+    }
+    void shrink_tokens(int32_t linear, Span span, const Activations& x, int thread);
+    Epilogue epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const;
     const float* bias_of(const kvl_instruction& linear, int64_t panel) const {
         const float* bias = vector(linear.vector);
         return bias ? bias + panel * kPanel : nullptr;
@@ -118,16 +121,10 @@ class Step {
         return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
     }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
-    // What the adapter of a token's sequence adds to a linear; null = nothing.
-    const LoraLinear* lora_of(int64_t token, int32_t linear) const {
-        if (lora_stride_ == 0) return nullptr;
-        const Adapter* adapter = adapters_[size_t(sequence_[size_t(token)])];
-        return adapter && adapter->linears[size_t(linear)].rank ? &adapter->linears[size_t(linear)] : nullptr;
-    }
-    // h of a token, where its activations are: with everybody's or with this thread's.
-    float* lora_row(int64_t token, int thread) const {
+    // h of token 0, where its activations are: with everybody's or with this thread's. Others' are lora_stride_ apart.
+    uint8_t* lora_rows(int thread) const {
         const bool small = is_small(batch_.num_tokens);
-        return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens + token : token) * lora_stride_;
+        return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens : 0) * lora_stride_;
     }
     uint8_t* cache(int layer, int side) const;
 
@@ -144,11 +141,10 @@ class Step {
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
-    std::vector<const Adapter*> adapters_;  // of each sequence, null = none; empty when the step has none
+    std::vector<const Adapter*> adapters_;       // [num_tokens] of each, null = none; empty when the step has none
     std::vector<const Adapter*> step_adapters_;  // each of them once
     std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, those of one adapter together; empty as adapters_
-    std::vector<int32_t> next_of_adapter_;       // [num_tokens] the token behind it there; num_tokens = none
-    int64_t lora_stride_ = 0;               // floats a row of scratch.lora; 0 when the step has no adapter
+    int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 when the step has no adapter
 };
 
 // The whole program; what nobody asks for is left out.
