@@ -319,9 +319,12 @@ struct Inputs {
 
 // B h of a channel of a row, h being what `shrink` gave.
 static float expanded(const LoraLinear& linear, const std::vector<uint8_t>& h, int64_t c) {
-    alignas(64) float lane[kLanes];
-    store(lane, expand(linear, c / kLanes, h.data(), splat(3.0f)));
-    return lane[c % kLanes];
+    alignas(64) float lanes[kPanel];
+    F32 lo = splat(3), hi = splat(3);
+    expand(linear, c / kPanel, h.data(), lo, hi);
+    store(lanes, lo);
+    store(lanes + kLanes, hi);
+    return lanes[c % kPanel];
 }
 
 // Tokens that go through an adapter together get the bits that each gets alone, whatever their order.

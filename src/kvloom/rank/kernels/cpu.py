@@ -28,7 +28,7 @@ from kvloom.rank.kernels.rope_table import rope_table
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 _UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
-_SUMS = "s4"  # counts the orders in which attention and bf16 linears have added: other sums are other keys and values
+_SUMS = "s5"  # counts the orders in which attention, bf16 linears and adapters have added: other sums are other keys and values
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class CpuBackend:
         return _Call(given, step, head, (own, wanted, held), is_in_place, tiles)
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
-        """See kernels/backend.py. Its weights are held as bf16, what they are multiplied with is float32."""
+        """See kernels/backend.py. Its weights are held in 8 bits, or as bf16 where the model's linears are."""
         self._call = None
         own = self._lib.kvl_adapter_new(self._model)
         total = 0

@@ -97,6 +97,10 @@ uint8_t* Adapter::take(int64_t bytes) {
     return taken;
 }
 
+static bool changes(const Adapter* adapter, int32_t linear) {
+    return adapter != nullptr && !adapter->linears[size_t(linear)].parts.empty();
+}
+
 // Leaves everything empty in a step without adapters.
 void Step::find_adapters() {
     for (int s = 0; batch_.adapters != nullptr && s < batch_.num_seqs; s++) {
@@ -110,18 +114,22 @@ void Step::find_adapters() {
             step_adapters_.push_back(adapter);
     }
     if (lora_stride_ == 0) return;
-    by_adapter_.resize(size_t(batch_.num_tokens));
-    std::iota(by_adapter_.begin(), by_adapter_.end(), 0);
-    std::stable_sort(by_adapter_.begin(), by_adapter_.end(), [this](int32_t a, int32_t b) {
+    std::vector<int32_t> with, without;  // tokens
+    for (int32_t t = 0; t < batch_.num_tokens; t++) (adapters_[size_t(t)] ? with : without).push_back(t);
+    std::stable_sort(with.begin(), with.end(), [this](int32_t a, int32_t b) {
         return std::less<const Adapter*>()(adapters_[size_t(a)], adapters_[size_t(b)]);
     });
+    for (int thread = 0; thread < model_.pool.size(); thread++)  // as many of both to each
+        for (const std::vector<int32_t>* some : {&with, &without}) {
+            const int64_t count = int64_t(some->size());
+            by_adapter_.insert(by_adapter_.end(), some->begin() + deal(count, thread), some->begin() + deal(count, thread + 1));
+        }
     const size_t wanted = size_t((batch_.num_tokens + int64_t(model_.pool.size()) * kOwnTokens) * lora_stride_);
     if (scratch_.lora.size() < wanted) scratch_.lora.resize(wanted);
 }
 
 bool Step::has_low_rank(int32_t linear) const {
-    return std::any_of(step_adapters_.begin(), step_adapters_.end(),
-                       [=](const Adapter* adapter) { return !adapter->linears[size_t(linear)].parts.empty(); });
+    return std::any_of(step_adapters_.begin(), step_adapters_.end(), [=](const Adapter* adapter) { return changes(adapter, linear); });
 }
 
 // h of the tokens by_adapter_[span.begin, span.end), of what `linear` reads; some of one adapter share each load of A.
@@ -136,11 +144,9 @@ void Step::shrink_tokens(int32_t linear, Span span, const Activations& x, int th
             rows.rows[rows.count] = by_adapter_[size_t(i)];
             rows.h[rows.count++] = lora_rows(thread) + by_adapter_[size_t(i)] * lora_stride_;
         } while (++i < span.end && rows.count < kLoraTokens && adapter_at(i) == adapter);
-        if (adapter == nullptr || adapter->linears[size_t(linear)].parts.empty()) continue;
-        const Adapter* const later = i < span.end ? adapter_at(i) : adapter;
-        const LoraLinear& next = later->linears[size_t(linear)];
-        const LoraLinear& own = adapter->linears[size_t(linear)];
-        shrink(own, input, rows, (next.parts.empty() ? own : next).parts.front().a);
+        if (!changes(adapter, linear)) continue;
+        const Adapter* const next = i < span.end && changes(adapter_at(i), linear) ? adapter_at(i) : adapter;
+        shrink(adapter->linears[size_t(linear)], input, rows, next->linears[size_t(linear)].parts.front().a);
     }
 }
 

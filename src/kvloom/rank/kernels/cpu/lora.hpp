@@ -232,24 +232,25 @@ inline F32 expand_bf16(const uint8_t* b, int ranks, const uint8_t* h, F32 sums) 
     return add(sums, odd);
 }
 
-// To the sums of half panel `half` of one token what its adapter adds; h: all that it has for the linear.
-inline F32 expand(const LoraLinear& linear, int64_t half, const uint8_t* h, F32 sums) {
+inline F32 expand(const LoraLinear& linear, const LoraPart& part, const uint8_t* b, const uint8_t* h, F32 sums) {
+    if (linear.is_bf16) return expand_bf16(b, part.ranks, h + part.h, sums);
+    return expand_bytes(b, part.ranks, h + part.h, sums);
+}
+
+// To the sums of a panel of one token what its adapter adds; h: all that it has for the linear.
+inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F32& lo, F32& hi) {
     for (const LoraPart& part : linear.parts) {
-        const uint8_t* const b = part.half(half);
-        if (b == nullptr) continue;
-        if (linear.is_bf16) return expand_bf16(b, part.ranks, h + part.h, sums);
-        return expand_bytes(b, part.ranks, h + part.h, sums);
+        const uint8_t *const first = part.half(2 * panel), *const second = part.half(2 * panel + 1);
+        if (first != nullptr) lo = expand(linear, part, first, h, lo);
+        if (second != nullptr) hi = expand(linear, part, second, h, hi);
     }
-    return sums;
 }
 
 // What adapters add to the sums of one panel, row by row.
 struct LowRank {
     void add_to(int64_t row, F32& lo, F32& hi) const {
         if (adapters[row] == nullptr) return;
-        const LoraLinear& of = adapters[row]->linears[size_t(linear)];
-        lo = expand(of, 2 * panel, h + row * stride, lo);
-        hi = expand(of, 2 * panel + 1, h + row * stride, hi);
+        expand(adapters[row]->linears[size_t(linear)], panel, h + row * stride, lo, hi);
     }
     // The same of the rows from `row` on.
     LowRank from(int64_t row) const { return {adapters ? adapters + row : nullptr, h + row * stride, stride, panel, linear}; }

@@ -143,7 +143,7 @@ class Step {
     std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
     std::vector<const Adapter*> adapters_;       // [num_tokens] of each, null = none; empty when the step has none
     std::vector<const Adapter*> step_adapters_;  // each of them once
-    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, those of one adapter together; empty as adapters_
+    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, a thread's of one adapter together; empty as adapters_
     int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 when the step has no adapter
 };
 
