@@ -1,8 +1,9 @@
-"""What LoRA adapters cost a decoding batch: `python -m benches.kernels.lora [MODEL] [--rank 16] [--rounds 15]`.
+"""What LoRA adapters cost: `python -m benches.kernels.lora [MODEL] [--rank 16] [--rounds 15]`.
 
-One JSON line: steps a second of a batch of 8 at a context of about 200 without any adapter, and as ratios to it the
-same batch with 1 and with 4 adapters of all linears, all rows having one (`*_of_8`) or every other (`*_of_4`), and
-with 4 adapters loaded and none used (`idle`). Rounds are interleaved; ratios are medians.
+Two JSON lines, of adapters of all linears. `decode`: steps a second of a batch of 8 at a context of about 200 without
+any, and as ratios to it the same batch with 1, 2, 4 and 8 adapters, all rows having one (`*_of_8`) or every other
+(`*_of_4`), and with adapters loaded and none used (`idle`). `prefill`: the same of 1,024 tokens in one step, one prompt
+with an adapter, and four prompts of 256 with one each. Rounds are interleaved; ratios are medians.
 """
 
 import argparse
@@ -21,14 +22,18 @@ from kvloom.checkpoints.demo_models import find_model
 from kvloom.checkpoints.families.spec import DecoderSpec
 from kvloom.checkpoints.lora import PARTS, AdapterFile, read_adapter
 from kvloom.rank.kernels.backend import Ints, Ragged
-from kvloom.rank.kernels.cpu import CpuBackend
+from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
-BATCH, STEPS = 8, 6
+Step = tuple[Ragged, Ints]
+BATCH, STEPS, NUM_ADAPTERS = 8, 6, 8
+PREFILL, PROMPTS = 1024, 4
 CASES = {  # the adapter of each row
     "none": [],
     "idle": [],
     "1_adapter_of_8": [1] * 8,
+    "2_adapters_of_8": [1, 2] * 4,
     "4_adapters_of_8": [1, 2, 3, 4] * 2,
+    "8_adapters_of_8": [1, 2, 3, 4, 5, 6, 7, 8],
     "1_adapter_of_4": [1, 0] * 4,
     "4_adapters_of_4": [1, 0, 2, 0, 3, 0, 4, 0],
 }
@@ -49,14 +54,51 @@ def random_adapter(spec: DecoderSpec, rank: int) -> AdapterFile:
         return read_adapter(Path(folder), spec.tensor_shapes())
 
 
-def seconds(backend: CpuBackend, args: tuple[Ragged, Ints], adapters: list[int]) -> float:
+def prompts(backend: CpuBackend, count: int) -> Step:
+    """A step of PREFILL tokens of as many prompts."""
+    random, each = np.random.default_rng(0), PREFILL // count
+    table = random.permutation(np.arange(PREFILL // 16, dtype=np.int32)).reshape(count, -1)
+    ids = random.integers(0, backend.spec.vocab_size, PREFILL, np.int32)
+    ends = np.arange(0, PREFILL + 1, each, dtype=np.int32)
+    return Ragged(ids, np.tile(np.arange(each, dtype=np.int32), count), ends, table), ends[1:] - 1
+
+
+def seconds(backend: CpuBackend, args: Step, adapters: list[int], steps: int) -> float:
     batch, rows = args[0]._replace(adapters=adapters), args[1]
     tops = [0] * len(rows)
     backend.step(batch, rows, tops)
     start = time.perf_counter()
-    for _ in range(STEPS):
+    for _ in range(steps):
         backend.step(batch, rows, tops)
-    return (time.perf_counter() - start) / STEPS
+    return (time.perf_counter() - start) / steps
+
+
+def ratio(base: list[float], own: list[float]) -> float:
+    return round(statistics.median(a / b for a, b in zip(base, own, strict=True)), 3)
+
+
+def decode(backends: list[CpuBackend], rounds: int) -> dict[str, float]:
+    """Of the first, which has no adapter, and the second."""
+    args = decode_args(backends[1], BATCH)
+    took: dict[str, list[float]] = {name: [] for name in CASES}
+    for _ in range(rounds):
+        for name, adapters in CASES.items():
+            took[name].append(seconds(backends[name != "none"], args, adapters, STEPS))
+    ratios = {name: ratio(took["none"], times) for name, times in took.items() if name != "none"}
+    return {"none_steps_s": round(1 / statistics.median(took["none"]), 1), **ratios}
+
+
+def prefill(backend: CpuBackend, rounds: int) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for count in (1, PROMPTS):
+        args, name = prompts(backend, count), f"{count}_prompts"
+        took: list[list[float]] = [[], []]
+        for _ in range(rounds):
+            for own, adapters in zip(took, ([], list(range(1, count + 1))), strict=True):
+                own.append(seconds(backend, args, adapters, 1))
+        found[f"{name}_none_tok_s"] = round(PREFILL / statistics.median(took[0]), 1)
+        found[name] = ratio(*took)
+    return found
 
 
 def main() -> None:
@@ -64,22 +106,16 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--weight-format", default="w8a8")
     options = parser.parse_args()
     checkpoint = open_checkpoint(find_model(options.model))
-    backends = [CpuBackend(checkpoint.spec, checkpoint.weights, BATCH * 16) for _ in range(2)]
-    num_bytes = sum(backends[1].add_adapter(id, random_adapter(checkpoint.spec, options.rank)) for id in range(1, 5))
-    args = decode_args(backends[1], BATCH)
-    took: dict[str, list[float]] = {name: [] for name in CASES}
-    for _ in range(options.rounds):
-        for name, adapters in CASES.items():
-            took[name].append(seconds(backends[name != "none"], args, adapters))
-    ratios = {
-        name: round(statistics.median(base / own for base, own in zip(took["none"], times, strict=True)), 3)
-        for name, times in took.items()
-        if name != "none"
-    }
-    rate = round(1 / statistics.median(took["none"]), 1)
-    print(json.dumps({"rank": options.rank, "adapter_mb": num_bytes // 4 >> 20, "none_steps_s": rate, **ratios}))
+    how = CpuOptions(options.weight_format)
+    backends = [CpuBackend(checkpoint.spec, checkpoint.weights, BATCH * 16, how) for _ in range(2)]
+    adapter = random_adapter(checkpoint.spec, options.rank)
+    num_bytes = [backends[1].add_adapter(id, adapter) for id in range(1, NUM_ADAPTERS + 1)]
+    told = {"rank": options.rank, "adapter_mb": round(num_bytes[0] / 1e6, 1)}
+    print(json.dumps({"what": "decode", **told, **decode(backends, options.rounds)}), flush=True)
+    print(json.dumps({"what": "prefill", **told, **prefill(backends[1], options.rounds)}))
 
 
 if __name__ == "__main__":

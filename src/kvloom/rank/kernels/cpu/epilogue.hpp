@@ -15,8 +15,20 @@ struct Epilogue {
     // SORT: that of sort(), or kAny.
     template <Sort SORT = Sort::kAny>
     void apply(int64_t row, F32 lo, F32 hi) const {
+        if (SORT == Sort::kAny && low_rank.adapters != nullptr) low_rank.add_to(row, lo, hi);
+        finish<SORT>(row, lo, hi);
+    }
+
+    // Of rows [row, row + count), whose sums [count][kPanel] are in memory.
+    void apply(int64_t row, int count, float* sums) const {
+        if (low_rank.adapters != nullptr) low_rank.add_to(row, count, sums);
+        for (int m = 0; m < count; m++) finish<Sort::kAny>(row + m, load(sums + m * kPanel), load(sums + m * kPanel + kLanes));
+    }
+
+    // What is done with a row's sums when its adapter has been added.
+    template <Sort SORT>
+    void finish(int64_t row, F32 lo, F32 hi) const {
         constexpr bool kAny = SORT == Sort::kAny;
-        if (kAny && low_rank.adapters != nullptr) low_rank.add_to(row, lo, hi);
         if (kAny && bias != nullptr) {
             lo = add(lo, load(bias));
             hi = add(hi, load(bias + kLanes));

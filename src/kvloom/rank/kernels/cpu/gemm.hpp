@@ -32,8 +32,7 @@ struct Pass {
     }
     // Of the sums of rows [begin, end), which are in `out`.
     void finish(int begin, int end) const {
-        for (int r = begin; epilogue != nullptr && r < end; r++)
-            epilogue->apply(row + r, load(out + r * kPanel), load(out + r * kPanel + kLanes));
+        if (epilogue != nullptr) epilogue->apply(row + begin, end - begin, out + begin * kPanel);
     }
 };
 

@@ -20,6 +20,7 @@
 namespace kvl {
 
 constexpr int kLoraTokens = kRowsOnce;  // tokens of one adapter that share each load of A
+constexpr int kExpandRows = 16;         // whose sums B is added to at a time: bits of a word
 constexpr int kMostRanks = 512;         // of a module
 constexpr int kRankPad = 8;             // ranks of B come in so many: two chains of quads, or of ranks
 constexpr int kAskedBytes = 2048;       // of A, before they are multiplied
@@ -246,11 +247,16 @@ inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F3
     }
 }
 
-// What adapters add to the sums of one panel, row by row.
+// What adapters add to the sums of one panel.
 struct LowRank {
     void add_to(int64_t row, F32& lo, F32& hi) const {
         if (adapters[row] == nullptr) return;
         expand(adapters[row]->linears[size_t(linear)], panel, h + row * stride, lo, hi);
+    }
+    // The same of rows [row, row + count), whose sums [count][kPanel] are in memory.
+    void add_to(int64_t row, int count, float* sums) const {
+        for (int first = 0; first < count; first += kExpandRows)
+            add_some(row + first, min_of(count - first, kExpandRows), sums + first * kPanel);
     }
     // The same of the rows from `row` on.
     LowRank from(int64_t row) const { return {adapters ? adapters + row : nullptr, h + row * stride, stride, panel, linear}; }
@@ -259,6 +265,27 @@ struct LowRank {
     const uint8_t* h = nullptr;                // [rows][stride]
     int64_t stride = 0, panel = 0;
     int32_t linear = 0;
+
+  private:
+    // At most kExpandRows; those of one adapter together, so that its B is looked for once.
+    void add_some(int64_t row, int count, float* sums) const {
+        uint32_t done = 0;
+        for (int first = 0; first < count; first++) {
+            const Adapter* const adapter = adapters[row + first];
+            if (adapter == nullptr || (done >> first & 1)) continue;
+            int same[kExpandRows], num_same = 0;
+            for (int m = first; m < count; m++)
+                if (adapters[row + m] == adapter) same[num_same++] = m, done |= uint32_t(1) << m;
+            const LoraLinear& of = adapter->linears[size_t(linear)];
+            for (const LoraPart& part : of.parts)
+                for (int half = 0; half < 2; half++)
+                    if (const uint8_t* const b = part.half(2 * panel + half))
+                        for (int i = 0; i < num_same; i++) {
+                            float* const at = sums + same[i] * kPanel + half * kLanes;
+                            store(at, expand(of, part, b, h + (row + same[i]) * stride, load(at)));
+                        }
+        }
+    }
 };
 
 }  // namespace kvl
