@@ -52,7 +52,7 @@ enum { KVL_NO_UNIT = 0, KVL_TILES = 1, KVL_PAIRS = 2 };
 /* What an instruction does; `linear`, `vector`, `vector2` index what kvl_add_* returned, -1 = none. */
 enum {
     KVL_NORM_QUANT = 0,      /* RMSNorm of the residual stream by `vector`, quantised for `linear`; rows with an
-                                adapter make its h = scale * A x here (lora.hpp), those of QUANT too */
+                                adapter make its h = scale * A x of it (lora.hpp), those of QUANT too */
     KVL_QUANT = 1,           /* what the next linear reads, quantised for `linear`: `source` says where it is; `epilogue` =
                                 how gate and up become one, when they are apart */
     KVL_LINEAR = 2,          /* `linear` of what was quantised last, plus the adapters' B h, then `epilogue`; `vector` = bias */
@@ -175,7 +175,7 @@ int32_t kvl_add_rope(kvl_model *model, const float *table, int32_t dim);
 /* An adapter that changes nothing yet; its id, -1 = no memory. */
 int32_t kvl_adapter_new(kvl_model *model);
 /* y += b (scale * (a x)) on the rows of `linear` that kvl_fill_f32 with the same `first` and `interleave` fills; `first` is
- * a multiple of 16. a: float [rank][cols], b: float [count][rank]. Bytes taken, -1 = no memory. */
+ * a multiple of 16. a: float [rank][cols], b: float [count][rank], all finite, rank at most 512. Bytes taken, -1 = no memory. */
 int64_t kvl_adapter_add(kvl_model *model, int32_t id, int32_t linear, const float *a, const float *b, int64_t rank,
                         int64_t count, float scale, int64_t first, int32_t interleave);
 void kvl_adapter_free(kvl_model *model, int32_t id);
