@@ -118,7 +118,7 @@ inline void shrink_bytes(const uint8_t* a, const LoraInput& input, const int32_t
                 const Bytes own = load_bytes(weights);
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++)
-                    sums[m][s] = dot_weights(sums[m][s], own, quad_at(input.x.data + rows[m] * input.cols + k + 4 * s));
+                    sums[m][s] = dot_weights(sums[m][s], own, word_at(input.x.data + rows[m] * input.cols + k + 4 * s));
             }
         }
 #pragma GCC unroll 8
@@ -216,8 +216,8 @@ inline F32 expand_bytes(const uint8_t* b, int ranks, const uint8_t* h, F32 sums)
     I32 even = splat_int(head.start), odd = splat_int(0);
     b += kLanes * 2;
     for (int r = 0; r < ranks; r += kRankPad, b += kRankPad * kLanes) {
-        even = dot_weights(even, load_bytes(b), quad_at(x + r));
-        odd = dot_weights(odd, load_bytes(b + kLanes * 4), quad_at(x + r + 4));
+        even = dot_weights(even, load_bytes(b), word_at(x + r));
+        odd = dot_weights(odd, load_bytes(b + kLanes * 4), word_at(x + r + 4));
     }
     return fma(to_float(add(even, odd)), scales, sums);
 }

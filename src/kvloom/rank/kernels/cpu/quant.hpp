@@ -25,12 +25,6 @@ inline float peak_of(const float* values, int64_t count) {
     return peak;
 }
 
-inline int32_t quad_at(const int8_t* from) {
-    int32_t quad;
-    std::memcpy(&quad, from, 4);
-    return quad;
-}
-
 // Whether what an instruction gives are the activations of the linears behind it.
 constexpr bool is_quantising(int kind) {
     return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;
