@@ -93,6 +93,7 @@ class Asked:
     folder: str
     limits: list[tuple[int, int]]
     cores: set[int]
+    held_signals: set[int]
     begins_session: bool
     group: int
     first: Callable[[], None] | None
@@ -211,6 +212,7 @@ def _asked(options: dict[str, Any]) -> Asked | None:
         folder,
         [resource.getrlimit(limit) for limit in _LIMITS],
         os.sched_getaffinity(0),
+        set(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         options["start_new_session"],
         options["process_group"],
         options["preexec_fn"],
@@ -317,6 +319,7 @@ def _become(asked: Asked, descriptors: Sequence[int]) -> None:
         if resource.getrlimit(limit) != value:
             resource.setrlimit(limit, value)
     os.sched_setaffinity(0, asked.cores)
+    signal.pthread_sigmask(signal.SIG_SETMASK, asked.held_signals)  # this template's own are those of who asked first
     if asked.begins_session:
         os.setsid()
     if asked.group >= 0:
