@@ -218,5 +218,8 @@ def test_a_head_that_waits_behind_answers_is_not_slow(caplog):
         until(lambda: Impatient.num_looks > 2)
         LATE.set()
         sock.sendall(head[-1:])
-        assert [answer_of(sock) for _ in range(4)] == 4 * [(200, b"here")]
+        answers = b""  # which come together at times
+        while answers.count(b"here") < 4 and (more := sock.recv(1 << 16)):
+            answers += more
+        assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b"here") == 4
     assert ends(caplog) == []

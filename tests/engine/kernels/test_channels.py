@@ -150,7 +150,7 @@ def test_adapters_are_added_beside_it(tmp_path, isa):
     want.add_adapter(1, adapter)
     parts = parts_of([40, 9])
     got = all_logits(backend, *ragged(parts, [1, 0])).clone()
-    assert error(got, all_logits(want, *ragged(parts, [1, 0]))) < 0.05
+    assert error(got, all_logits(want, *ragged(parts, [1, 0]))) < 0.07  # it is in 8 bits, too
     assert not torch.equal(got[:40], all_logits(backend, *ragged(parts, [0, 0]))[:40])
 
 
