@@ -33,7 +33,10 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 
 PORT = 8113
 LENGTH, STEP_ROWS, BLOCK = 128, 512, 16
-CACHE_BYTES, LONG = 2 << 30, 1000  # the most that a server takes by itself for keys and values; tokens of a prompt that fills it
+CACHE_BYTES, LONG = (
+    2 << 30,
+    1000,
+)  # the most that a server takes by itself for keys and values; tokens of a prompt that fills it
 
 
 def open_backend(model: str, weight_format: str) -> CpuBackend:

@@ -193,6 +193,11 @@ class Load:
         self._pool.shutdown()
 
 
+def test_its_replicas_have_the_priority_of_a_server(fleet):
+    """Not that of a batch job, which is what Ray gives its workers."""
+    assert {psutil.Process(pid).nice() for pid in fleet.engine_pids()} == {psutil.Process(fleet.process.pid).nice()}
+
+
 def test_a_rolling_upgrade_by_serve_run_loses_no_request(fleet, tmp_path):
     before = fleet.engine_pids()
     with Load(fleet, 2) as load:

@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # for the ports that Serve opens beside loopback
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes the machine's address for 127.0.0.1
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_worker_niceness": "0",  # else 15: whatever else the machine does would come before people's requests
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a handle's thread that outlives this Ray finds itself another one
 }
 os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
