@@ -49,18 +49,22 @@ def test_who_is_asked_for_has_the_bits_of_a_step_that_asks_for_all(name, isa, da
 
 
 @pytest.mark.parametrize(("name", "isa"), EACH)
-@given(cuts=st.lists(st.integers(1, 89), max_size=4, unique=True).map(sorted))
-@example(cuts=[])
-def test_a_prompt_of_which_nobody_asks_for_anything_yet_leaves_its_keys_and_values(name, isa, cuts):
-    """Of the last layer, too: beside a sequence that decodes, whose token is asked for in each step."""
+@given(cuts=st.lists(st.integers(1, 89), max_size=4, unique=True).map(sorted), is_alone=st.booleans())
+@example(cuts=[], is_alone=True)
+def test_a_prompt_of_which_nobody_asks_for_anything_yet_leaves_its_keys_and_values(name, isa, cuts, is_alone):
+    """Of the last layer, too: alone, or beside a sequence that decodes, whose token is asked for in each step."""
     backend = cpu(name, isa)
     tokens, others = parts_of([90])[0][0], parts_of([1, 9])[1][0]
     blocks, own = list(range(12, 18)), list(range(20, 26))
     want = all_logits(backend, *ragged([(tokens, 0, blocks), (others, 0, own)])).clone()
+    backend.kv.fill(0)
     for i, (start, end) in enumerate(itertools.pairwise([0, *cuts, 89])):
-        batch, _ = ragged([(tokens[start:end], start, blocks), ([others[i]], i, own)])
-        got = all_logits(backend, batch, int32([end - start]))
-        assert torch.equal(got[0], want[90 + i])
+        piece = (tokens[start:end], start, blocks)
+        if is_alone:
+            all_logits(backend, ragged([piece])[0], int32([]))
+            continue
+        batch, _ = ragged([piece, ([others[i]], i, own)])
+        assert torch.equal(all_logits(backend, batch, int32([end - start]))[0], want[90 + i])
     batch, last = ragged([([tokens[89]], 89, blocks)])
     assert torch.equal(all_logits(backend, batch, last)[0], want[89])
 
