@@ -28,9 +28,8 @@ from kvloom.rank.kernels.rope_table import rope_table
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 _UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
-_SUMS = (
-    "s5"  # counts the orders in which attention, bf16 linears and adapters add: other sums are other keys and values
-)
+# counts the orders in which attention, bf16 linears and adapters add: other sums are other keys and values
+_SUMS = "s5"
 
 
 @dataclass(frozen=True, slots=True)
