@@ -2,7 +2,6 @@
 
 import ctypes
 import logging
-import threading
 from itertools import accumulate
 
 import numpy as np
@@ -21,7 +20,7 @@ from ems.native.plan import native_names, native_planner
 from ems.native.tensors import NativeHostTensors, native_tensors
 from ems.runs import SKIPPED, Areas, Block, Blocks
 from ems.tensors import Tensor, as_tensor
-from tests.support.waiting import is_locked_out, until
+from tests.support.compiling import runs_for_two
 
 NUM_BLOCKS, WIDTHS = 6, (3, 8, 1)  # tensors of three token sizes, in two layer groups
 BLOCK_SIZES, GROUP_OF = (4, 4, 2), [0, 0, 1]
@@ -145,21 +144,8 @@ def test_what_does_not_compile_is_told_in_one_line(tmp_path, monkeypatch):
 
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    wanted, runs = Library("wanted", tmp_path), []
-    other = threading.Thread(target=wanted.path)
-
-    def compile_library(library, path):
-        runs.append(library)
-        if len(runs) == 1:
-            other.start()
-            until(lambda: len(runs) == 2 or is_locked_out(path.parent / "wanted.lock"))
-        path.touch()
-
-    monkeypatch.setattr(Library, "compile", compile_library)
-    path = wanted.path()
-    other.join()
-    assert path.exists()
-    assert runs == [wanted]
+    wanted = Library("wanted", tmp_path)
+    assert runs_for_two(Library, "compile", wanted.path, monkeypatch) == 1
 
 
 def test_it_can_be_switched_off(monkeypatch):

@@ -4,16 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
 from kvloom.native.build import NativeLibrary
-from tests.support.compiling import cache_with
+from tests.support.compiling import cache_with, runs_for_two
 from tests.support.gewu import DaemonProcess, run_program
-from tests.support.waiting import is_locked_out, until
 
 CHAT = Path(__file__).parents[2] / "examples" / "gewu" / "chat.c"
 LAID = {
@@ -102,21 +100,7 @@ def test_a_program_built_by_the_command_runs_without_the_cache(environ, tmp_path
 
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs = []
-    other = threading.Thread(target=LIBRARY.path)
-
-    def compile_library(library, path):
-        runs.append(library)
-        if len(runs) == 1:
-            other.start()
-            until(lambda: len(runs) == 2 or is_locked_out(path.parent / "lock"))
-        path.touch()
-
-    monkeypatch.setattr(NativeLibrary, "compile", compile_library)
-    path = LIBRARY.path()
-    other.join()
-    assert path.exists()
-    assert runs == [LIBRARY]
+    assert runs_for_two(NativeLibrary, "compile", LIBRARY.path, monkeypatch) == 1
 
 
 def test_what_cannot_be_installed_is_said_in_one_line(environ, tmp_path):

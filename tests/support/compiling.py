@@ -5,11 +5,16 @@ Paths of the checkout are told to the compiler as they are within it: another ch
 
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from kvloom.native.build import NativeLibrary
 from tests.support.kept import kept
+from tests.support.waiting import is_locked_out, until
 
 ROOT = Path(__file__).parents[2]
 OURS = ("-DKVLOOM_", "-DGEWU_")  # macros of the sources; those of the system's headers are everywhere
@@ -69,3 +74,22 @@ def _read_by(words: Sequence[str]) -> Iterator[Path]:
             folders.append(path)
     for folder in dict.fromkeys(folders):
         yield from sorted(path for path in folder.rglob("*.h*") if path.is_file())
+
+
+def runs_for_two(owner: Any, compiler: str, ask: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often `owner` compiles what two threads ask for, the second while the first does."""
+    runs: list[Path] = []
+    other = threading.Thread(target=ask)
+
+    def compiling(*given: Any) -> None:
+        path = given[-1]
+        runs.append(path)
+        if len(runs) == 1:
+            other.start()
+            until(lambda: len(runs) == 2 or any(map(is_locked_out, path.parent.glob("*.lock"))))
+        path.touch()
+
+    monkeypatch.setattr(owner, compiler, compiling)
+    assert ask().exists()
+    other.join()
+    return len(runs)

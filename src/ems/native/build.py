@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,19 +46,11 @@ class Library:
             return self.prebuilt
         path = self._kept()
         if not path.exists():
-            self._compile_once(path)
+            try:
+                compile_once(path, self.name, self.compile)
+            except OSError as error:
+                raise _unwritable(path, error) from None
         return path
-
-    def _compile_once(self, path: Path) -> None:
-        """Whoever comes meanwhile waits. Raises BuildError."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with (path.parent / f"{self.name}.lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                if not path.exists():
-                    self.compile(path)
-        except OSError as error:
-            raise _unwritable(path, error) from None
 
     def _kept(self) -> Path:
         return _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
@@ -87,6 +80,18 @@ class Library:
         for source in sorted({*HERE.glob("*.[hc]pp"), *self.folder.glob("*.[hc]pp")}):
             digest.update(source.read_bytes())
         return digest.hexdigest()[:16]
+
+
+def compile_once(path: Path, name: str, compile: Callable[[Path], None]) -> None:
+    """Calls compile(path) unless that is there by now; whoever comes meanwhile waits for the lock of `name` beside it.
+
+    Raises what `compile` does, and OSError.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile(path)
 
 
 def _unwritable(path: Path, error: Exception) -> BuildError:

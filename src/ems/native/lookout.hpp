@@ -24,7 +24,11 @@ class Patience {
         if (was_preempted) {
             put_off();
         }
-        return num_left_out_ == 0 || num_left_out_-- == 0;
+        if (num_left_out_ == 0) {
+            return true;
+        }
+        num_left_out_--;
+        return false;
     }
 
     void looked(bool has_come) { has_come ? forgive() : put_off(); }

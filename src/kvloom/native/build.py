@@ -4,13 +4,14 @@ From the cache only kvloom itself loads it; programs link with what install.py l
 with nothing but the standard library.
 """
 
-import fcntl
 import hashlib
 import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+
+from ems.native.build import compile_once
 
 
 class BuildError(Exception):
@@ -65,16 +66,8 @@ class NativeLibrary:
             return prebuilt
         path = _cache() / "kvloom" / self.name / self._digest() / self.soname
         if not path.exists():
-            self._compile_once(path)
+            compile_once(path, self.name, self.compile)
         return path
-
-    def _compile_once(self, path: Path) -> None:
-        """Whoever comes meanwhile waits. Raises BuildError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                self.compile(path)
 
     def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
         """Compile it to `path`, whole or not at all. Raises BuildError."""

@@ -1,7 +1,7 @@
 """Where the kernels' library comes from: a wheel, the user's cache, the compiler; and what happens without any."""
 
 import logging
-import threading
+from functools import partial
 
 import pytest
 
@@ -10,7 +10,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
 from kvloom.rank.loading import open_runner
 from tests.support.checkpoints import save, tiny_model
-from tests.support.waiting import until
+from tests.support.compiling import runs_for_two
 
 
 @pytest.fixture
@@ -44,26 +44,7 @@ def test_a_prebuilt_library_of_other_sources_is_not(cache, tmp_path, monkeypatch
 
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    runs, looked, found = [], [], build.found
-    other = threading.Thread(target=lambda: build.library("portable"))
-
-    def look(isa):
-        looked.append(isa)
-        return found(isa)
-
-    def compile_library(isa, path):
-        runs.append(isa)
-        if runs == ["portable"]:
-            other.start()
-            until(lambda: len(looked) == 2)
-        path.touch()
-
-    monkeypatch.setattr(build, "found", look)
-    monkeypatch.setattr(build, "compile_library", compile_library)
-    path = build.library("portable")
-    other.join()
-    assert build.library("portable") == path
-    assert runs == ["portable"]
+    assert runs_for_two(build, "compile_library", partial(build.library, "portable"), monkeypatch) == 1
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_do(tmp_path, monkeypatch):

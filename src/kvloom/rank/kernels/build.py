@@ -1,6 +1,5 @@
 """The CPU kernels' library: the one that a wheel carries, else compiled once into the user's cache."""
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ems.native.build import compile_once
 from kvloom.contract.errors import ModelError
 
 log = logging.getLogger(__name__)
@@ -67,20 +67,11 @@ def library(isa: str | None = None) -> Path:
     if path is None:
         path = _cache_root() / file_name(isa)
         try:
-            _compile_once(isa, path)
+            compile_once(path, _library(isa), lambda target: compile_library(isa, target))
         except OSError as error:
             advice = "set XDG_CACHE_HOME to a folder that can be written"
             raise ModelError(f"the CPU kernels are not compiled: {path.parent}: {error.strerror}; {advice}") from None
     return path
-
-
-def _compile_once(isa: str, path: Path) -> None:
-    """Whoever comes meanwhile waits: it takes up to a minute, and every core. Raises ModelError, OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f"{_library(isa)}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            compile_library(isa, path)
 
 
 def found(isa: str) -> Path | None:

@@ -18,7 +18,8 @@ Passes passes_of(int format, int64_t rows, bool is_in_tiles) {
 }  // namespace
 
 Way::Way(int format, int64_t rows, int unit)
-    : format(format), is_in_tiles(unit == KVL_TILES && pays_in_tiles(format, rows)), is_in_pairs(unit == KVL_PAIRS), passes(passes_of(format, rows, is_in_tiles)) {}
+    : format(format), is_in_tiles(unit == KVL_TILES && pays_in_tiles(format, rows)), is_in_pairs(unit == KVL_PAIRS),
+      passes(passes_of(format, rows, is_in_tiles)) {}
 
 void Way::multiply(const Pass* passes, int64_t count, int rows) const {
     if (is_in_tiles && is_whole(format)) return multiply_channel_in_tiles(passes, count, rows);
