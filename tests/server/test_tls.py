@@ -104,6 +104,19 @@ def test_a_client_without_a_certificate_is_refused(site, port):
     assert is_admitted(site, port, site.good)
 
 
+def test_a_stream_to_http_1_0_has_no_chunks_here_either(site, context):
+    async def streamed(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await send({"type": "http.response.body"})
+
+    site.client_files(site.good)
+    names = ("--cert", "client.pem", "--key", "client.key.pem")
+    with serving(streamed, ssl_context_factory=lambda config, default: context) as port:
+        assert curl(site, port, *names, "--http1.0", "--raw").stdout == b"data: 1\n\n"
+        assert b"\r\n" in curl(site, port, *names, "--raw").stdout, "chunks of HTTP/1.1"
+
+
 def test_old_protocols_are_refused(site, port):
     site.client_files(site.good)
     names = ("--cert", "client.pem", "--key", "client.key.pem")

@@ -11,7 +11,9 @@ from termios import TIOCOUTQ
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from kvloom.server.http.http10 import without_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     The time starts with the connection and with the first byte of each later request, and does not pass while nothing
     is read because answers before it run; idle ones between requests are uvicorn's `timeout_keep_alive`. A connection
-    that has taken no byte of what waits for it ends too.
+    that has taken no byte of what waits for it ends too. One of HTTP/1.0 is answered without chunks.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
@@ -84,6 +86,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_old = cycle.scope["http_version"] < "1.1"
+        super()._start_asgi_task(cycle, without_chunks(app, cycle) if is_old else app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
