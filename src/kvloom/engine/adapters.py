@@ -22,17 +22,19 @@ class Adapter:
 
 
 class Adapters:
-    """`used`: the ids that running sequences compute with, 0 among them or not."""
+    """Loads and drops LoRA adapters on every rank. `used` gives the adapter ids of running sequences (0, the base
+    model, may be among them).
+    """
 
     def __init__(self, executor: Process, used: Callable[[], Iterable[int]]) -> None:
         self._executor, self._used = executor, used
         self._loaded: dict[int, Adapter] = {}
-        self._leaving: set[int] = set()  # no new request gets them; dropped when the last one has ended
-        self._lost: dict[int, str] = {}  # why one could not be loaded again when the model was restarted
+        self._leaving: set[int] = set()  # refused to new requests; dropped after their last sequence
+        self._lost: dict[int, str] = {}  # id -> why the adapter could not be loaded again after a restart of the model
         self._last_id = 0
 
     def load(self, path: str) -> Adapter:
-        """On all ranks. Raises BadRequest, with nothing changed, and RankDied."""
+        """Load an adapter on all ranks. Raises BadRequest, with nothing changed, and RankDied."""
         if len(self._loaded) >= MAX_ADAPTERS:
             raise BadRequest(FIELD, f"{MAX_ADAPTERS} adapters are loaded already; unload one first")
         self._last_id += 1
@@ -41,18 +43,20 @@ class Adapters:
         return adapter
 
     def unload(self, id: int) -> None:
-        """Drop it, when nobody uses it any more. Unknown ids are ignored. Raises RankDied."""
+        """Drop the adapter as soon as no sequence uses it. Unknown ids are ignored. Raises RankDied."""
         self.leave(id)
         self.sweep()
 
     def leave(self, id: int) -> None:
-        """No new request gets it from now on; ranks are not told before the next sweep. Unknown ids are ignored."""
+        """Refuse the adapter to new requests; ranks drop it at a later sweep. Unknown ids are ignored."""
         self._lost.pop(id, None)
         if id in self._loaded:
             self._leaving.add(id)
 
     def digest(self, id: int) -> str:
-        """The digest of its files, which keeps blocks apart; "" for the base model. Raises NotFound when it is gone."""
+        """SHA-256 of the adapter's files, which is part of its blocks' salt; "" for the base model. Raises NotFound
+        when it is gone.
+        """
         if id == 0:
             return ""
         if id in self._lost:
@@ -62,14 +66,15 @@ class Adapters:
         return self._loaded[id].info.digest
 
     def sweep(self) -> None:
-        """Drop those that are leaving and that nobody uses any more. Raises RankDied."""
+        """Drop the leaving adapters that no sequence uses any more. Raises RankDied."""
         for id in self._leaving.difference(self._used()) if self._leaving else ():
             self._executor.unload_adapter(id)
             self._leaving.discard(id)
             del self._loaded[id]
 
     def reload(self) -> dict[int, str]:
-        """All that are in use into ranks that know none. Returns what is wrong with those that are not what they were.
+        """Load every adapter in use into freshly started ranks. Returns id -> problem for those that cannot be loaded
+        or whose files have changed.
 
         Raises RankDied.
         """

@@ -11,25 +11,25 @@ log = logging.getLogger(__name__)
 
 
 class StepSize(NamedTuple):
-    """Requests of a step, and the blocks that all running ones held at its end."""
+    """Size of one step: its requests, and the blocks that all running requests held at its end."""
 
     num_seqs: int = 0
     num_blocks: int = 0
 
 
 class CompletedLog:
-    """One line a step that completes requests; costs nothing while the log's level leaves it out."""
+    """Logs one line for each step that completes requests; does nothing while the log level leaves it out."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._tokens: dict[str, deque[list[int]]] = {}  # request id -> [prompt, output], the oldest of the name first
+        self._tokens: dict[str, deque[list[int]]] = {}  # id -> [prompt, output] of its requests, oldest first
 
     def added(self, request: Request) -> None:
         if log.isEnabledFor(logging.INFO):
             self._tokens.setdefault(request.id, deque()).append([len(request.prompt_ids), 0])
 
     def delivered(self, deltas: Sequence[Delta], step: StepSize) -> None:
-        """`step`: the one that the deltas come from."""
+        """Log the requests that `deltas` end. `step` is the step that they come from."""
         if not self._tokens:
             return
         ended: list[tuple[str, int, int]] = []
@@ -47,8 +47,10 @@ class CompletedLog:
 
 
 def completed_line(ended: Sequence[tuple[str, int, int]], step: StepSize, block_size: int) -> str:
-    """Of the first request that ended: id, blocks, tokens, prompt tokens, output tokens; of the step: requests in the
-    batch, blocks in use, requests that ended. Its last token is in no block: nobody asked what follows.
+    """The line's text. Of the first request that ended: id, blocks, tokens, prompt tokens, output tokens. Of the step:
+    requests in the batch, blocks in use, requests that ended.
+
+    The last token occupies no block: it was sampled, but no step computed its keys and values.
     """
     id, num_prompt, num_output = ended[0]
     num_held = num_prompt + max(0, num_output - 1)

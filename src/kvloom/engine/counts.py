@@ -15,20 +15,20 @@ _COUNTED = [f.name for f in fields(Stats) if f.name.startswith("total_") and f.n
 
 
 class Counts:
-    """Totals by the names of Stats, and what the steps were like."""
+    """Counters under the field names of Stats, and times and sizes of the steps."""
 
     def __init__(self) -> None:
         self.totals: dict[str, Any] = dict.fromkeys(_COUNTED, 0)
         self._step_tokens = Histogram(STEP_TOKEN_BOUNDS)
-        self._batches: dict[int, list[float]] = {}  # by their size: how many, what they took
+        self._batches: dict[int, list[float]] = {}  # batch size -> number of steps, and seconds they took
         self._compute_s = 0.0
 
     def add(self, name: str, count: int = 1) -> None:
-        """Count something; `name` is a total of Stats."""
+        """Add `count` to a total; `name` is a field of Stats."""
         self.totals[name] += count
 
     def step(self, num_seqs: int, num_tokens: int, compute_s: float) -> None:
-        """A step of the rank that computed this; one that computed nothing only moved blocks."""
+        """Record a step that took `compute_s` seconds on the rank. One without tokens only moved blocks."""
         self._compute_s += compute_s
         if num_seqs:
             self._step_tokens.add(num_tokens)
@@ -37,7 +37,7 @@ class Counts:
             times[1] += compute_s
 
     def stats(self, gauges: Mapping[str, Any], tier: Mapping[str, Any]) -> Stats:
-        """`gauges` and `tier` by the names of Stats, too."""
+        """The Stats of this moment; `gauges` and `tier` are keyed by field names of Stats too."""
         return Stats(
             **gauges,
             **self.totals,
@@ -49,7 +49,7 @@ class Counts:
 
 
 def gauges(seqs: Sequence[Seq], pool: BlockPool) -> dict[str, Any]:
-    """How things stand, by the names of Stats."""
+    """The gauges of this moment, by field names of Stats."""
     statuses = [seq.status for seq in seqs]
     num_running = statuses.count(Status.RUNNING)
     return {

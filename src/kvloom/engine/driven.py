@@ -11,7 +11,7 @@ from kvloom.engine.stats import Stats
 
 
 class Driven(Protocol):
-    """Called from one thread. What each does is said at Engine."""
+    """What the Driver calls, all of it from one thread. Engine documents each method."""
 
     config: EngineConfig
     adapters: Adapters

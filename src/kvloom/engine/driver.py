@@ -32,19 +32,19 @@ STOPPING = "the server is stopping"
 ASLEEP = "the model is asleep; POST /wake_up wakes it"
 CHANGED = "its files have changed since they were loaded; POST /sleep?level=2, then /wake_up loads them as they are"
 Soon = Callable[..., None]  # called with a function and its arguments
-Post = Callable[[list[tuple[str, Delta | ServingError]]], None]  # request ids, and what they bring
+Post = Callable[[list[tuple[str, Delta | ServingError]]], None]  # called with request ids and their deltas or errors
 
 
 class Driver:
-    """`run` is the engine's thread; what is public beside it may be used from any thread."""
+    """Runs an engine's loop in `run`, the body of its thread. Other public methods may be called from any thread."""
 
     def __init__(self, engine: Driven, executor: Process, soon: Soon, post: Post) -> None:
-        """`soon` calls a function on the reader's loop, where `post` is told what becomes of requests."""
+        """`soon` schedules a function on the reader's loop; there `post` gets deltas and errors of requests."""
         self._engine = engine
         self._executor = executor
         self._soon, self._post_now = soon, post
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._intake = Intake()  # what has come out of the inbox and is not taken up yet
+        self._intake = Intake()  # messages taken from the inbox and not handled yet
         self._closing = threading.Event()
         self._is_open = False  # requests are accepted
         self._outage: Outage | None = None
@@ -53,13 +53,13 @@ class Driver:
         self._num_restarts = 0
         self._completed = CompletedLog(executor.info.block_size)
         self._weights = stamp(engine.config.model)
-        self._bedtime: list[Sleep] = []  # who wants the model to sleep, as soon as nothing is under way
+        self._bedtime: list[Sleep] = []  # callers of sleep(), answered once nothing is under way
         self.is_asleep = False
-        self._is_used = False  # whether blocks' memory may have been taken since it was last given back
+        self._is_used = False  # whether a request came since unused KV memory was last given back
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted and run at once: not closing, not asleep, and the model is loaded."""
+        """Whether new requests run at once: the engine is open, awake, and its model is loaded."""
         return self._is_open and self._outage is None and not self.is_closing
 
     @property
@@ -67,33 +67,35 @@ class Driver:
         return self._closing.is_set()
 
     def check_open(self) -> None:
-        """Whether requests are accepted; while a rank restarts they wait. Raises Unavailable, with the reason."""
+        """Raises Unavailable, with the reason, unless requests are accepted. While a rank restarts they are accepted
+        and wait.
+        """
         if not self._is_open or self.is_closing:
             raise Unavailable(ASLEEP if self.is_asleep else _NOT_READY)
 
     def check_ready(self) -> None:
-        """Raises Unavailable, with the reason."""
+        """Raises Unavailable, with the reason, unless is_ready."""
         self.check_open()
         if not self.is_ready:
             raise Unavailable(_NOT_READY)
 
     def put(self, message: Message) -> None:
-        """For the thread to take up between two steps."""
+        """Queue a message; the engine's thread handles it between two steps."""
         self._inbox.put(message)
         self._executor.nudge()
 
     def open(self) -> None:
-        """From now on requests are accepted."""
+        """Accept requests from now on."""
         self._is_open = True
 
     def close(self) -> None:
-        """`run` returns soon. Safe to call twice."""
+        """Make `run` return soon. May be called twice."""
         self._closing.set()
         self._inbox.put(None)
         self._executor.nudge()
 
     def run(self) -> None:
-        """Until `close`; what is left then is answered."""
+        """Run steps until `close`, then end the requests that are left."""
         while not self._closing.is_set():
             try:
                 if self._outage is not None:
@@ -105,7 +107,7 @@ class Driver:
                     continue
                 self._deliver(self._engine.start_step())
                 self._engine.finish_step()
-            except Exception as error:  # a dead rank, or our mistake
+            except Exception as error:  # a rank that died, or a bug of ours
                 self._interrupt(error)
             finally:
                 self._note_stats()
@@ -124,14 +126,16 @@ class Driver:
         return bool(self._engine.has_work or self._intake)
 
     def _note_stats(self) -> None:
-        """For other threads to read: when requests came or went, else not in every step, which may be a short one."""
+        """Publish a snapshot of the stats for other threads: at once when a request came or ended, else at most every
+        0.1 s.
+        """
         now_s = time.monotonic()
         if now_s >= self._next_stats_s or not self._engine.has_work:
             self.stats = replace(self._engine.stats(), total_restarts=self._num_restarts)
             self._next_stats_s = now_s + _STATS_S
 
     def _take_inbox(self) -> None:
-        """A bounded part of what has arrived; waits for it when there is nothing else to do. Raises RankDied."""
+        """Handle a bounded part of the messages; waits for one when there is nothing else to do. Raises RankDied."""
         idle_since_s = time.monotonic()
         while not (self._has_work or self._bedtime or self._closing.is_set()):
             try:
@@ -140,7 +144,7 @@ class Driver:
                 if not self._executor.is_alive():
                     raise RankDied("the model process died while idle") from None
                 self._rest(time.monotonic() - idle_since_s)
-        if self._engine.is_stalled and not self._intake:  # only the outer KV tier keeps us waiting
+        if self._engine.is_stalled and not self._intake:  # all sequences wait for the outer KV tier
             with contextlib.suppress(queue.Empty):
                 self._receive(self._inbox.get(timeout=_TIER_POLL_S))
         self._empty_inbox()
@@ -148,7 +152,7 @@ class Driver:
             self._take(message)
 
     def _rest(self, idle_s: float) -> None:
-        """Nothing has come for `idle_s`. Raises RankDied."""
+        """Called after `idle_s` without a message: gives unused KV memory back to the system. Raises RankDied."""
         if self._is_used and 0 < self._engine.config.idle_release_s <= idle_s:
             self._is_used = False
             self._engine.release_free()
@@ -159,14 +163,14 @@ class Driver:
             self._receive(self._inbox.get())
 
     def _receive(self, message: Message | None) -> None:
-        """None only wakes the thread."""
+        """Queue a message from the inbox for handling; None only wakes the thread."""
         if message is not None and self._intake.put(message):
             assert isinstance(message, Drop)
             aborted = Delta(message.request_id, finish_reason=FinishReason.ABORT)
             self._post([(message.request_id, aborted)])
 
     def _take(self, message: Message) -> None:
-        """Raises RankDied."""
+        """Handle one message. Raises RankDied."""
         self._next_stats_s = 0.0
         if isinstance(message, Add) and self._outage is not None and self._outage.has_given_up:
             self._post([(message.request.id, Unavailable(_NOT_READY))])
@@ -176,7 +180,7 @@ class Driver:
                 self._engine.add(message.request)
                 self._completed.added(message.request)
             except ServingError as error:
-                self._deliver(self._engine.take_deltas())  # among them may be the end of one before of that name
+                self._deliver(self._engine.take_deltas())  # perhaps the end of an earlier request with this id
                 self._post([(message.request.id, error)])
         elif isinstance(message, Drop):
             self._engine.abort(message.request_id)
@@ -188,7 +192,7 @@ class Driver:
         elif isinstance(message, Reset):
             try:
                 self._engine.reset_prefix_cache(message.preempts)
-            finally:  # a rank that dies meanwhile takes the cache along
+            finally:  # a rank that dies here takes its cache with it, so the reset is done
                 self._answer(message, None)
         elif isinstance(message, Sleep):
             self._is_open = False
@@ -197,7 +201,7 @@ class Driver:
             self._stay_up(message)
 
     def _load(self, message: Load) -> None:
-        """Raises RankDied."""
+        """Load an adapter and answer its caller. Raises RankDied."""
         if self._outage is not None:
             self._answer(message, Unavailable(_NOT_READY))
             return
@@ -210,12 +214,12 @@ class Driver:
             raise
 
     def _answer(self, message: Asked, result: Any) -> None:
-        """`result`: what was asked for, or a ServingError."""
+        """Answer the caller of a message on its loop; `result` is the value asked for, or a ServingError."""
         answer: asyncio.Future[Any] = message.answer
 
         def settle() -> None:
             if answer.cancelled():
-                if isinstance(result, Adapter):  # nobody will ever name it
+                if isinstance(result, Adapter):  # the caller is gone, and so the only one who knew the adapter's id
                     self.put(Unload(result.id))
             elif isinstance(result, ServingError):
                 answer.set_exception(result)
@@ -227,7 +231,7 @@ class Driver:
     # -- sleep
 
     def _stay_up(self, message: Wake) -> None:
-        """It is awake; who wanted it to sleep came too early."""
+        """Refuse pending calls of sleep(), because the model was just woken."""
         asked, self._bedtime = self._bedtime, []
         for sleep in asked:
             self._answer(sleep, Unavailable("the model was woken before it slept"))
@@ -235,7 +239,7 @@ class Driver:
         self._answer(message, None)
 
     def _sleep(self) -> None:
-        """Until somebody wakes the model, or the server stops."""
+        """End the ranks and handle messages until a caller wakes the model or the server stops."""
         self._executor.close()
         self._engine.reset()
         self.is_asleep = True
@@ -257,7 +261,7 @@ class Driver:
             self._answer(message, Unavailable(ASLEEP))
         elif isinstance(message, Wake):
             self._wake(message)
-        elif isinstance(message, Reset | Sleep):  # nothing is cached, and it sleeps
+        elif isinstance(message, Reset | Sleep):  # nothing is cached while the model sleeps
             self._answer(message, None)
 
     def _wake(self, message: Wake) -> None:
@@ -266,7 +270,7 @@ class Driver:
                 raise ModelError(CHANGED)
             self._load_ranks()
             self._engine.resume(self._engine.adapters.reload())
-        except Exception as error:  # whatever it was: the caller is told, and the model sleeps on
+        except Exception as error:  # whatever went wrong: the caller is told, and the model stays asleep
             log.error("waking the model failed", exc_info=not isinstance(error, ModelError | RankDied))
             self._executor.close()
             self._answer(message, ModelError(f"waking the model failed, it sleeps on: {error}"))
@@ -279,7 +283,7 @@ class Driver:
     # -- a rank that dies
 
     def _interrupt(self, error: Exception) -> None:
-        """A step went wrong. When only the rank died requests wait for the next; else the engine knows nothing more."""
+        """A step failed: requests wait for a new rank if the rank died; any other exception ends them."""
         if self.is_closing and isinstance(error, RankDied):
             return
         why = str(error)
@@ -287,12 +291,12 @@ class Driver:
             if not isinstance(error, RankDied):
                 raise error
             self._deliver(self._engine.suspend())
-        except Exception:  # our mistake; whoever waits must still be answered
+        except Exception:  # a bug of ours: requests that wait must still be ended
             log.exception("the engine failed on a step")
             why = "the engine failed on a step; the server's log says how"
             self._deliver(self._engine.fail_all(why))
             self._engine.reset()
-        if self._bedtime and not self._has_work:  # the ranks are not needed before somebody wakes the model
+        if self._bedtime and not self._has_work:  # the model is asked to sleep, so the ranks are not restarted
             return
         if self._outage is None:
             log.error("%s; %d requests wait until it is back", why, self._engine.stats().num_waiting)
@@ -300,7 +304,7 @@ class Driver:
         self._outage.load(self._load_ranks, lambda: self._inbox.put(None))
 
     def _sit_out(self, outage: Outage) -> None:
-        """A while without ranks, in which messages are answered and new requests wait, too. Raises RankDied."""
+        """Wait for the ranks to restart; meanwhile messages are handled and new requests wait. Raises RankDied."""
         if not self._intake:
             with contextlib.suppress(queue.Empty):
                 self._receive(self._inbox.get(timeout=outage.left_s))
@@ -317,7 +321,7 @@ class Driver:
             self._give_up(outage)
 
     def _resume(self, outage: Outage) -> None:
-        """The ranks are back. Raises RankDied."""
+        """Continue on the restarted ranks. Raises RankDied."""
         ended = [] if outage.weights == self._weights else self._engine.fail_all(OTHER_WEIGHTS)
         outage.weights = self._weights
         lost = self._engine.adapters.reload()
@@ -331,20 +335,20 @@ class Driver:
         self._is_open = not self._bedtime
 
     def _give_up(self, outage: Outage) -> None:
-        """The ranks do not come back in time: nobody waits any longer, and nobody begins to."""
+        """The ranks did not come back in time: end the waiting requests and refuse new ones until they do."""
         outage.has_given_up, self._is_open = True, False
         refused = Unavailable(f"the model died and has not come back within {outage.passed_s:.0f} s; try again later")
         log.error("%s: %d requests end", refused, self._refuse(refused))
 
     def _refuse(self, error: Unavailable) -> int:
-        """End every request, for no fault of the model's. Returns how many."""
+        """End every request with `error`. Returns how many there were."""
         last = self._engine.fail_all(str(error))
         self._completed.delivered(last, self._engine.last_step)
         self._post([(delta.request_id, error if delta.error else delta) for delta in last])
         return len(last)
 
     def _load_ranks(self) -> None:
-        """The model, as if just started. Raises ModelError, RankDied."""
+        """Load the model as at the first start. Raises ModelError, RankDied."""
         model = self._engine.config.model
         weights = stamp(model)
         self._executor.restart()

@@ -1,9 +1,9 @@
 """Engine: requests in, deltas out, one step at a time. No thread, no asyncio, no HTTP.
 
-A step has two halves, so that work for people overlaps work for the model:
+A step has two halves, so that detokenising overlaps the model's work:
 
-  start_step   plan -> hand the batch to the executor -> detokenise what was sampled last
-               -> where that is possible, plan and hand over the batch behind it, so that the model need not wait for us
+  start_step   plan -> hand the batch to the executor -> detokenise the tokens of the step before
+               -> if possible, plan and hand over the next batch too, so that the model never waits for the engine
   finish_step  wait for the oldest batch -> append tokens, publish blocks, end sequences
 """
 
@@ -72,14 +72,14 @@ class Engine:
         self._arrivals = Arrivals(config, vocabulary)
         self._fresh: list[Fresh] = []
         self._giving = GivenEnds()
-        self._outbox: list[Delta] = []  # deltas that no step produces: ends before the first step
-        self._under_way: deque[Plan] = deque()  # submitted and not collected, oldest first
+        self._outbox: list[Delta] = []  # deltas that come from no step: of requests that end before their first one
+        self._under_way: deque[Plan] = deque()  # plans submitted and not collected, oldest first
         self._counts = Counts()
         self._pace = Pace(config.max_gap_s, config.step_timeout_s)
         self.reset()
 
     def reset(self) -> None:
-        """Start over with the executor as it is now: a new rank knows nothing. Requests wait, to be computed again."""
+        """Forget what the old rank knew: all sequences wait, to be computed again by the new one."""
         info = self._executor.info
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self.max_seq_len = min(self.max_seq_len, info.num_blocks * info.block_size)
@@ -98,12 +98,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to compute, to tell, or to move; without, `start_step` does nothing."""
+        """Whether `start_step` has anything to compute, deliver or move."""
         return bool(self._by_request or self._fresh or self._outbox or self._under_way or self._transfers.is_pending)
 
     @property
     def is_stalled(self) -> bool:
-        """Whether the last step computed nothing and the next would not either before the outer tier has answered."""
+        """Whether the last step computed nothing, and the next one cannot either until the outer tier answers."""
         is_working = self._under_way or self._plan.steps or self._outbox or self._plan.preempted
         return not is_working and self._transfers.is_pending
 
@@ -124,7 +124,7 @@ class Engine:
         seq.giving = giving_of(request, self._limits.block_size)
         extend_chain(seq.hashes, seq.token_ids, self._limits.block_size, seq.salt)
         live.lookup = lookup_of(self.config)
-        seq.may_run_ahead = live.lookup is None  # a guess follows from the token before
+        seq.may_run_ahead = live.lookup is None  # a draft follows from the last token, so that must be known
         self._counts.add("total_requests")
         self._counts.add("total_prompt_tokens", seq.num_prompt)
         self._by_request[request.id] = live
@@ -143,9 +143,9 @@ class Engine:
             self._outbox.append(live.delta(FinishReason.ABORT))
 
     def fail_all(self, error: str) -> list[Delta]:
-        """End every request with an error: the model, or this engine's own state, cannot be relied on any more.
+        """End every request with an error: the state of the model or of this engine cannot be trusted any more.
 
-        Touches neither sequences nor blocks; `reset` comes before the next request. Returns the last deltas.
+        Touches neither sequences nor blocks; call `reset` before the next request. Returns the last deltas.
         """
         deltas, self._outbox, self._fresh = self._outbox, [], []
         deltas += [replace(live.delta(FinishReason.ERROR), error=error) for live in self._by_request.values()]
@@ -156,9 +156,10 @@ class Engine:
         return deltas
 
     def suspend(self) -> list[Delta]:
-        """The rank is gone. Whoever runs waits for the next; of the suspects of a crash before, the guilty ends.
+        """The rank died: running requests wait for its successor. A request that was a suspect already ends with an
+        error.
 
-        Returns what was known until now. `resume` comes before the next step.
+        Returns the deltas of tokens that had arrived. Call `resume` before the next step.
         """
         deltas = self._drain()
         for seq in accuse(self.computing):
@@ -169,7 +170,9 @@ class Engine:
         return deltas + self._drain()
 
     def resume(self, lost: Mapping[int, str]) -> list[Delta]:
-        """There is a new rank: go on. Returns the ends of requests that cannot: `lost` says why, by their adapter."""
+        """A new rank is loaded. Returns the last deltas of requests that cannot continue; `lost` gives the reason by
+        adapter id.
+        """
         self.reset()
         for live in list(self._seqs.values()):
             error = lost.get(live.request.adapter)
@@ -180,9 +183,9 @@ class Engine:
         return self._drain()
 
     def reset_prefix_cache(self, preempts: bool = False) -> None:
-        """Between two steps: no later request finds a block that is cached now. What the outer tier holds stays there.
+        """Between two steps: later requests find no block that is cached now. Blocks in the outer tier stay there.
 
-        Running requests go on with the blocks they have; with `preempts` they are computed again. Raises RankDied.
+        Running requests keep their blocks; with `preempts` they are computed again. Raises RankDied.
         """
         if preempts:
             self.settle()
@@ -192,9 +195,10 @@ class Engine:
         self._pool.forget_all()
 
     def release_free(self) -> None:
-        """Without work: the memory of blocks that nobody holds goes back to the system, cached prefixes with it.
+        """When idle: give the memory of blocks that no sequence holds back to the system, and forget the prefixes
+        cached there.
 
-        What the outer tier holds stays there. Raises RankDied.
+        Blocks in the outer tier stay there. Raises RankDied.
         """
         self._plan, dropped, self._dropped = Plan(), self._dropped, []
         self._under_way.append(self._plan)
@@ -207,13 +211,13 @@ class Engine:
         return self.adapters.load(path)
 
     def step(self) -> list[Delta]:
-        """Both halves: the deltas are those of the step before."""
+        """start_step and finish_step. Returns the deltas of the step before."""
         deltas = self.start_step()
         self.finish_step()
         return deltas
 
     def start_step(self) -> list[Delta]:
-        """Start the next step on the model, and return what the last one brought. Raises RankDied."""
+        """Start the next step on the model, and return the deltas of the last one. Raises RankDied."""
         self._transfers.expire(self._clock())
         self.adapters.sweep()
         if not self._under_way:
@@ -225,7 +229,7 @@ class Engine:
         return self._drain()
 
     def take_deltas(self) -> list[Delta]:
-        """What the last step brought, now: for a caller whose executor leaves nothing to overlap."""
+        """The deltas of the last step, at once: for callers whose executor overlaps nothing."""
         return self._drain()
 
     def finish_step(self) -> None:
@@ -243,7 +247,7 @@ class Engine:
             if chunk.id in self._seqs:
                 self._seqs[chunk.id].take_prompt_logprobs(chunk)
         for given_up in output.given_up:
-            if live := self._seqs.get(given_up.id):  # a grammar without a first token can never be followed
+            if live := self._seqs.get(given_up.id):  # a grammar that allows no first token can never continue
                 self._fail(live, given_up.error, len(live.seq.token_ids) == live.seq.num_prompt)
         self._transfers.finish(output.moved, output.is_tier_up, output.pool)
         for pooled in output.pooled:
@@ -268,7 +272,7 @@ class Engine:
 
     @property
     def computing(self) -> list[Seq]:
-        """The sequences of the step that the rank is at, those that have ended meanwhile left out."""
+        """The sequences of the step that the rank computes now, without those that have ended meanwhile."""
         steps = self._under_way[0].steps if self._under_way else ()
         return [step.seq for step in steps if step.seq.status is Status.RUNNING]
 
@@ -290,7 +294,7 @@ class Engine:
         return self._planner([live.seq for live in self._seqs.values()], self._pool, self._limits)
 
     def _run_ahead(self) -> None:
-        """Line up steps behind the one under way, as many as the executor takes and can be planned already."""
+        """Submit steps behind the one under way: as many as the executor takes and can already be planned."""
         while 0 < len(self._under_way) < self._executor.max_submitted and may_follow(self._under_way[-1]):
             plan = self._next_plan()
             if must_wait(plan):
@@ -323,11 +327,11 @@ class Engine:
         return plan_step(seqs, pool, limits, now)
 
     def _oldest_wait_s(self) -> float:
-        """No matter when batches are not held back."""
+        """How long the oldest request has waited; 0 when the limits hold no batch back."""
         return 0.0 if self._limits.max_queue_delay_s == 0 else oldest_wait_s(self._seqs.values(), self._clock())
 
     def _introduce(self, plan: Plan) -> list[NewSeq]:
-        """Sequences of the plan that the rank has not seen."""
+        """NewSeq for each sequence of the plan that the rank has not seen."""
         new = []
         for step in plan.steps:
             live = self._seqs[step.seq.id]
@@ -342,7 +346,7 @@ class Engine:
         self._outbox.append(replace(live.delta(FinishReason.ERROR), error=error, is_callers=is_callers))
 
     def _retire(self, live: Live) -> None:
-        """Take a request out: blocks freed, the rank told at the next step."""
+        """Remove a request: its blocks are free, and the rank is told with the next step."""
         del self._by_request[live.request.id]
         self._giving.drop(live.request.id)
         if self._seqs.pop(live.seq.id, None) is not None:
@@ -354,13 +358,13 @@ class Engine:
     # -- what a step brought
 
     def _take(self, live: Live, samples: Sequence[Sample]) -> list[int]:
-        """The sampled tokens that the answer has."""
+        """Append the sampled tokens that belong to the answer."""
         fresh = live.take(samples, self._ends)
         self._fresh += fresh
         return [item.token.token_id for item in fresh if item.token is not None]
 
     def _end_or_draft(self, live: Live, num_drafted: int, num_accepted: int) -> None:
-        """After its samples were taken: end the sequence, or guess what follows."""
+        """After a sequence has its sampled tokens: end it, or draft what may follow."""
         seq = live.seq
         if num_drafted:
             self._counts.add("total_draft_tokens", num_drafted)

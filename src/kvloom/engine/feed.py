@@ -11,13 +11,13 @@ from kvloom.contract.request import Delta, FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-Step = list[tuple[int, Delta]]  # what has come since the feed was read before: (index of the request, its delta)
+Step = list[tuple[int, Delta]]  # what arrived since the last read: (index of the request, its delta)
 
 
 class Feed:
-    """What the requests of one reader bring: what came of one engine step together, or of several when it was slow.
+    """Deltas of one reader's requests: those of one engine step together, or of several when the reader was slower.
 
-    Owned by the loop. Used as a context manager: leaving it is the cancel, blocks of what still runs are free within
+    Owned by the loop. A context manager: leaving it cancels the requests that still run; their blocks are free within
     one step.
     """
 
@@ -25,14 +25,14 @@ class Feed:
         self.index_of = {request.id: index for index, request in enumerate(requests)}
         self._drop = drop
         self._unread: Step = []
-        self._error: ServingError | None = None  # behind what is unread
+        self._error: ServingError | None = None  # raised after all deltas before it were read
         self._is_silence_due = False
         self._reader: asyncio.Future[None] | None = None
         self._heard: Callable[[], None] | None = None
         self._num_open = len(requests)
         self._heard_s = 0.0
         self._ticking: asyncio.TimerHandle | None = None
-        self.is_left = False  # nobody reads it any more
+        self.is_left = False  # the reader has left
 
     def __enter__(self) -> "Feed":
         return self
@@ -43,7 +43,7 @@ class Feed:
         self._drop(self)
 
     def tell_silence(self, every_s: float) -> None:
-        """From now on `get` brings an empty step whenever nothing has come for so long."""
+        """From now on `get` returns an empty step after `every_s` seconds without deltas."""
         self._heard_s = time.monotonic()
 
         def look() -> None:
@@ -56,7 +56,7 @@ class Feed:
         look()
 
     def put(self, request_id: str, item: Delta | ServingError) -> None:
-        """The next of a request. An error ends the feed for all of its requests."""
+        """Add a delta of a request. An error ends the feed for all of its requests."""
         if isinstance(item, ServingError):
             self._error = self._error or item
         elif item.finish_reason is FinishReason.ERROR:
@@ -67,9 +67,9 @@ class Feed:
         self._wake()
 
     async def get(self) -> Step | None:
-        """All that has come since the call before, waited for when nothing has; None when every request has ended.
+        """Wait for deltas, and return all that arrived since the last call; None when every request has ended.
 
-        Raises BadRequest when a request can never run, GenerationFailed when the model failed under it.
+        Raises BadRequest when a request can never run, GenerationFailed when the model failed while it ran.
         """
         while self._num_open and not (self._unread or self._error or self._is_silence_due):
             self._reader = asyncio.get_running_loop().create_future()
@@ -77,13 +77,15 @@ class Feed:
         return self.take()
 
     def follow(self, heard: Callable[[], None] | None) -> None:
-        """Instead of waiting in `get`: `heard` is called whenever something has come, now if it has; `take` has it."""
+        """Call `heard` whenever deltas arrive (now, if some are there) instead of waiting in `get`; `take` returns
+        them.
+        """
         self._heard = heard
         if self._unread or self._error:
             self._wake()
 
     def take(self) -> Step | None:
-        """As `get`, but an empty step when nothing has come."""
+        """As `get` without waiting: an empty step when nothing has arrived."""
         if not self._num_open:
             return None
         step, self._unread, self._is_silence_due = self._unread, [], False
@@ -97,7 +99,7 @@ class Feed:
         return step
 
     def _wake(self) -> None:
-        """The reader goes on when the loop has done what it is at, and so finds all of a step."""
+        """Wake the reader through the loop's queue, so that it finds all deltas of the step at once."""
         if self._heard is not None:
             self._heard()
         if self._reader is not None and not self._reader.done():
@@ -105,17 +107,17 @@ class Feed:
 
 
 class Feeds:
-    """Who reads which request. Owned by the loop.
+    """Maps request ids to the feeds of their readers. Owned by the loop.
 
-    The engine ends a request some time after its reader has left. An id that is used again meanwhile stands in line:
-    what the engine says of it belongs to the oldest request of that name until that one's end was said.
+    The engine ends a request some time after its reader has left, and the id may be in use again by then. So each id
+    has a queue: what the engine reports belongs to the oldest request of that id until its end is reported.
     """
 
     def __init__(self) -> None:
-        self._lines: dict[str, deque[Feed]] = {}  # by request id, oldest first
+        self._lines: dict[str, deque[Feed]] = {}  # by request id; oldest request first
 
     def add(self, feed: Feed) -> None:
-        """Raises BadRequest, and adds nothing, when somebody reads one of its ids."""
+        """Register a feed. Raises BadRequest, and registers nothing, when one of its ids has a reader."""
         for request_id in feed.index_of:
             if (line := self._lines.get(request_id)) and not line[-1].is_left:
                 raise BadRequest("request_id", f"{request_id!r} is in use by a running request")
@@ -123,10 +125,10 @@ class Feeds:
             self._lines.setdefault(request_id, deque()).append(feed)
 
     def put(self, items: Sequence[tuple[str, Delta | ServingError]]) -> None:
-        """What one engine step brought."""
+        """Hand out the deltas of one engine step."""
         for request_id, item in items:
             line = self._lines.get(request_id)
-            if line is None:  # our mistake, which is not to cost the others of this step theirs
+            if line is None:  # a bug of ours, which must not cost others their deltas
                 log.error("request %s has ended, and the engine says more of it", request_id)
                 continue
             if not line[0].is_left:
@@ -137,6 +139,6 @@ class Feeds:
                     del self._lines[request_id]
 
     def leave(self, feed: Feed) -> list[str]:
-        """Nothing more reaches the feed. Returns the ids of its requests whose end was not said."""
+        """Deliver nothing more to this feed. Returns the ids of its requests that have not ended."""
         feed.is_left = True
         return [request_id for request_id in feed.index_of if feed in self._lines.get(request_id, ())]

@@ -1,4 +1,4 @@
-"""Prompts whose KV blocks go from one engine to another through the outer tier: who may, and who waits for it."""
+"""Prompts whose KV blocks go to another engine through the outer tier: which requests may, and when they end."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -15,9 +15,9 @@ FIELD = "kv_transfer_params"
 
 
 def check_giving(request: Request, info: RankInfo, pool: str | None) -> None:
-    """Raises BadRequest when the request's blocks cannot go to, or come from, this engine.
+    """Raises BadRequest when the request's blocks cannot be given to, or taken from, another engine.
 
-    `pool`: which one the engine's outer tier is; "" while it is not known, None without such a tier.
+    `pool`: name of the outer tier's store; "" while it is not known, None without an outer tier.
     """
     if not request.gives_kv and request.kv_place is None:
         return
@@ -40,7 +40,7 @@ def _own_place(info: RankInfo, pool: str) -> KvPlace:
 
 
 class GivenEnds:
-    """Last deltas of requests whose blocks are still on their way into the outer tier. Owned by the engine."""
+    """Last deltas of requests whose blocks are still being saved to the outer tier. Owned by the engine."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Live, Delta]] = {}
@@ -49,13 +49,13 @@ class GivenEnds:
         return len(self._held)
 
     def hold(self, live: Live, delta: Delta) -> bool:
-        """Keep a last delta; False when its request gives nothing."""
+        """Keep a last delta back. False when its request gives no blocks away."""
         if live.seq.giving is not None:
             self._held[live.request.id] = live, delta
         return live.seq.giving is not None
 
     def take(self, info: RankInfo, pool: str) -> Iterable[tuple[Live, Delta]]:
-        """Those that wait for nothing any more, each with what its prompt has in the tier."""
+        """The deltas whose saves have ended, each with what the tier holds of the prompt."""
         for live, delta in list(self._held.values()):
             place, giving = _own_place(info, pool), live.seq.giving
             assert giving is not None
@@ -67,7 +67,7 @@ class GivenEnds:
         self._held.pop(request_id, None)
 
     def lose_rank(self) -> None:
-        """What is on its way will not arrive."""
+        """The rank is gone: saves under way will not complete."""
         for live, _ in self._held.values():
             if live.seq.giving is not None:
                 live.seq.giving.lose(is_computed=True)

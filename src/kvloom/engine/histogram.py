@@ -1,4 +1,4 @@
-"""Histogram: counts of values by upper bound. A fifth of what prometheus_client's costs a value, and without a name."""
+"""Histogram: counts of values by upper bound. Recording a value costs a fifth of what prometheus_client's takes."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ class Histogram:
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last: above every bound
+        self.counts = [0] * (len(bounds) + 1)  # the last one: values above every bound
         self.sum = 0.0
 
     def add(self, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What others ask of the engine's thread: messages that it takes between two steps, in their order."""
+"""Messages to the engine's thread, which handles them between two steps, in order."""
 
 import asyncio
 from dataclasses import dataclass
@@ -16,29 +16,29 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Nobody reads its answer any more."""
+    """The reader has left: end the request."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Unload:
-    """No new request names this adapter."""
+    """Refuse the adapter to new requests; drop it when its last one has ended."""
 
     adapter: int
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A LoRA adapter from a folder."""
+    """Load a LoRA adapter from a folder."""
 
     path: str
-    answer: asyncio.Future[Adapter]  # every `answer` is owned by the loop
+    answer: asyncio.Future[Adapter]  # all `answer` futures belong to the loop
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """The prefix cache; `preempts`: what runs is computed again, too."""
+    """Reset the prefix cache; with `preempts` running requests are computed again too."""
 
     preempts: bool
     answer: asyncio.Future[None]
@@ -53,11 +53,11 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """`wants_same_weights`: refuse files that have changed since they were loaded."""
+    """Load the model again. `wants_same_weights`: refuse files that have changed since they were loaded."""
 
     wants_same_weights: bool
     answer: asyncio.Future[None]
 
 
-Asked = Load | Reset | Sleep | Wake  # each of them is answered once, whatever happens
+Asked = Load | Reset | Sleep | Wake  # messages with a future, each answered exactly once
 Message = Add | Drop | Unload | Asked

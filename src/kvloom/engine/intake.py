@@ -1,31 +1,31 @@
-"""Intake: what the engine's thread takes up between two steps, so that no step waits long for what has come."""
+"""Intake: bounds what the engine's thread handles between two steps, so that a burst of requests delays no step."""
 
 from collections.abc import Iterator
 
 from kvloom.contract.request import Request
 from kvloom.engine.inbox import Add, Drop, Message
 
-MAX_REQUESTS = 32  # taken up between two steps
-MAX_WEIGHT = 4096  # of them, as `weight` has it: a few milliseconds of hashing and checking
+MAX_REQUESTS = 32  # messages handled between two steps
+MAX_WEIGHT = 4096  # and their `weight` together: a few milliseconds of hashing and checking
 
 
 def weight(request: Request) -> int:
-    """What it costs to take a request up, in prompt tokens."""
+    """What accepting a request costs, in prompt tokens."""
     return len(request.prompt_ids) + len(request.params.logit_bias)
 
 
 class Intake:
-    """Messages in their order. Requests are held back until their turn; a dropped one is forgotten at once."""
+    """Messages in order. Requests may wait for several steps; one dropped meanwhile never reaches the engine."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str | int, Message] = {}  # requests by id, others by a number
+        self._waiting: dict[str | int, Message] = {}  # requests by id, other messages by a number
         self._num_put = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, message: Message) -> bool:
-        """Whether that was all: it drops a request which nobody has taken up, and which nobody will."""
+        """Queue a message. True when nothing is left to do: it dropped a request that was still queued here."""
         if isinstance(message, Drop) and message.request_id in self._waiting:
             del self._waiting[message.request_id]
             return True
@@ -34,7 +34,7 @@ class Intake:
         return False
 
     def take(self) -> Iterator[Message]:
-        """What is taken up before the next step: at least one message when there is any."""
+        """The messages to handle before the next step: at least one if there is any."""
         num_requests = total = 0
         while self._waiting:
             key, message = next(iter(self._waiting.items()))

@@ -19,30 +19,32 @@ from kvloom.engine.text.stop import Ends, StopStrings, finish_of
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """Owned by the engine's thread, from `Engine.add` to the delta that ends the request."""
+    """The state of a request, from `Engine.add` to the delta that ends it. Owned by the engine's thread."""
 
     request: Request
     seq: Seq
     seed: int
-    told_seed: int | None  # what the caller is told of it: None when greedy
+    told_seed: int | None  # the seed reported to the caller; None when greedy
     detok: Detokenizer
     stops: StopStrings
     arrival_s: float
-    lookup: PromptLookup | None = None  # what guesses its next tokens; None = nobody does
-    is_known: bool = False  # the rank has its tokens
-    num_lost: int | None = None  # tokens that were computed when a rank died under it, until it runs again
-    finish: FinishReason | None = None  # why its last token is the last; stop strings are found later
-    prompt_logprobs: list[TokenLogprob | None] | None = field(default_factory=list)  # so far; None = they were told
+    lookup: PromptLookup | None = None  # drafts its next tokens; None = no speculation
+    is_known: bool = False  # the rank has its NewSeq
+    num_lost: int | None = None  # tokens that were computed when a rank died, until it runs again
+    finish: FinishReason | None = None  # why the last token ends the answer; stop strings are found only later
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default_factory=list)  # so far; None = delivered
     embedding: bytes | None = None
 
     def go_on(self) -> None:
-        """Behind the answer that the request brings: its text was told, but for what is held back."""
+        """Continue after the answer that the request carries: its text was delivered, except what a stop string holds
+        back.
+        """
         for token_id in self.request.answer:
             self.stops.add(self.detok.add(token_id))
             self.prompt_logprobs = None
 
     def introduce(self) -> NewSeq:
-        """What a rank must be told of it, which then knows it."""
+        """The NewSeq that introduces it to the rank, which knows it from then on."""
         self.is_known = True
         request, seq = self.request, self.seq
         known = seq.token_ids[: seq.num_prompt], seq.token_ids[seq.num_prompt :]
@@ -50,7 +52,7 @@ class Live:
         return NewSeq(seq.id, known[0], request.params, self.seed, *about, known[1], request.second)
 
     def count_start(self, counts: Counts, num_cached: int) -> None:
-        """It begins, or goes on after a crash; so many of its tokens need not be computed."""
+        """Count its start, or its continuation after a crash; `num_cached` tokens need not be computed."""
         if self.seq.num_preemptions == 0:
             counts.add("total_cached_tokens", self.seq.num_cached)
         if self.num_lost is not None:
@@ -59,24 +61,24 @@ class Live:
             self.num_lost = None
 
     def lose_rank(self) -> None:
-        """Whatever the rank knew of it is gone."""
+        """The rank is gone, with everything that it knew of this request."""
         if self.seq.status is Status.RUNNING:
             self.num_lost = self.seq.num_computed
         self.is_known = False
         forget_rank(self.seq)
 
     def take_prompt_logprobs(self, chunk: PromptLogprobs) -> None:
-        """One more chunk of the prompt is computed."""
-        if self.prompt_logprobs is None:  # they were told; a preempted answer computes its prompt again
+        """Take the log-probabilities of one more chunk of the prompt."""
+        if self.prompt_logprobs is None:  # already delivered: a preempted sequence computes its prompt again
             return
         known = self.prompt_logprobs or [None]
-        del known[chunk.start + 1 :]  # a prompt that was preempted half-way is computed again
+        del known[chunk.start + 1 :]  # a prompt that was preempted half-way starts again
         self.prompt_logprobs = known + [_logprob(value) for value in chunk.values]
 
     def take(self, samples: Sequence[Sample], ends: Ends) -> list["Fresh"]:
-        """The sampled tokens that the answer has; those beyond its end are dropped."""
+        """The sampled tokens that belong to the answer, each with its finish reason; later ones are dropped."""
         seq, params = self.seq, self.request.params
-        if params.max_tokens == 0:  # only the prompt's log-probabilities or its states were wanted
+        if params.max_tokens == 0:  # only the prompt's log-probabilities or states were asked for
             self.finish = FinishReason.LENGTH
             return [Fresh(self, None, self.finish)]
         taken: list[Fresh] = []
@@ -89,7 +91,7 @@ class Live:
         return taken
 
     def tell(self, fresh: "Fresh") -> Delta:
-        """What the token says to people. Ends the answer, too, when it completes a stop string."""
+        """The delta of a token. Ends the answer when the token completes a stop string."""
         _, token, finish = fresh
         text, stop_reason = self.text_of(fresh), None
         if self.stops.matched is not None:
@@ -99,7 +101,7 @@ class Live:
         return self.delta(finish, token, text, stop_reason)
 
     def text_of(self, fresh: "Fresh") -> str:
-        """Text that the token releases, stop strings applied; at the end also what was held back."""
+        """Text that the token completes, stop strings applied; at the end also the text that was held back."""
         text = ""
         _, token, finish = fresh
         is_stop_token = finish is FinishReason.STOP and not self.request.params.include_stop
@@ -116,7 +118,7 @@ class Live:
         text: str = "",
         stop_reason: str | int | None = None,
     ) -> Delta:
-        """What the request is told of this step. The first one takes the prompt's log-probabilities along."""
+        """The request's delta of this step. The first one carries the prompt's log-probabilities."""
         logprob = token.logprob if token else None
         prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return Delta(
@@ -134,7 +136,7 @@ class Live:
 
 
 class Fresh(NamedTuple):
-    """A token sampled by the last step, not yet detokenised. None: the request ended without one."""
+    """A token of the last step, not detokenised yet. None: the request ended without a token."""
 
     live: Live
     token: Sample | None
@@ -142,7 +144,7 @@ class Fresh(NamedTuple):
 
 
 class Arrivals:
-    """Makes a Live of each request that an engine has accepted: numbers them, and draws seeds for those without."""
+    """Makes the Live of each accepted request: numbers it, and draws a seed where none was given."""
 
     def __init__(self, config: EngineConfig, vocabulary: Tokenizer) -> None:
         self._config, self._vocabulary = config, vocabulary

@@ -1,6 +1,6 @@
-"""Outage: from the death of a rank until the next one is loaded.
+"""Outage: from the death of a rank until its successor is loaded.
 
-Loading goes on on a thread of its own, and is tried until it works; the engine's thread goes on answering.
+A thread of its own retries until the model is loaded, while the engine's thread handles messages.
 """
 
 import logging
@@ -14,18 +14,18 @@ from kvloom.engine.link.executor import RankDied
 log = logging.getLogger(__name__)
 
 _KILL_EVERY_S = 0.05
-_AGAIN_S = 1.0  # before a model that was loaded and died at once is loaded again
+_AGAIN_S = 1.0  # seconds before a model that died right after loading is loaded again
 FilesStamp = list[tuple[str, int, int, int]]  # see checkpoints.fingerprint.stamp
 
 
 class Outage:
-    """Owned by the engine's thread. While it is not `is_loaded` nobody else uses the ranks."""
+    """Owned by the engine's thread. Until `is_loaded` only the loading thread may use the ranks."""
 
     def __init__(self, why: str, weights: FilesStamp, patience_s: float) -> None:
-        """`weights`: those that the dead rank had loaded; requests wait `patience_s` for the next."""
+        """`weights`: stamp of the weights that the dead rank had loaded; requests wait up to `patience_s`."""
         self.why, self.weights, self._patience_s = why, weights, patience_s
         self._began_s = time.monotonic()
-        self.has_given_up = False  # nobody waits any more
+        self.has_given_up = False  # patience is used up, no request waits any more
         self.is_loaded = False
         self._is_cancelled = threading.Event()
         self._thread: threading.Thread | None = None
@@ -36,11 +36,11 @@ class Outage:
 
     @property
     def left_s(self) -> float | None:
-        """How long requests wait yet; None = they do not any more."""
+        """Seconds that requests may still wait; None = patience is used up."""
         return None if self.has_given_up else max(0.0, self._patience_s - self.passed_s)
 
     def load(self, load: Callable[[], None], on_loaded: Callable[[], object]) -> None:
-        """Begin to load the model, unless that is under way. Both are called from another thread."""
+        """Start loading the model unless that is under way. `load` and `on_loaded` are called on another thread."""
         if self._thread is not None and not self.is_loaded:
             return
 
@@ -55,7 +55,7 @@ class Outage:
         self._thread.start()
 
     def cancel(self, kill: Callable[[], None]) -> None:
-        """Give up loading: `kill` ends what is being loaded. When this returns the ranks are the caller's again."""
+        """Stop loading; `kill` ends the processes that load. Afterwards the caller owns the ranks again."""
         self._is_cancelled.set()
         while self._thread is not None and self._thread.is_alive():
             kill()
@@ -65,13 +65,13 @@ class Outage:
 def restart_with_backoff(
     restart: Callable[[], object], is_closing: Callable[[], bool], sleep: Callable[[float], object] = time.sleep
 ) -> bool:
-    """Restart until it works, waiting 0.1 s, 0.2 s, ... 10 s between tries. False when closing came first."""
+    """Call `restart` until it succeeds, with pauses of 0.1 s, 0.2 s, ... 10 s. False when the server closes first."""
     delay_s = 0.1
     while not is_closing():
         try:
             restart()
             return True
-        except Exception as error:  # whatever it was: the model stays away until it can be loaded, and the log says why
+        except Exception as error:  # whatever it is: the log has it, and the next try follows
             if not is_closing():
                 is_known = isinstance(error, ModelError | RankDied | OSError)
                 log.error("loading the model again failed: %s", error, exc_info=not is_known)

@@ -18,9 +18,9 @@ from kvloom.engine.stats import Stats
 
 
 class EngineThread:
-    """Runs an engine on a thread of its own; streams are read from one asyncio loop.
+    """Runs an engine on a thread of its own; its streams are read from one asyncio loop.
 
-    A rank that dies is restarted, with back-off, while `is_ready` is False; requests wait meanwhile, and go on then.
+    A rank that dies is restarted, with back-off; meanwhile `is_ready` is False, and requests wait and then continue.
     """
 
     def __init__(self, engine: Driven, executor: Process) -> None:
@@ -33,17 +33,17 @@ class EngineThread:
 
     @property
     def info(self) -> RankInfo:
-        """Of the model as it is loaded; while a rank restarts, of the one before."""
+        """RankInfo of the loaded model; while a rank restarts, of the one before."""
         return self._executor.info
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
+        """Most tokens of a prompt and its answer together."""
         return self._engine.max_seq_len
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are accepted and run at once: started, not closing, and the model is loaded."""
+        """Whether new requests run at once: started, not closing, and the model is loaded."""
         return self._driver.is_ready
 
     def check_ready(self) -> None:
@@ -51,13 +51,13 @@ class EngineThread:
         self._driver.check_ready()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin to work; streams must be read on `loop`."""
+        """Start the engine's thread; streams must be read on `loop`."""
         self._loop = loop
         self._driver.open()
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """End all requests with an error, the thread and the rank. Safe to call twice."""
+        """End all requests with an error, then the thread and the ranks. May be called twice."""
         self._driver.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -67,7 +67,7 @@ class EngineThread:
         self._executor.close()
 
     def stats(self) -> Stats:
-        """As of the last step; of what no request's coming or going changed, up to 0.1 s older."""
+        """Stats as of the last step; up to 0.1 s older where no request came or ended since."""
         return self._driver.stats
 
     def open(self, requests: Sequence[Request]) -> Feed:
@@ -83,14 +83,14 @@ class EngineThread:
         return feed
 
     async def stream(self, request: Request) -> AsyncGenerator[Delta]:
-        """The deltas of one request, as its feed brings them; closing the stream (`aclosing`) is the cancel."""
+        """The deltas of one request, a list a step; closing the stream (`aclosing`) cancels the request."""
         with self.open([request]) as feed:
             while (step := await feed.get()) is not None:
                 for _, delta in step:
                     yield delta
 
     def abort(self, request_id: str) -> None:
-        """End a request with what it has: its stream's last delta says ABORT. Unknown ids are ignored."""
+        """End a request with what it has: the last delta of its stream says ABORT. Unknown ids are ignored."""
         self._driver.put(Drop(request_id))
 
     def preload_adapter(self, path: str) -> Adapter:
@@ -108,11 +108,11 @@ class EngineThread:
         return await answer
 
     def unload_adapter(self, adapter: int) -> None:
-        """Requests that run with it finish; later ones are refused. Unknown ids are ignored."""
+        """Refuse the adapter to new requests; running ones finish. Unknown ids are ignored."""
         self._driver.put(Unload(adapter))
 
     async def reset_prefix_cache(self, preempts: bool) -> None:
-        """Later requests find no block that is cached now; with `preempts` running ones are computed again, too.
+        """Later requests find no block that is cached now; with `preempts` running ones are computed again too.
 
         Raises Unavailable.
         """
@@ -121,14 +121,15 @@ class EngineThread:
         await self._ask(lambda answer: Reset(preempts, answer))
 
     async def sleep(self) -> None:
-        """Refuse requests, let running ones finish, end the ranks: weights and KV cache leave the memory.
+        """Refuse new requests, let running ones finish, then end the ranks, which frees weights and KV cache.
 
-        Nothing happens when it sleeps. Raises Unavailable when the server stops, or somebody wakes it, meanwhile.
+        Does nothing when the model sleeps already. Raises Unavailable when the server stops or another caller wakes it
+        meanwhile.
         """
         await self._ask(Sleep)
 
     async def wake(self, wants_same_weights: bool) -> None:
-        """Load the model and its adapters again; nothing happens when it is awake. When that fails it sleeps on.
+        """Load the model and its adapters again; does nothing when awake. When loading fails the model stays asleep.
 
         `wants_same_weights`: refuse files that have changed since they were loaded. Raises ModelError, Unavailable.
         """
@@ -143,7 +144,7 @@ class EngineThread:
 
     def _drop(self, feed: Feed) -> None:
         for request_id in self._feeds.leave(feed):
-            self._driver.put(Drop(request_id))  # a no-op when it had finished
+            self._driver.put(Drop(request_id))  # does nothing when the request had finished
 
     def _soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """From any thread."""

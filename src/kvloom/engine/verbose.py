@@ -1,4 +1,4 @@
-"""Lines of logLevel Verbose: what a step is made of, what the prefix cache had, why somebody still waits."""
+"""Log lines of logLevel Verbose: the contents of a step, prefix-cache hits, why a request still waits."""
 
 import logging
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ log = logging.getLogger(__name__)
 
 
 def tell_plan(plan: Plan, lives: Mapping[int, Live], pool: BlockPool, limits: Limits) -> None:
-    """Before the plan is applied; costs nothing while the log's level leaves it out."""
+    """Log the plan, before it is applied. Does nothing while the log level leaves the lines out."""
     if plan.steps and log.isEnabledFor(logging.DEBUG):
         for line in plan_lines(plan, lives, pool, limits):
             log.debug("%s", line)
 
 
 def plan_lines(plan: Plan, lives: Mapping[int, Live], pool: BlockPool, limits: Limits) -> list[str]:
-    """One of the step, one for each request that begins, one for the first that waits."""
+    """One line for the step, one for each request that begins, one for the first that waits."""
     num_decoding = sum(step.start >= step.seq.num_prompt for step in plan.steps)
     num_tokens = sum(step.num_tokens for step in plan.steps)
     lines = [
@@ -45,7 +45,7 @@ def plan_lines(plan: Plan, lives: Mapping[int, Live], pool: BlockPool, limits: L
 
 
 def _reason(seq: Seq, plan: Plan, pool: BlockPool, limits: Limits) -> str:
-    """What it lacks, of what admission asks for in turn."""
+    """What the sequence lacks, in the order in which admission checks it."""
     num_needed = -(-len(seq.token_ids) // limits.block_size)
     num_prefills = sum(step.start < step.seq.num_prompt for step in plan.steps)
     if seq.status is Status.LOADING:

@@ -1,1 +1,1 @@
-"""An engine whose scheduling is done in a process of its own: whole requests go there, tokens come back."""
+"""Engines that schedule by themselves, in a process of their own: they get whole requests and return tokens."""

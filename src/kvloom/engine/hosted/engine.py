@@ -1,7 +1,7 @@
-"""HostedEngine: an engine whose requests are scheduled and computed in a process of its own, a Host.
+"""HostedEngine: an engine whose requests are scheduled and computed in another process, a Host.
 
-Text, stop strings and ends are made here, as by every engine of kvloom, so that all dialects behave alike. A step is
-what the host says at once. Where a host dies, requests wait for the next and go on there (going_on.py).
+Text, stop strings and finish reasons are made here, as for kvloom's own engine, so all dialects behave alike. A step is
+what the host reports at once. When a host dies, requests wait for the next one and continue there (going_on.py).
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ _FINISHES = {"stop": FinishReason.EOS, "length": FinishReason.LENGTH}
 
 @dataclass(slots=True, eq=False)
 class _Hosted:
-    """A request, and how far the host is with it."""
+    """A request, and what its host has done of it."""
 
     live: Live
-    is_started: bool = False  # the host has it
-    replay: deque[int] = field(default_factory=deque)  # tokens that were told, and that the host makes again
-    num_heard: int = 0  # tokens that hosts have ever made of it
+    is_started: bool = False  # it was sent to the host
+    replay: deque[int] = field(default_factory=deque)  # delivered tokens that the host generates again
+    num_heard: int = 0  # answer tokens that all hosts together have generated for it
     repute: Repute = field(default_factory=Repute)
 
     @property
@@ -58,8 +58,8 @@ class HostedEngine:
         self.config = config
         self._host, self._vocabulary = host, vocabulary
         self.adapters = Adapters(host, lambda: (hosted.live.request.adapter for hosted in self._hosted.values()))
-        self._hosted: dict[int, _Hosted] = {}  # by sequence, order of arrival
-        self._ids: dict[str, int] = {}  # sequence of a request
+        self._hosted: dict[int, _Hosted] = {}  # by sequence id, in order of arrival
+        self._ids: dict[str, int] = {}  # request id -> sequence id
         self._outbox: list[Delta] = []
         self._counts = Counts()
         self._arrivals = Arrivals(config, vocabulary)
@@ -69,7 +69,7 @@ class HostedEngine:
         self.reset()
 
     def reset(self) -> None:
-        """There is another host, or none: it knows of no request."""
+        """The host was replaced or is gone: the next one knows of no request."""
         info = self._host.info
         self.max_seq_len = min(info.max_seq_len, self.config.max_seq_len or info.max_seq_len)
         self._ends = Ends(self._vocabulary.eos_ids, self.max_seq_len)
@@ -83,12 +83,12 @@ class HostedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether somebody waits for an answer."""
+        """Whether a request waits for tokens."""
         return bool(self._hosted or self._outbox)
 
     @property
     def is_stalled(self) -> bool:
-        """A host is always at work when there is some."""
+        """Always False: a host that has requests is always working."""
         return False
 
     def add(self, request: Request) -> None:
@@ -103,7 +103,7 @@ class HostedEngine:
         self.adapters.digest(request.adapter)
         live = self._arrivals.live(request, self.max_seq_len)
         request, seq = live.request, live.seq
-        if not request.is_look:  # the request that it is for counts
+        if not request.is_look:  # the parameters of the request itself count, not those of its continuation
             self._counts.add("total_requests")
             self._counts.add("total_prompt_tokens", seq.num_prompt)
         if request.computes_nothing:
@@ -133,7 +133,9 @@ class HostedEngine:
         return deltas
 
     def suspend(self) -> list[Delta]:
-        """The host is gone. Whoever it had is a suspect; who was one already ends. Returns what is known by now."""
+        """The host died. Its requests are suspects; those that were suspects before end. Returns the deltas that had
+        arrived.
+        """
         for hosted in [hosted for hosted in self._hosted.values() if hosted.is_started]:
             if hosted.repute.accuse(hosted.num_heard):
                 self._fail(hosted, GUILTY, is_known=False)
@@ -147,7 +149,9 @@ class HostedEngine:
         return self.take_deltas()
 
     def resume(self, lost: Mapping[int, str]) -> list[Delta]:
-        """There is a new host. Returns the ends of requests that cannot go on: `lost` says why, by their adapter."""
+        """A new host is loaded. Returns the last deltas of requests that cannot continue; `lost` gives the reason by
+        adapter id.
+        """
         self.reset()
         for hosted in list(self._hosted.values()):
             live = hosted.live
@@ -160,7 +164,7 @@ class HostedEngine:
         return self.take_deltas()
 
     def start_step(self) -> list[Delta]:
-        """Give the host what has come. Returns what it brought last. Raises RankDied."""
+        """Send the host the requests that have arrived. Returns the deltas of the last step. Raises RankDied."""
         for hosted in self._startable():
             order = self._order(hosted)
             hosted.is_started = True
@@ -169,7 +173,7 @@ class HostedEngine:
         return self.take_deltas()
 
     def finish_step(self) -> None:
-        """Wait until the host says something, or somebody nudges. Raises RankDied."""
+        """Wait until the host reports something or `nudge` is called. Raises RankDied."""
         if self._hosted:
             for report in self._host.collect():
                 self._take(report)
@@ -183,7 +187,7 @@ class HostedEngine:
         self._host.reset_cache(preempts)
 
     def release_free(self) -> None:
-        """The memory is the host's; its last figures, told when nobody waited any more, are taken in."""
+        """Nothing to release here, the memory is the host's. Takes in figures that it reported while idle."""
         for report in self._host.heard():
             self._take(report)
 
@@ -192,7 +196,7 @@ class HostedEngine:
         return self.adapters.load(path)
 
     def stats(self) -> Stats:
-        """Gauges of this moment, where they are the host's a little older, and totals since the engine was made."""
+        """Gauges, slightly older where the host reports them, and totals since the engine was made."""
         info, figures = self._host.info, self._figures
         num_started = sum(hosted.is_started for hosted in self._hosted.values())
         num_running = min(figures.num_running, num_started)
@@ -211,7 +215,7 @@ class HostedEngine:
     # -- to the host
 
     def _startable(self) -> list[_Hosted]:
-        """Who goes to the host now: all, but suspects of a crash one after the other, before all others."""
+        """The requests to send to the host now: all of them; but suspects first, one at a time, each alone."""
         suspects = [hosted for hosted in self._hosted.values() if hosted.is_suspect]
         if not suspects:
             return [hosted for hosted in self._hosted.values() if not hosted.is_started]
@@ -270,7 +274,7 @@ class HostedEngine:
             self._end(hosted, live.delta(_FINISHES.get(item.finish, FinishReason.LENGTH), text=text), is_known=False)
 
     def _take_token(self, hosted: _Hosted, token_id: int, logprob: Logprob | None, is_known: bool) -> bool:
-        """Whether its answer goes on."""
+        """Append a token. Returns whether the answer continues."""
         live = hosted.live
         hosted.num_heard += 1
         if hosted.replay:
@@ -298,7 +302,7 @@ class HostedEngine:
         self._end(hosted, delta, is_known)
 
     def _retire(self, hosted: _Hosted, is_known: bool) -> None:
-        """Forget it; `is_known`: the host is at it yet. Raises RankDied."""
+        """Forget the request; `is_known`: the host still computes it, and is told. Raises RankDied."""
         del self._hosted[hosted.live.seq.id]
         del self._ids[hosted.live.request.id]
         self._counts.add("total_finished", not hosted.live.request.is_look)

@@ -1,8 +1,8 @@
-"""How a request goes on in another process than the one that gave the first tokens of its answer. Pure.
+"""How a request continues on another host than the one that generated the first tokens of its answer. Pure.
 
-Where the next token follows from the tokens before it alone, they are given as a prompt. Else (a random state, counts
-of the answer's tokens, a grammar's state) the answer is made again from its beginning, with its seed, and must be the
-same.
+Where the next token depends on the tokens before it alone, these are sent as the prompt. Otherwise (a random state,
+penalties over the answer, a grammar) the host generates the answer again from the beginning with the same seed, and
+must produce the same tokens.
 """
 
 from dataclasses import replace
@@ -16,13 +16,13 @@ OTHERWISE = (
 
 
 def follows(params: SamplingParams) -> bool:
-    """Whether the tokens so far are all that the next one depends on."""
+    """Whether the next token depends on the tokens so far and on nothing else."""
     counts_answer = params.frequency_penalty or params.presence_penalty
     return params.is_greedy and not counts_answer and not params.grammar and not params.reasoning_end
 
 
 def behind(params: SamplingParams, num_tokens: int) -> SamplingParams:
-    """The parameters for what comes after `num_tokens` of the answer, which are part of the prompt now."""
+    """The parameters for the rest of an answer whose first `num_tokens` tokens have become part of the prompt."""
     least = max(0, params.min_tokens - num_tokens)
     most = None if params.max_tokens is None else params.max_tokens - num_tokens
     return replace(params, min_tokens=least, max_tokens=most, prompt_logprobs=None)

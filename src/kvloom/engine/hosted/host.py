@@ -34,11 +34,11 @@ from kvloom.engine.link.executor import RankDied
 from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 
-_EXIT_S = 3.0  # what it gets to end by itself
+_EXIT_S = 3.0  # seconds that it gets to end by itself
 
 
 class Host:
-    """A process and all that it starts, which end when this process does. Used from the engine's thread."""
+    """A process and all that it starts; they end when this process does. Used from the engine's thread."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class Host:
         eos_ids: Callable[[], list[int]],
         progress: Progress | None = None,
     ) -> None:
-        """Starts it and waits until the model is loaded. Raises ModelError when it cannot be.
+        """Starts the process and waits until the model is loaded. Raises ModelError when it cannot be.
 
-        `program`: its command line, to which the number of an open socket and the level of logging are added.
+        `program`: its command line; the number of an open socket and the log level are appended.
         """
         self._program, self._config, self._progress = program, config, progress
         self._eos_ids = functools.cache(eos_ids)
@@ -71,7 +71,7 @@ class Host:
             raise RankDied(self._last_words()) from error
 
     def collect(self) -> list[HostReport]:
-        """What it says, as soon as it says something; nothing when somebody nudges. Raises RankDied."""
+        """Wait for messages and return them; none when `nudge` was called. Raises RankDied."""
         while not self._backlog:
             left_s = max(0.0, self._heard_s + self._config.step_timeout_s - time.monotonic())
             ready = [self._channel] if self._channel.has_message else self._select(left_s)
@@ -84,19 +84,19 @@ class Host:
         return self.heard()
 
     def heard(self) -> list[HostReport]:
-        """What it has said by now. Raises RankDied."""
+        """The messages that have arrived, without waiting. Raises RankDied."""
         self._read_what_is_there()
         found = list(self._backlog)
         self._backlog.clear()
         return found
 
     def nudge(self) -> None:
-        """From any thread: a `collect` that waits returns."""
+        """Make a waiting `collect` return. May be called from any thread."""
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake.send(b"!")
 
     def expect_from_now(self) -> None:
-        """It has something to do again: it may be silent from now on for `step_timeout_s`."""
+        """The host has work from now on: `step_timeout_s` of silence counts as its death."""
         self._heard_s = time.monotonic()
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
@@ -118,7 +118,7 @@ class Host:
         self._answer((WasReset,))
 
     def is_alive(self) -> bool:
-        """Whether it runs; takes in what it has said meanwhile."""
+        """Whether the process runs. Reads the messages that have arrived meanwhile."""
         if self._process is None or self._process.poll() is not None:
             return False
         try:
@@ -134,13 +134,13 @@ class Host:
         self._start()
 
     def kill(self) -> None:
-        """From any thread: the process and those that it has started, without waiting for them."""
+        """Kill the process and those that it has started, without waiting for them. May be called from any thread."""
         if (process := self._process) is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End it: by closing its socket, after some seconds by force."""
+        """End the process: close its socket, and kill it after some seconds."""
         if self._process is None:
             return
         for end in (self._channel, self._woken, self._wake):
@@ -188,7 +188,7 @@ class Host:
         return select.select(waited, [], [], timeout_s)[0]
 
     def _receive(self) -> None:
-        """One message into the backlog. Raises RankDied."""
+        """Read one message into the backlog. Raises RankDied."""
         try:
             report: HostReport = self._channel.receive()
         except (EOFError, OSError) as error:
@@ -199,12 +199,12 @@ class Host:
         self._backlog.append(report)
 
     def _read_what_is_there(self) -> None:
-        """Raises RankDied."""
+        """Read the messages that have arrived, without waiting. Raises RankDied."""
         while self._channel.is_readable():
             self._receive()
 
     def _answer(self, kinds: tuple[type[HostReport], ...]) -> HostReport:
-        """The next message of these kinds; the others stay for `collect`. Raises RankDied."""
+        """The next message of one of these kinds; others stay for `collect`. Raises RankDied."""
         deadline_s, kept = time.monotonic() + self._config.step_timeout_s, deque[HostReport]()
         try:
             while True:
@@ -225,7 +225,7 @@ class Host:
         return f"the model did not answer within {self._config.step_timeout_s:g} s"
 
     def _last_words(self) -> str:
-        """What it has said of its failure before it ended, else how it ended."""
+        """The failure that it reported before it ended, else how it ended."""
         try:
             self._read_what_is_there()
         except RankDied as error:
@@ -233,7 +233,7 @@ class Host:
         return self._exit_reason()
 
     def _exit_reason(self) -> str:
-        """Why it ended, for people. Waits a moment for one that is just ending."""
+        """How it ended, for people. Waits a moment for a process that is just ending."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)

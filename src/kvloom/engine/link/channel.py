@@ -16,14 +16,14 @@ class Channel:
     _READ_BYTES = 1 << 16
 
     def __init__(self, sock: socket.socket, receives: Any) -> None:
-        """`receives`: the type of the messages to come, as msgspec takes it."""
+        """`receives`: type of the messages that will arrive, as msgspec takes it."""
         self._sock = sock
         self._encoder = msgspec.msgpack.Encoder()
         self.expect(receives)
         self._received = FrameBuffer()
 
     def expect(self, receives: Any) -> None:
-        """The type of the messages from now on."""
+        """Change the type of the messages that will arrive."""
         self._decoder = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
@@ -31,8 +31,10 @@ class Channel:
         return self._sock.fileno()
 
     def send(self, message: Any, timeout_s: float | None = None) -> None:
-        """Waits until the system has taken all of it; takes in meanwhile what comes, so that no two ends wait for each
-        other to read. Raises OSError when the other end is gone, its TimeoutError when that one does not read.
+        """Waits until the system has taken the whole message. Reads meanwhile, so that two ends that both send do not
+        deadlock.
+
+        Raises OSError when the other end is gone, TimeoutError when it does not read.
         """
         data = memoryview(frame(self._encoder.encode(message)))
         while data:
@@ -56,15 +58,15 @@ class Channel:
 
     @property
     def has_message(self) -> bool:
-        """A whole message has been read: `receive` returns at once, though the socket may have nothing to read."""
+        """Whether a whole message has been read: then `receive` returns at once, although the socket may be empty."""
         return self._received.is_whole
 
     def is_readable(self, timeout_s: float | None = 0.0) -> bool:
-        """Whether a message, or a part of one, or the end, is there within that time; None = wait for ever."""
+        """Whether bytes or the end of the stream arrive within `timeout_s`; None = wait for ever."""
         return self.has_message or bool(select.select([self._sock], [], [], timeout_s)[0])
 
     def close(self) -> None:
-        """The other end reads the end of the stream."""
+        """Close the socket; the other end reads the end of the stream."""
         self._sock.close()
 
     def _fill_or_break(self) -> None:

@@ -1,6 +1,6 @@
-"""Executors hand batches to a runner: in this process here, in rank processes of their own in ranks.py.
+"""Executors hand batches to a runner: InProcessExecutor here, rank processes in ranks.py.
 
-Between submit and collect the engine does other work. Batches are run, and collected, in the order of their submission.
+Between submit and collect the engine does other work. Batches run, and are collected, in the order of submission.
 """
 
 from collections import deque
@@ -11,35 +11,35 @@ from kvloom.contract.messages import AdapterInfo, Batch, RankInfo, Runner, StepO
 
 
 class RankDied(Exception):
-    """The rank process is gone, or takes too long, or its step failed. Nothing that it knew is left."""
+    """The rank process is gone, takes too long, or its step failed. All its state is lost."""
 
 
 class Process(Protocol):
-    """Where a model is loaded. Called from the engine's thread only, but for `kill`."""
+    """A process that holds a model. Called from the engine's thread only, except `nudge` and `kill`."""
 
-    info: RankInfo  # of the model as it is loaded now; another one after `restart`
+    info: RankInfo  # describes the loaded model; replaced by `restart`
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
-        """While no step is under way. Waits until it is loaded; raises BadRequest, RankDied."""
+        """Load an adapter; waits until it is loaded. Not while a step is under way. Raises BadRequest, RankDied."""
         ...
 
     def unload_adapter(self, id: int) -> None:
-        """Of no sequence in a step that will be submitted. Raises RankDied."""
+        """Drop an adapter that no sequence of a later step uses. Raises RankDied."""
         ...
 
     def is_alive(self) -> bool:
-        """False when it is known that no later step will work."""
+        """False when the process is known to be dead, so that no later step can succeed."""
         ...
 
     def restart(self) -> None:
-        """Load the model afresh: sequences, blocks and adapters are forgotten. Raises ModelError, RankDied."""
+        """Load the model again; sequences, blocks and adapters are forgotten. Raises ModelError, RankDied."""
         ...
 
     def nudge(self) -> None:
-        """From any thread: there is something to take up; who waits long for the model is to look."""
+        """From any thread: make a caller that waits long for the model return, because there are messages to handle."""
 
     def kill(self) -> None:
-        """From any thread: whoever waits for the model, in `restart` too, hears at once that it died."""
+        """From any thread: end the process; callers that wait for it, in `restart` too, get RankDied at once."""
 
     def close(self) -> None:
         """Free the model's memory. `restart` may follow; safe to call twice."""
@@ -49,24 +49,26 @@ class Process(Protocol):
 class Executor(Process, Protocol):
     """Runs the engine's batches on one model, one after the other."""
 
-    max_submitted: int  # batches that may be submitted and not collected
+    max_submitted: int  # how many batches may be submitted before one is collected
 
     def submit(self, batch: Batch) -> None:
-        """Start a step, or line it up behind the one under way, without waiting for it. Raises RankDied."""
+        """Start a batch, or queue it behind those under way, without waiting. Raises RankDied."""
         ...
 
     def collect(self) -> StepOutput:
-        """Wait for the oldest step not collected yet. Raises RankDied, also when it takes too long."""
+        """Wait for the oldest batch that is not collected. Raises RankDied, also after the step timeout."""
         ...
 
 
 def max_submitted(config: EngineConfig) -> int:
-    """Batches that ranks of this configuration take at once: with 2 the next one is there when the first has ended."""
+    """How many batches ranks of this configuration take at once. With 2 the next one starts as soon as the first has
+    ended.
+    """
     return 2 if config.run_ahead else 1
 
 
 class InProcessExecutor:
-    """Runs the batch at once, in the caller's thread: nothing overlaps, so nothing is gained by running ahead."""
+    """Runs each batch at once in the caller's thread. Nothing overlaps, so running ahead would gain nothing."""
 
     def __init__(self, runner: Runner, max_submitted: int = 1) -> None:
         self.info = runner.info

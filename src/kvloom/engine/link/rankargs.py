@@ -1,8 +1,10 @@
-"""The arguments of a rank process, those that the document gives mindieservice_backend_connector (spec 3.4.2).
+"""The arguments of a rank process: those documented for mindieservice_backend_connector (spec 3.4.2).
 
-Rank World_Size Npu_Device_Id Model_Instance_Type Deploy_Type Executor_Type Parent_Pid Shared_Memory_Name Log_Error
-Log_Warning Log_Info Log_Verbose Log_File. Where the document has shared memory, a rank has an open socket: socket:7.
-Its log goes to standard error, which the server reads, so Log_File is "-".
+  Rank World_Size Npu_Device_Id Model_Instance_Type Deploy_Type Executor_Type Parent_Pid Shared_Memory_Name Log_Error
+  Log_Warning Log_Info Log_Verbose Log_File
+
+Where the document names shared memory, a rank gets the number of an open socket: socket:7. Its log goes to standard
+error, which the server reads, so Log_File is "-".
 """
 
 import logging
@@ -11,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 DEPLOY_TYPE, EXECUTOR_TYPE = "INTER_PROCESS", "LLM_EXECUTOR_PYTHON"
-TYPES = {"Standard": False, "StandardMock": True}  # and whether it is the mock
+TYPES = {"Standard": False, "StandardMock": True}  # value -> whether the model is the mock
 _LEVELS = (logging.ERROR, logging.WARNING, logging.INFO, logging.DEBUG)
 _SOCKET = "socket:"
 USAGE = (
@@ -22,17 +24,17 @@ USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class RankArguments:
-    """What the server tells a rank process on its command line; the rest comes by the socket."""
+    """What the server passes to a rank on its command line; everything else comes through the socket."""
 
     rank: int
     world_size: int
     device: int
     is_mock: bool
-    socket: int  # number of an open one that leads to the server
-    level: int  # of logging; nothing below is written
+    socket: int  # number of the open socket to the server
+    level: int  # log level; lower ones are not written
 
     def argv(self) -> list[str]:
-        """Without the program's name."""
+        """The arguments as a list, without the program's name."""
         kind = next(name for name, is_mock in TYPES.items() if is_mock == self.is_mock)
         first = [str(self.rank), str(self.world_size), str(self.device), kind, DEPLOY_TYPE, EXECUTOR_TYPE]
         flags = [str(int(level >= self.level)) for level in _LEVELS]

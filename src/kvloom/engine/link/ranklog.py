@@ -1,7 +1,7 @@
-"""What a rank process writes to standard error becomes lines of this process's log, with the rank's number.
+"""Relays what a rank process writes to standard error into this process's log, with the rank's number.
 
-`begin` is the rank's side: its log lines carry level and logger. Whatever else is written there (a library's warning, a
-traceback, a kernel's last words) is a warning of the rank.
+`begin` is called in the rank: its log lines then carry level and logger. Anything else on standard error (a library's
+warning, a traceback, a crash in a kernel) is logged as a warning of the rank.
 """
 
 import logging
@@ -12,7 +12,7 @@ from typing import IO
 
 _LINE = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)", re.DOTALL)
 _OTHER = "kvloom.rank"
-_MAX_LINE_BYTES = 1 << 16  # a longer one comes in pieces
+_MAX_LINE_BYTES = 1 << 16  # a longer line is logged in pieces
 
 
 def begin(level: int) -> None:
@@ -21,12 +21,14 @@ def begin(level: int) -> None:
 
 
 def level() -> int:
-    """What the log of this process takes of a rank."""
+    """The lowest level that this process logs of a rank."""
     return logging.getLogger(_OTHER).getEffectiveLevel()
 
 
 def relay(stream: IO[bytes], who: str) -> threading.Thread:
-    """Starts a thread that logs the stream's lines until it ends, and closes it. `who` writes them: "rank 0"."""
+    """Starts a thread that logs the stream's lines, prefixed with `who` ("rank 0"), until the stream ends; then closes
+    it.
+    """
     thread = threading.Thread(target=_relay, args=(stream, who), name=f"log of {who}", daemon=True)
     thread.start()
     return thread
@@ -39,7 +41,7 @@ def _relay(stream: IO[bytes], who: str) -> None:
 
 
 def tell(line: str, who: str) -> None:
-    """One line of a rank, as its level says."""
+    """Log one line of a rank at the level that it names."""
     found = _LINE.fullmatch(line)
     if found is not None:
         logging.getLogger(found[2]).log(logging.getLevelNamesMapping()[found[1]], "%s: %s", who, found[3])

@@ -39,13 +39,14 @@ from kvloom.engine.link.signals import signals_held_at_start
 from kvloom.engine.link.starting import ended, starting
 from kvloom.engine.schedule.transfers import Moves
 
-_EXIT_S = 1.0  # what a rank gets to end by itself
+_EXIT_S = 1.0  # seconds that a rank gets to end by itself
 
 
 class RankExecutor:
-    """The rank processes of one model, started here and restarted together. They end when this process does.
+    """The rank processes of one model, started and restarted together. They end when this process does.
 
-    All ranks get every batch and choose the same tokens; rank 0's output counts. One that dies takes the others along.
+    All ranks get every batch and choose the same tokens; rank 0's output is used. When one dies the others are
+    restarted too.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class RankExecutor:
     ) -> None:
         """Starts the ranks and waits until the model is loaded. Raises ModelError when it cannot be.
 
-        `program`: the command line of a rank, to which the arguments of rankargs.py are added.
-        `eos_ids` is called while they start: reading a tokenizer takes as long as their imports.
+        `program`: the command line of a rank, to which the arguments of rankargs.py are appended. `eos_ids` is called
+        while the ranks start, because reading a tokenizer takes as long as their imports.
         """
         self._program = program
         self._config, self._eos_ids = config, functools.cache(eos_ids)
@@ -68,15 +69,15 @@ class RankExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, by rank."""
+        """Process ids, by rank."""
         return [process.pid for process in self._processes]
 
     def submit(self, batch: Batch) -> None:
-        """See Executor. To every rank."""
+        """See Executor. Sends the batch to every rank."""
         self._send(batch)
 
     def collect(self) -> StepOutput:
-        """See Executor. Rank 0's output; RankDied also when the ranks chose different tokens."""
+        """See Executor. Returns rank 0's output; raises RankDied also when the ranks chose different tokens."""
         messages = self._each_message(self._config.step_timeout_s)
         outputs = []
         for message in messages:
@@ -90,7 +91,7 @@ class RankExecutor:
         return outputs[0]
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
-        """On every rank, or on none."""
+        """See Executor. When one rank refuses it, all others drop it again."""
         self._send(LoadAdapter(id, path))
         answers = self._each_message(self._config.step_timeout_s)
         refused = next((answer for answer in answers if isinstance(answer, AdapterRefused)), None)
@@ -117,15 +118,15 @@ class RankExecutor:
         self._start()
 
     def nudge(self) -> None:
-        """Nobody waits for longer than a step."""
+        """Does nothing: a caller never waits for ranks longer than a step."""
 
     def kill(self) -> None:
-        """See Executor. Without waiting for the processes."""
+        """See Executor. Does not wait for the processes."""
         for process in list(self._processes):
             process.kill()
 
     def close(self) -> None:
-        """End the processes: by closing their sockets, after a second by force."""
+        """End the processes: close their sockets, and kill them after a second."""
         for channel in self._channels:
             channel.close()
         deadline = time.monotonic() + _EXIT_S
@@ -169,7 +170,7 @@ class RankExecutor:
         self._channels.append(Channel(ours, RankMessage))
 
     def _send(self, order: Batch | LoadAdapter | UnloadAdapter) -> None:
-        """To every rank. Raises RankDied."""
+        """Send a message to every rank. Raises RankDied."""
         try:
             for channel in self._channels:
                 channel.send(order, self._config.step_timeout_s)
@@ -179,7 +180,7 @@ class RankExecutor:
             raise RankDied(self._last_words() or self._exit_reason()) from error
 
     def _last_words(self) -> str:
-        """What a rank has said of its failure before it ended; "" = nothing."""
+        """The failure that a rank reported before it ended; "" = none."""
         for channel in self._channels:
             with contextlib.suppress(EOFError, TimeoutError):
                 while True:
@@ -189,7 +190,9 @@ class RankExecutor:
         return ""
 
     def _wait_ready(self) -> RankInfo:
-        """What rank 0 says; its progress counts for all. Raises ModelError (also when ranks differ), RankDied."""
+        """RankInfo of rank 0; progress of rank 0 is reported for all. Raises ModelError (also when ranks differ) and
+        RankDied.
+        """
         infos: dict[int, RankInfo] = {}
         while len(infos) < len(self._channels):
             waiting = [channel for rank, channel in enumerate(self._channels) if rank not in infos]
@@ -206,7 +209,7 @@ class RankExecutor:
         return infos[0]
 
     def _each_message(self, timeout_s: float) -> list[Any]:
-        """One message of every rank, in their order. Raises RankDied as soon as one is gone or has failed."""
+        """One message from each rank, in rank order. Raises RankDied as soon as one is gone or has failed."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + timeout_s
         while len(found) < len(self._channels):
@@ -218,7 +221,7 @@ class RankExecutor:
         return [found[rank] for rank in range(len(self._channels))]
 
     def _readable(self, waiting: Sequence[Channel], timeout_s: float | None) -> Iterator[tuple[int, Any]]:
-        """(rank, message) of those that have something to say. Raises RankDied."""
+        """(rank, message) of the ranks that have a message. Raises RankDied."""
         ready = [channel for channel in waiting if channel.has_message] or select.select(waiting, [], [], timeout_s)[0]
         if not ready:
             raise RankDied(self._no_answer)
@@ -235,7 +238,7 @@ class RankExecutor:
         return f"the model did not answer within {self._config.step_timeout_s:g} s"
 
     def _exit_reason(self) -> str:
-        """Why the first rank ended, for people. Waits up to a second for one that is just ending."""
+        """How the first dead rank ended, for people. Waits up to a second for one that is just ending."""
         deadline = time.monotonic() + _EXIT_S
         while all(process.poll() is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What signals mean to a process that another one has started and ends by closing its socket."""
+"""Signals in a child process that its parent ends by closing its socket."""
 
 import signal
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ _THE_PARENTS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def signals_held_at_start() -> Iterator[None]:
-    """Processes that are started within hold the parent's signals back until `leave_signals_to_the_parent`.
+    """Processes started inside this context have the parent's signals blocked until `leave_signals_to_the_parent`.
 
-    Else one that still imports ends by them, and prints where. In this thread they wait as long.
+    Otherwise a signal during a child's imports would end it with a traceback. In this thread the signals are blocked
+    too.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _THE_PARENTS)
     try:
@@ -21,7 +22,7 @@ def signals_held_at_start() -> Iterator[None]:
 
 
 def leave_signals_to_the_parent() -> None:
-    """Ctrl-C and a service manager's SIGTERM reach all processes of a group; whoever started this one decides."""
+    """Ignore Ctrl-C and SIGTERM, which reach the whole process group: the parent decides when this process ends."""
     for number in _THE_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _THE_PARENTS)  # what this one starts is not to hold them for ever
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _THE_PARENTS)  # child processes would inherit a block

@@ -1,4 +1,4 @@
-"""What the starts of all processes with a model have in common: how one that fails ends, and what is said of it."""
+"""What all starts of processes with a model share: how a failed one is cleaned up and reported."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,9 +9,9 @@ from kvloom.engine.link.executor import RankDied
 
 @contextmanager
 def starting(model: str, exit_reason: Callable[[], str], close: Callable[[], None]) -> Iterator[None]:
-    """Around what is said to processes that have just been started, and heard of them: whatever fails closes them.
+    """A context around the first messages to and from new processes: on any failure they are closed.
 
-    Raises ModelError, with the reason, where one has died.
+    Raises ModelError, with the reason, when one of them has died.
     """
     try:
         yield
@@ -25,7 +25,7 @@ def starting(model: str, exit_reason: Callable[[], str], close: Callable[[], Non
 
 
 def ended(code: int | None) -> str:
-    """How a process with this exit code ended, for people; None = it still runs, but says nothing more."""
+    """How a process with this exit code ended, for people; None = it still runs but does not answer."""
     if code is None:
         return "the model process closed its connection"
     return f"the model process was killed by signal {-code}" if code < 0 else f"the model process exited with {code}"

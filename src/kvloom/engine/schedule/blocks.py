@@ -51,7 +51,7 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest release first
-        self.num_evicted = 0  # blocks that were handed out while a hash still found them
+        self.num_evicted = 0  # published blocks that were handed out for other contents
 
     @property
     def num_free(self) -> int:
@@ -64,7 +64,7 @@ class BlockPool:
         return len(self._block_of)
 
     def key_of(self, block: int) -> bytes | None:
-        """The hash that finds the block."""
+        """The hash under which the block is published."""
         return self._hash_of[block]
 
     def num_holders(self, block: int) -> int:
@@ -72,11 +72,11 @@ class BlockPool:
         return self._refs[block]
 
     def is_idle(self, block: int) -> bool:
-        """Whether nobody holds the block: it is free, cached or not."""
+        """Whether no sequence and no transfer holds the block: it is free, cached or empty."""
         return self._refs[block] == 0
 
     def num_exclusive(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` would become free if their one holder released them."""
+        """How many of `blocks` have a single holder, and so would become free if it released them."""
         return sum(self._refs[block] == 1 for block in blocks)
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -90,7 +90,7 @@ class BlockPool:
         return found
 
     def retain(self, blocks: Iterable[int]) -> None:
-        """One more holder for each block."""
+        """Add one holder to each block."""
         for block in blocks:
             if self._refs[block] == 0:
                 del self._free[block]
@@ -110,7 +110,9 @@ class BlockPool:
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each block of a table. The table's end is given away first: a prefix is worth more."""
+        """Remove one holder from each block of a table. The end of the table is freed first, because its beginning, a
+        shorter prefix, is more likely to be found again.
+        """
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} released more often than retained"
             self._refs[block] -= 1
@@ -120,9 +122,10 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, key: bytes) -> bool:
-        """Let later sequences find a full, computed block by its hash. The first block of a hash is the one found.
+        """Let later sequences find a full, computed block by its hash. Of several blocks with one hash the first is
+        found.
 
-        Returns whether this block is now the one.
+        Returns whether this block is the one that is found.
         """
         if not self.is_caching or self._hash_of[block] is not None or key in self._block_of:
             return False
@@ -131,9 +134,8 @@ class BlockPool:
         return True
 
     def drop_cached(self) -> list[int]:
-        """Forget every block that nobody holds. Returns the free ones: nobody needs their contents.
-
-        They are ascending, and handed out in that order.
+        """Forget all cached blocks. Returns the free blocks, whose contents no sequence needs, ascending; they are
+        handed out in that order.
         """
         for block in self._free:
             self._forget(block)
@@ -142,7 +144,7 @@ class BlockPool:
         return free
 
     def forget_all(self) -> None:
-        """No block is found by its hash any more; who holds blocks keeps them."""
+        """Forget all hashes. Sequences keep the blocks that they hold."""
         for block in range(self.num_blocks):
             self._forget(block)
 

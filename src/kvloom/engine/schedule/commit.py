@@ -9,7 +9,11 @@ from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status, num_blocks_of
 
 
 def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
-    """Host blocks for the swapped sequences: (block, host block) to copy before the step. Before apply_step."""
+    """Give host blocks to the sequences that are swapped out. Returns (block, host block) pairs to copy before the
+    step.
+
+    Call it before apply_step.
+    """
     copies: list[tuple[int, int]] = []
     for seq in plan.swapped:
         blocks = pool.host.allocate(len(seq.block_table))
@@ -20,7 +24,7 @@ def swap_out(plan: Plan, pool: BlockPool) -> list[tuple[int, int]]:
 
 
 def apply_step(plan: Plan, pool: BlockPool) -> list[Work]:
-    """Take and give blocks as planned; returns the rank's work. Sequences' counts change in commit_step."""
+    """Take and give blocks as planned. Returns the rank's work. Counts of the sequences change only in commit_step."""
     for seq in plan.preempted:
         release_seq(seq, pool, Status.WAITING)
         seq.num_preemptions += 1
@@ -41,7 +45,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
         seq.num_published = len(step.hits)
         if seq.num_preemptions == 0:
             seq.num_cached = min(step.start, seq.num_prompt)
-        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the hits are there already
+        loads = list(zip(seq.host_blocks[len(step.hits) :], new, strict=False))  # the cached blocks are not copied back
         forget_swapped(seq, pool)
     else:
         first = len(seq.block_table)
@@ -51,7 +55,7 @@ def _admit(step: SeqStep, pool: BlockPool) -> Work:
 
 
 def forget_swapped(seq: Seq, pool: BlockPool) -> None:
-    """Give up the host's copies of `seq`: it has its blocks back, or needs none any more."""
+    """Release the host copies of `seq`, because it has its blocks back or has ended."""
     pool.host.release(seq.host_blocks)
     seq.host_blocks, seq.num_swapped = [], 0
 
@@ -59,15 +63,17 @@ def forget_swapped(seq: Seq, pool: BlockPool) -> None:
 def commit_step(
     plan: Plan, sampled: Mapping[int, Sequence[int]], pool: BlockPool, block_size: int, reach: int = 0
 ) -> list[list[int]]:
-    """After the rank has run: advance the sequences, append sampled tokens (id -> tokens), publish full blocks.
+    """After the rank has run the step: advance sequences, append sampled tokens (id -> tokens), publish full blocks.
 
-    All sampled tokens but the last were guessed; blocks of guesses that were wrong are given back. A sequence that
-    finished while the step ran (abort, stop string) stays as it is: its blocks are already gone. One that got no token
-    in a step is computed again, and what was planned behind that token is void. Blocks of one that is computed whole
-    are not published. Returns the blocks that the pool now
-    knows and did not know before, in chain order, a list a sequence; without those of a prompt that is given away.
+    All sampled tokens but the last were drafts; blocks of rejected drafts are given back. A sequence that ended while
+    the step ran (abort, stop string) is left alone: its blocks are already free. A sequence that got no token computes
+    its last token again, and what was planned behind it is void. Blocks of sequences that are computed whole are not
+    published.
 
-    `reach`: of RankInfo. What lies behind it is given back: cached, but free for others.
+    `reach`: of RankInfo. Blocks that no later step reads are given back; they stay cached.
+
+    Returns the blocks that are newly published, a list a sequence in chain order, except those of prompts that are
+    given away.
     """
     fresh = []
     for step in plan.steps:
@@ -77,7 +83,7 @@ def commit_step(
         tokens, seq.draft = sampled.get(seq.id), []
         is_void = tokens is None and step.start + step.num_tokens >= len(seq.token_ids)
         seq.num_computing = 0 if is_void else seq.num_computing - step.num_tokens
-        known = len(seq.token_ids) - (tokens is None)  # the last is computed again when the rank chose none after it
+        known = len(seq.token_ids) - (tokens is None)  # without a sampled token the last known one is computed again
         seq.num_computed = min(known, step.start + step.num_tokens - len(step.draft)) + max(0, len(tokens or ()) - 1)
         seq.token_ids += tokens or ()
         num_used = num_blocks_of(seq.next_start, block_size)
@@ -101,7 +107,7 @@ def commit_step(
 
 
 def _drop_passed(seq: Seq, pool: BlockPool, block_size: int, reach: int) -> None:
-    """Steps under way begin at num_computed or behind it, and read no earlier than its window."""
+    """Give back blocks behind the window. Steps under way begin at num_computed or later, and read no further back."""
     num_passed = max(0, seq.num_computed + 1 - reach) // block_size
     if num_passed > seq.num_dropped:
         pool.release(seq.block_table[seq.num_dropped : num_passed])
@@ -109,12 +115,12 @@ def _drop_passed(seq: Seq, pool: BlockPool, block_size: int, reach: int) -> None
 
 
 def is_stale(step: SeqStep) -> bool:
-    """Whether what a step computed of its sequence is not wanted: it has ended, or the token before did not come."""
+    """Whether the result of this step must be ignored: its sequence has ended, or got no token in the step before."""
     return step.seq.status is not Status.RUNNING or step.start != step.seq.num_computed
 
 
 def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
-    """Give up all blocks of `seq`: finished, or waiting to be copied back or computed again."""
+    """Release all blocks of `seq`, which has ended or waits to be copied back or computed again."""
     if status is Status.FINISHED:
         forget_swapped(seq, pool)
     pool.release(seq.held_blocks)
@@ -124,7 +130,7 @@ def release_seq(seq: Seq, pool: BlockPool, status: Status) -> None:
 
 
 def forget_rank(seq: Seq) -> None:
-    """The rank is gone, and with it all blocks on device and host: `seq` waits, to be computed again by the next."""
+    """The rank is gone, and with it all blocks on device and host: `seq` waits to be computed again."""
     if seq.giving is not None:
         seq.giving.lose(is_computed=False)
     seq.num_preemptions += seq.status is Status.RUNNING
@@ -134,7 +140,7 @@ def forget_rank(seq: Seq) -> None:
 
 
 def check(seqs: Sequence[Seq], pool: BlockPool, block_size: int, transferred: Sequence[int] = ()) -> None:
-    """Assert what must hold between steps. `transferred`: blocks held for transfers, once a transfer."""
+    """Assert the invariants between steps. `transferred`: blocks that transfers hold, listed once a transfer."""
     pool.check()
     held = dict(Counter(transferred))
     for seq in seqs:

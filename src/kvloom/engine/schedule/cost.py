@@ -1,9 +1,9 @@
-"""Cost: what a step takes, learned from the steps that were made. Pure: the same steps teach the same.
+"""Cost: how long a step takes, learned from the steps that were made. Pure: the same steps teach the same.
 
-A step's time is a sum of parts, each an amount of its load times what one of it costs, never negative. The costs are
-those of a Kalman filter whose state drifts: what a step has in common with earlier ones is known well and moves
-little, what was not seen for long is believed less and learned at once. Errors are relative to the longer of what
-was expected and what was measured, so that a step that somebody else held up, however long, moves little.
+A step's time is modelled as a sum over the amounts of its load, each times a cost per unit that is never negative. The
+costs are the state of a Kalman filter with drift: what a step shares with earlier ones is known well and moves little;
+what was not seen for long is uncertain and learned at once. Errors are relative to the larger of the expected and the
+measured time, so a step that was delayed from outside, however long, moves the costs little.
 """
 
 import math
@@ -12,30 +12,31 @@ from typing import NamedTuple
 
 from kvloom.engine.schedule.seq import Plan, Seq
 
-_USUAL = (10.0, 1.0, 0.5, 0.2)  # what the parts cost, in tokens, before more than one step was seen
-_LEAST_S = 1e-9  # a step takes some time
-_NOISE = 0.1  # of a step's time, relative
-_SPEED = 0.02**2  # variance of all costs together from one step to the next, relative
-_OWN = 0.005**2  # and of each by itself, relative to what is usual
-_ROWS = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))  # of a symmetric matrix, whose triangle is in a list
+_USUAL = (10.0, 1.0, 0.5, 0.2)  # assumed costs, in tokens, before more than one step was seen
+_LEAST_S = 1e-9  # of any step, however small
+_NOISE = 0.1  # standard deviation of a step's time, relative
+_SPEED = 0.02**2  # variance that all costs gain together from one step to the next, relative
+_OWN = 0.005**2  # and each one by itself, relative to its usual value
+# of a symmetric matrix, whose upper triangle is kept in a list
+_ROWS = ((0, 1, 2, 3), (1, 4, 5, 6), (2, 5, 7, 8), (3, 6, 8, 9))
 
-Four = tuple[float, float, float, float]  # one of each part
+Four = tuple[float, float, float, float]  # one number a part
 
 
 class Load(NamedTuple):
     """What a step computes."""
 
     num_tokens: int
-    num_samples: int  # rows whose logits are wanted
-    num_pairs: int  # of a query and a key that it attends to
+    num_samples: int  # rows whose logits are computed
+    num_pairs: int  # (query, key) pairs of attention
 
     def amounts(self) -> Four:
-        """Of the parts: a step, its tokens, its samples, 1000 pairs."""
+        """Amounts that the costs are multiplied with: 1 (a step), tokens, samples, thousands of pairs."""
         return 1.0, self.num_tokens, self.num_samples, self.num_pairs / 1000
 
 
 def load_of(plan: Plan) -> Load:
-    """What a plan computes; to be called before the plan is committed."""
+    """The load of a plan. Call it before the plan is committed."""
     tokens = samples = pairs = 0
     for step in plan.steps:
         count = step.num_tokens
@@ -49,23 +50,23 @@ def load_of(plan: Plan) -> Load:
 
 
 def decode_load(seqs: Sequence[Seq], max_draft_tokens: int) -> Load:
-    """A step that computes the next token of each of `seqs`, and what is guessed to follow."""
+    """The load of a step that decodes each of `seqs`, drafts included."""
     drafted = min(max_draft_tokens, sum(len(seq.draft) for seq in seqs))
     count = len(seqs) + drafted
     return Load(count, count, sum(len(seq.token_ids) for seq in seqs))
 
 
 def pairs_of(start: int, count: int) -> int:
-    """Pairs of `count` tokens from position `start` with themselves and all before them."""
+    """Attention pairs of `count` tokens from position `start` with themselves and all before them."""
     return count * start + count * (count + 1) // 2
 
 
 class StepCost:
-    """Knows nothing at first, and the usual proportions after one step."""
+    """Costs of the parts of a step. Knows nothing at first, and the usual proportions after one step."""
 
     def __init__(self) -> None:
-        self._parts: Four = (0.0, 0.0, 0.0, 0.0)  # seconds of each
-        self._spread: list[float] = []  # their covariance, as _ROWS says
+        self._parts: Four = (0.0, 0.0, 0.0, 0.0)  # seconds per unit of each part
+        self._spread: list[float] = []  # their covariance, its rows as in _ROWS
 
     @property
     def is_known(self) -> bool:
@@ -73,30 +74,30 @@ class StepCost:
 
     @property
     def token_s(self) -> float | None:
-        """Of one more token of a prompt, attention left out."""
+        """Seconds of one more prompt token, without attention."""
         return self._parts[1] if self._spread else None
 
     def step_s(self, load: Load) -> float:
-        """Foretold seconds of a step; something must have been learned."""
+        """Predicted seconds of a step. Needs at least one learned step."""
         return _dot(self._parts, load.amounts())
 
     def prompt_s(self, seq: Seq, count: int) -> float:
-        """What the next `count` tokens of a prompt add to a step."""
+        """Predicted seconds that the next `count` tokens of a prompt add to a step."""
         _, token_s, sample_s, kilopair_s = self._parts
         return count * (token_s + seq.is_scored * sample_s) + pairs_of(seq.next_start, count) / 1000 * kilopair_s
 
     def num_fitting(self, seq: Seq, room_s: float) -> int:
-        """The most tokens of a prompt that add no more than `room_s` to a step; all that are pending at most."""
+        """The most prompt tokens of `seq` that add at most `room_s` to a step; never more than are pending."""
         if room_s <= 0:
             return 0
         _, token_s, sample_s, kilopair_s = self._parts
         linear_s = token_s + seq.is_scored * sample_s + kilopair_s * (seq.next_start + 0.5) / 1000
         square_s = kilopair_s / 2000
-        root = linear_s + math.sqrt(linear_s**2 + 4 * square_s * room_s)  # of linear n + square n² = room
+        root = linear_s + math.sqrt(linear_s**2 + 4 * square_s * room_s)  # solves linear * n + square * n**2 = room
         return seq.num_pending if 2 * room_s >= root * seq.num_pending else int(2 * room_s / root)
 
     def learn(self, load: Load, seconds: float) -> None:
-        """A step of that load has taken so long."""
+        """Learn that a step of this load took `seconds`."""
         if not load.num_tokens:
             return
         amounts, seconds = load.amounts(), max(seconds, _LEAST_S)
@@ -112,7 +113,7 @@ class StepCost:
         one, token, sample, kilopair = amounts
         seen = one / scale_s, token / scale_s, sample / scale_s, kilopair / scale_s
         self._move(seen, (seconds - expected_s) / scale_s, _NOISE**2)
-        while min(self._parts) < 0:  # then it is 0, and the others are what they are given that
+        while min(self._parts) < 0:  # set it to 0, and let the others explain the rest
             worst = min(range(4), key=self._parts.__getitem__)
             self._move(_only(1.0, worst), -self._parts[worst], 0.0)
             one, token, sample, kilopair = (part * (i != worst) for i, part in enumerate(self._parts))
@@ -121,7 +122,7 @@ class StepCost:
                 self._spread[i] = 0.0
 
     def _move(self, seen: Four, error: float, noise: float) -> None:
-        """The parts were seen through `seen`, in a sum that is larger by `error` than was thought."""
+        """Update the costs by an observation `seen` whose predicted time was too small by `error` seconds."""
         a, b, c, d = seen
         aa, ab, ac, ad, bb, bc, bd, cc, cd, dd = self._spread
         at_a, at_b = aa * a + ab * b + ac * c + ad * d, ab * a + bb * b + bc * c + bd * d
@@ -138,7 +139,7 @@ class StepCost:
         ]
 
     def _drift(self, unit_s: float) -> None:
-        """Since the last step the machine may be faster or slower, and each cost a little different by itself."""
+        """Increase the uncertainty: since the last step the machine may have become faster or slower."""
         a, b, c, d = self._parts
         aa, ab, ac, ad, bb, bc, bd, cc, cd, dd = self._spread
         all_a, all_b, all_c, all_d = _SPEED * a, _SPEED * b, _SPEED * c, _SPEED * d
@@ -149,7 +150,7 @@ class StepCost:
             dd + all_d * d,
         ]
         for i, row in enumerate(_ROWS):
-            most = max(self._parts[i], unit_s * _USUAL[i]) ** 2  # as if nothing were known
+            most = max(self._parts[i], unit_s * _USUAL[i]) ** 2  # no more than when nothing was known
             known = spread[row[i]] + _OWN * most
             if known > most:
                 share = math.sqrt(most / known)

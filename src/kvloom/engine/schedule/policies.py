@@ -1,7 +1,7 @@
-"""Policies: who comes first, as sort keys for plan_step. Pure.
+"""Policies: sort keys for plan_step that decide which sequence comes first. Pure.
 
-Each key is bounded: what it can do to a sequence ends, so that the order falls back to that of arrival and nobody
-starves. Waiting sequences overtake each other by their turn, and by their level under MLFQ, never beyond that.
+The effect of every key is bounded, so that in the end arrival order decides and no sequence starves. Waiting sequences
+overtake each other by their turn, and by their level under MLFQ, and no further.
 """
 
 from kvloom.contract.errors import BadRequest
@@ -23,23 +23,25 @@ def by_turn(seq: Seq) -> tuple[float, ...]:
 
 
 def by_state(seq: Seq) -> tuple[float, ...]:
-    """STATE: those that were never preempted first, up to MAX_DEMOTIONS preemptions."""
+    """STATE: sequences that were never preempted first; up to MAX_DEMOTIONS preemptions count."""
     return (0 < seq.num_preemptions < MAX_DEMOTIONS, seq.turn, seq.id)
 
 
 def level_of(seq: Seq) -> int:
-    """MLFQ level: down one each time the answer doubles past QUANTUM, up one with each preemption."""
+    """MLFQ level: one down each time the answer doubles past QUANTUM, one up with each preemption."""
     num_output = len(seq.token_ids) - seq.num_prompt
     return max(0, min(MAX_LEVEL, (num_output // QUANTUM).bit_length()) - seq.num_preemptions)
 
 
 def by_level(seq: Seq) -> tuple[float, ...]:
-    """MLFQ: short answers first; inside a level as STATE."""
+    """MLFQ: short answers first; within a level as STATE."""
     return (level_of(seq), *by_state(seq))
 
 
 def by_feedback(seq: Seq) -> tuple[float, ...]:
-    """MLFQ of those that wait: a level down is LEVEL_STEP_S of waiting, so nobody waits behind newcomers for ever."""
+    """MLFQ for waiting sequences: one level down equals LEVEL_STEP_S less waiting, so newcomers overtake only for a
+    while.
+    """
     return (seq.turn + level_of(seq) * LEVEL_STEP_S, seq.id)
 
 
@@ -48,22 +50,22 @@ _RUNNING = {0: by_turn, 1: by_state, 3: by_level}
 
 
 def policy_of(prefill: int = 0, decode: int = 0) -> Policy:
-    """The policy of the two numbers of a configuration: 0 FCFS, 1 STATE, 3 MLFQ.
+    """The policy for the two numbers of a configuration: 0 FCFS, 1 STATE, 3 MLFQ.
 
-    Waiting sequences go by turn under the first two: a preempted one is older than those that have never run, so it
-    comes back first. Under MLFQ one that has answered much lets newcomers go before it, for a while.
+    Under the first two, waiting sequences go by turn: a preempted one is older than those that have never run, so it
+    comes back first. Under MLFQ a sequence with a long answer lets newcomers overtake it for a while.
     """
     return Policy(_WAITING[prefill], _RUNNING[decode])
 
 
 class Turns:
-    """Gives each request its turn: the time it would have arrived, had it no privilege.
+    """Computes each request's turn: the arrival time that it would have had without privileges.
 
     turn = start + slo - default slo + (priority - middle) * PRIORITY_STEP_S, with every term bounded: of two requests
-    of one tenant, the one that came more than `max_lead_s` earlier goes first, whatever the other asks for.
+    of one tenant, the one that arrived more than `max_lead_s` earlier goes first, whatever the other asks for.
 
-    With `token_s` above 0 tenants share fairly: a tenant's next request starts when its last one would have been
-    served at `token_s` a token, so a tenant with many requests queues behind itself, not before others.
+    With `token_s` above 0 tenants share fairly: a tenant's next request starts when its last one would have been served
+    at `token_s` a token. So a tenant with many requests queues behind itself, not before others.
     """
 
     max_lead_s = MAX_SLO_S + (MAX_PRIORITY - 1) * PRIORITY_STEP_S
@@ -89,5 +91,5 @@ class Turns:
         return start_s + min(slo_s, MAX_SLO_S) - MAX_SLO_S + ((priority or middle) - middle) * PRIORITY_STEP_S
 
     def _forget(self, now_s: float) -> None:
-        """Tenants whose share is used up by time alone are as new ones."""
+        """Forget tenants whose share has been used up by time: they count as new."""
         self._served_until = {tenant: until_s for tenant, until_s in self._served_until.items() if until_s > now_s}

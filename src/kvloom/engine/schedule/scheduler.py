@@ -1,4 +1,4 @@
-"""What the next step computes: plan_step decides, and changes nothing. commit.py carries it out.
+"""What the next step computes: plan_step decides and changes nothing; commit.py carries the plan out.
 
 A step is {sequence: number of tokens}. Prefill chunks, prefix-cache hits, decodes and resumed sequences are all the
 same thing: a sequence with tokens whose keys and values are not computed yet.
@@ -20,7 +20,7 @@ Key = Callable[[Seq], tuple[float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Who comes first: keys to sort waiting and running sequences by. None = order of arrival."""
+    """Which sequence comes first: sort keys for waiting and running sequences. None = order of arrival."""
 
     waiting: Key | None = None
     running: Key | None = None
@@ -31,13 +31,13 @@ _NOTHING_MEASURED = SwapCosts()
 
 
 class Circumstances(NamedTuple):
-    """What a plan goes by beside sequences, blocks and limits."""
+    """Inputs of a plan besides sequences, blocks and limits."""
 
     policy: Policy = FCFS
-    oldest_wait_s: float = float("inf")  # how long the request has waited that waits longest
+    oldest_wait_s: float = float("inf")  # how long the oldest waiting request has waited
     costs: SwapCosts = _NOTHING_MEASURED
     asks_tier: bool = False  # whether the outer KV tier may be asked in this step
-    alone: Seq | None = None  # nobody else computes in this step; see suspicion.py
+    alone: Seq | None = None  # the only sequence that may compute; see suspicion.py
 
 
 PLAIN = Circumstances()
@@ -45,41 +45,41 @@ PLAIN = Circumstances()
 
 @dataclass(slots=True)
 class _Budget:
-    """What a step has left for waiting sequences; each that is admitted takes its part."""
+    """What a step has left for waiting sequences; every admission takes its part."""
 
-    num_seqs: int  # how many may join
+    num_seqs: int  # sequences that may join
     num_tokens: int
-    num_free: int  # blocks
-    num_spare: int  # blocks that are promised to no running sequence
+    num_free: int  # free blocks
+    num_spare: int  # free blocks not promised to running sequences
     is_shared: bool  # whether running sequences compute in this step
 
 
 class _Running(NamedTuple):
-    """What becomes of the running sequences in a step."""
+    """What a step does with the running sequences."""
 
     seqs: list[Seq]
     steps: list[SeqStep]
-    preempted: list[Seq]  # last first
-    num_free: int  # blocks left
+    preempted: list[Seq]  # the last of the order comes first
+    num_free: int  # free blocks left
 
 
 def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circumstances = PLAIN) -> Plan:
     """What the next model step computes. Reads `seqs` (arrival order) and `pool`, changes nothing.
 
-    Running sequences first, in the policy's order (of arrival by default), then waiting ones while blocks last, none
-    overtaking another. Decodes get their token before prefills share what is left of the budget. A running one that
-    finds no block preempts the last; the first never is, so some sequence always advances. A preempted one is swapped
-    out where `now.costs` say that it is cheaper than computing again, and the host has room. Guesses get what budget
-    and blocks are left over.
+    Running sequences come first, in the policy's order (arrival by default); then waiting ones while blocks last, none
+    overtaking another. Decodes get their token before prefills share what is left of the budget. A running sequence
+    that finds no block preempts the last one; the first is never preempted, so some sequence always advances. A
+    preempted sequence is swapped out where `now.costs` say that this is cheaper than computing it again and the host
+    has room. Drafts get what budget and blocks are left over.
 
-    With `now.alone` that sequence, running or waiting, is the only one that computes or is admitted; the others give up
-    blocks for it where they must.
+    With `now.alone` that sequence, running or waiting, is the only one that computes or is admitted; others give up
+    blocks for it if they must.
 
-    One that is computed whole (Seq.is_whole) joins a step that has room for all of it; one that is longer than any
-    step has one of its own.
+    A sequence that is computed whole (Seq.is_whole) joins a step that has room for all of it; one longer than any step
+    gets a step of its own.
 
-    With `now.asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all that
-    it lacks; others go on meanwhile, but for those that would ask for the same block.
+    With `now.asks_tier` a waiting sequence whose next block is not cached first asks the outer tier, once, for all
+    blocks that it lacks. Others go on meanwhile, except those that would ask for the same block.
     """
     alone = now.alone
     ordered, waiting = _queues(seqs, now)
@@ -101,7 +101,7 @@ def plan_step(seqs: Sequence[Seq], pool: BlockPool, limits: Limits, now: Circums
 
 
 def _queues(seqs: Sequence[Seq], now: Circumstances) -> tuple[list[Seq], list[Seq]]:
-    """Running and waiting sequences in their order. One that is to be alone is first and so never preempted."""
+    """Running and waiting sequences in order. One that computes alone is first, and so never preempted."""
     running = _ordered([seq for seq in seqs if seq.status is Status.RUNNING], now.policy.running)
     waiting = _ordered([seq for seq in seqs if seq.status is Status.WAITING], now.policy.waiting)
     if now.alone is not None:
@@ -162,9 +162,9 @@ def _share_tokens(running: Sequence[Seq], limits: Limits) -> dict[int, int]:
 
 
 def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool, limits: Limits) -> _Running:
-    """A step for each running sequence, in their order, as long as blocks can be had by preempting from the end.
+    """A step for each running sequence in order, as long as blocks can be had by preempting from the end.
 
-    `share`: tokens that each may compute, by id; one that is not there computes nothing.
+    `share`: tokens that each may compute, by id; a missing one computes nothing.
     """
     steps: list[SeqStep] = []
     preempted: list[Seq] = []
@@ -190,7 +190,7 @@ def _plan_running(running: list[Seq], share: Mapping[int, int], pool: BlockPool,
 
 
 def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits) -> _Budget:
-    """What the running sequences' steps and the transfers under way leave for waiting sequences."""
+    """What is left for waiting sequences after the running sequences' steps and the transfers under way."""
     prefills = [step for step in running.steps if step.seq.num_pending > 1]
     num_seqs = min(
         limits.max_batch - len(running.seqs) - num_loading,
@@ -207,10 +207,10 @@ def _budget(running: _Running, num_loading: int, pool: BlockPool, limits: Limits
 def _plan_waiting(
     waiting: Iterable[Seq], budget: _Budget, pool: BlockPool, limits: Limits, coming: set[bytes] | None
 ) -> tuple[list[SeqStep], list[LoadStep]]:
-    """Admit waiting sequences in order while `budget` has room for all their known and promised tokens; it shrinks.
+    """Admit waiting sequences in order while `budget`, which shrinks, has room for all their known and promised tokens.
 
-    `coming`: hashes of the blocks on their way from the outer tier; None = it is not asked. Returns the steps of the
-    admitted, and the loads of those that ask the outer tier first.
+    `coming`: hashes of blocks that are on their way from the outer tier; None = the tier is not asked. Returns the
+    steps of the admitted sequences, and the loads of those that ask the tier first.
     """
     steps: list[SeqStep] = []
     loads: list[LoadStep] = []
@@ -221,7 +221,8 @@ def _plan_waiting(
         length = len(seq.token_ids)
         reusable = seq.hashes[: (length - 1) // block_size] if seq.may_reuse else []
         hits = pool.match(reusable)
-        taken = sum(pool.is_idle(block) for block in hits)  # free blocks that become used
+        # cached blocks that nobody else holds are free now and become used
+        taken = sum(pool.is_idle(block) for block in hits)
         if taken + num_blocks_of(length, block_size) - len(hits) > budget.num_free:
             break
         promised = taken + max(0, _num_promised(seq, pool, limits) - len(hits))
@@ -240,7 +241,7 @@ def _plan_waiting(
         if seq.is_whole and count < length - start:
             if steps or budget.is_shared:
                 break
-            count = length - start  # longer than any step: it has one of its own
+            count = length - start  # longer than any step: gets one of its own
         need = num_blocks_of(start + count, block_size) - len(hits)
         steps.append(SeqStep(seq, start, count, need, tuple(hits)))
         budget.num_tokens = max(0, budget.num_tokens - count)
@@ -250,7 +251,7 @@ def _plan_waiting(
 
 
 def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[SeqStep]:
-    """The steps, those of decoding sequences longer by as much of their drafts as budget and `free` blocks allow."""
+    """The steps with drafts added to decoding sequences, as far as the budget and `free` blocks allow."""
     num_guessing = sum(bool(step.seq.draft) and _may_guess(step) for step in steps)
     if not num_guessing:
         return list(steps)
@@ -275,13 +276,13 @@ def _with_drafts(steps: Sequence[SeqStep], free: int, limits: Limits) -> list[Se
 
 
 def _may_guess(step: SeqStep) -> bool:
-    """A decode with guesses for what follows; a prefill has none of its last token yet."""
+    """Whether drafts may follow: the step decodes. During a prefill the last token is not known yet."""
     seq = step.seq
     return bool(seq.draft) and seq.status is Status.RUNNING and seq.num_pending == step.num_tokens == 1
 
 
 def _num_promised(seq: Seq, pool: BlockPool, limits: Limits) -> int:
-    """Blocks kept for a sequence from its admission on; all it can ever need when nobody may be preempted."""
+    """Blocks reserved for a sequence at admission: all it can ever need where preemption is off."""
     reach = max(seq.max_len, len(seq.token_ids)) if limits.max_preempt == 0 else 0
     promised = max(num_blocks_of(reach, limits.block_size), min(limits.prealloc_blocks, pool.num_blocks))
     return max(promised, len(seq.block_table))

@@ -1,6 +1,6 @@
-"""Suspicion: a request may be what a rank died of, and must not kill the next one, and the next, for ever. Pure.
+"""Suspicion: a request that kills its rank must not kill the next one, and the next, for ever. Pure.
 
-Suspects compute alone, one after the other in their order, while all others wait; see repute.py.
+Suspects compute alone, one after the other in order, while all others wait; see repute.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from kvloom.engine.schedule.seq import Seq, Status
 
 
 def accuse(seqs: Iterable[Seq]) -> list[Seq]:
-    """A rank died while it computed `seqs`: they are suspects now. Returns those that were before, the guilty."""
+    """A rank died while it computed `seqs`: they become suspects. Returns those that were before: the guilty."""
     guilty = []
     for seq in seqs:
         seq.repute = seq.repute or Repute()
@@ -20,6 +20,6 @@ def accuse(seqs: Iterable[Seq]) -> list[Seq]:
 
 
 def next_alone(seqs: Sequence[Seq]) -> Seq | None:
-    """Whose turn it is to compute alone: the suspect that has begun, else the first of those that wait."""
+    """The suspect that computes alone now: one that has begun, else the first that waits."""
     suspects = [seq for seq in seqs if seq.is_suspect and seq.status is not Status.LOADING]
     return min(suspects, key=lambda seq: (seq.status is not Status.RUNNING, seq.turn, seq.id), default=None)

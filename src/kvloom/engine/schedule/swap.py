@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class SwapCosts(NamedTuple):
-    """What the two ways cost, as measured. token_s None = no prefill has been measured yet."""
+    """Measured costs of both ways. token_s None = no prefill was measured yet."""
 
-    block_s: float = 0.0  # copying one block, one way
-    token_s: float | None = None  # computing one token of a prefill
+    block_s: float = 0.0  # seconds to copy one block, one way
+    token_s: float | None = None  # seconds to compute one token of a prefill
 
 
 def is_swap_cheaper(num_blocks: int, num_tokens: int, costs: SwapCosts) -> bool:
-    """Two copies of every block against computing every token once more. Unmeasured, copies are taken."""
+    """Whether copying every block out and back is faster than computing every token again; True if unmeasured."""
     return costs.token_s is None or 2 * num_blocks * costs.block_s < num_tokens * costs.token_s
 
 
@@ -28,7 +28,7 @@ class HostPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold no copy."""
+        """Number of host blocks without a copy."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -38,9 +38,9 @@ class HostPool:
         return [self._free.pop() for _ in range(count)]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The copies are not needed any more."""
+        """The copies are no longer needed."""
         self._free += reversed(blocks)
 
     def check(self, held: Sequence[int]) -> None:
-        """Assert that `held`, the host blocks of all sequences, and the free ones are all there is, each once."""
+        """Assert that `held`, the host blocks of all sequences, and the free ones are all blocks, each once."""
         assert sorted([*held, *self._free]) == list(range(self.num_blocks)), "host blocks: held and free differ"

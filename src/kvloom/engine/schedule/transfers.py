@@ -1,8 +1,8 @@
 """Blocks on their way between the block pool and an outer KV tier: the engine's side. Pure; time is an argument.
 
-A transfer holds its blocks, as a sequence would, until the rank reports it: whoever aborts, gives up waiting or runs
-out of blocks, no byte is written to or read from a block that belongs to somebody else. A loaded block is published
-like a computed one, so that the sequence which waited for it is admitted with a prefix hit.
+A transfer holds its blocks, as a sequence does, until the rank reports it. So no byte is written to or read from a
+block of another sequence, whichever request aborts, stops waiting or runs out of blocks. A loaded block is published
+like a computed one, and the sequence that waited for it is admitted with a prefix hit.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,48 +13,50 @@ from kvloom.engine.schedule.blocks import BlockPool
 from kvloom.engine.schedule.giving import Giving
 from kvloom.engine.schedule.seq import LoadStep, Seq, Status
 
-PATIENCE = 1.2  # the tier reports within its deadline; the engine itself waits this much longer, then computes
-MAX_SAVING = 4  # one block in so many, at most, is held for saves
+PATIENCE = 1.2  # the tier reports within its deadline; the engine waits this factor longer, then computes
+MAX_SAVING = 4  # saves hold at most one block in so many
 
 
 @dataclass(slots=True)
 class _Load:
-    seq: Seq | None  # who waits for it; None = nobody any more
+    seq: Seq | None  # the sequence that waits for it; None = none any more
     hits: tuple[int, ...]
     transfer: Transfer
-    until_s: float  # when the sequence stops waiting; the blocks stay held
+    until_s: float  # until when the sequence waits; the blocks stay held longer
 
 
 class Transfers:
-    """The loads and saves under way, and those that the next batch takes along. Owned by the engine."""
+    """Loads and saves under way, and those for the next batch. Owned by the engine."""
 
     def __init__(self, pool: BlockPool, timeout_s: float | None) -> None:
-        """timeout_s: how long a load may take; None = there is no outer tier."""
+        """`timeout_s`: longest time of a load; None = there is no outer tier."""
         self._pool = pool
         self._timeout_s = timeout_s
         self._next_id = 0
         self._loads: dict[int, _Load] = {}
         self._saves: dict[int, Transfer] = {}
-        self._givings: dict[int, Giving] = {}  # whose prompt a save is of, that is given to another engine
+        self._givings: dict[int, Giving] = {}  # transfer id -> the sequence whose prompt is given to another engine
         self._new_loads: list[Transfer] = []
         self._new_saves: list[Transfer] = []
         self._num_saving = 0
         self._is_up = timeout_s is not None
-        self.pool = ""  # which one the tier is, once it is known
+        self.pool = ""  # name of the tier's store, once known
         self._num_loaded = 0
         self._num_saved = 0
 
     @property
     def is_pending(self) -> bool:
-        """Whether something is to be sent to the rank, or to be reported by it."""
+        """Whether a transfer must be sent to the rank or reported by it."""
         return bool(self._loads or self._saves)
 
     def may_ask(self, is_idle: bool) -> bool:
-        """Whether loads are worth a try: the tier answers, or no step runs that a refusal would have to wait for."""
+        """Whether to ask the tier: it is up, or no sequence runs that a refusal would delay."""
         return self._timeout_s is not None and (self._is_up or is_idle)
 
     def load(self, steps: Iterable[LoadStep], now_s: float) -> None:
-        """Give each load its blocks and let its sequence wait. The plan promised them; apply_step retained the hits."""
+        """Allocate the blocks of each load and let its sequence wait. The plan reserved them; apply_step retained the
+        hits.
+        """
         for step in steps:
             blocks = self._pool.allocate(len(step.keys))
             assert blocks is not None, "the plan promised blocks that are not free"
@@ -65,7 +67,7 @@ class Transfers:
             step.seq.status, step.seq.loading, step.seq.is_asked = Status.LOADING, step.keys, True
 
     def save(self, chains: Iterable[Sequence[int]]) -> None:
-        """Save newly published blocks, a transfer a chain, as far as the share of blocks for saves goes."""
+        """Save newly published blocks, one transfer a chain, while the share of blocks for saves lasts."""
         if self._timeout_s is None or not self._is_up:
             return
         for chain in chains:
@@ -77,9 +79,10 @@ class Transfers:
                 self._begin_save(blocks, keys)
 
     def give(self, seqs: Iterable[Seq]) -> None:
-        """Save what is computed of prompts that another engine takes up: all of it, whatever the share for saves.
+        """Save the computed blocks of prompts that another engine takes up: all of them, whatever the share for saves.
 
-        Blocks that the tier has already are saved again, which it notices: nobody here knows what it has dropped.
+        Blocks that the tier holds already are sent again, because the engine cannot know what the tier has dropped; the
+        tier skips them.
         """
         for seq in seqs:
             if (giving := seq.giving) is None:
@@ -98,7 +101,7 @@ class Transfers:
         return transfer
 
     def counts(self) -> dict[str, int]:
-        """What moved since the rank started, and what is on its way, by the names of Stats."""
+        """Totals since the rank started, and blocks under way, by field names of Stats."""
         return {
             "total_tier_loaded_blocks": self._num_loaded,
             "total_tier_saved_blocks": self._num_saved,
@@ -106,13 +109,13 @@ class Transfers:
         }
 
     def take_new(self) -> tuple[list[Transfer], list[Transfer]]:
-        """Loads and saves that the rank has not been told of."""
+        """Transfers that the rank has not been sent yet."""
         new = self._new_loads, self._new_saves
         self._new_loads, self._new_saves = [], []
         return new
 
     def finish(self, reports: Iterable[Moved], is_tier_up: bool, pool: str = "") -> None:
-        """Take what the rank reports. Ids that are not under way, and numbers that cannot be, move nothing."""
+        """Handle the rank's reports. Unknown ids are ignored, and impossible counts count as 0."""
         self._is_up, self.pool = is_tier_up, pool or self.pool
         for report in reports:
             load, save = self._loads.pop(report.id, None), self._saves.pop(report.id, None)
@@ -143,13 +146,13 @@ class Transfers:
         _wake(load)
 
     def expire(self, now_s: float) -> None:
-        """Sequences that have waited long enough go on without; the transfers stay under way."""
+        """Let sequences whose deadline has passed go on without their load; the transfers stay under way."""
         for load in self._loads.values():
             if now_s >= load.until_s:
                 _wake(load)
 
     def held(self) -> list[int]:
-        """The blocks held, once a transfer."""
+        """All held blocks, listed once a transfer."""
         loads = [block for load in self._loads.values() for block in (*load.hits, *load.transfer.blocks)]
         return loads + [block for save in self._saves.values() for block in save.blocks]
 
@@ -159,14 +162,16 @@ class Transfers:
 
 
 class Moves:
-    """What the ranks of a model report of transfers: one is finished when all say so, and as far as all came."""
+    """Merges the reports of several ranks: a transfer has ended when all report it; the smallest number of blocks
+    counts.
+    """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._counts: dict[int, list[int]] = {}  # transfer -> blocks moved, of the ranks that have reported
+        self._counts: dict[int, list[int]] = {}  # transfer id -> blocks moved, for each rank that has reported
 
     def merge(self, reports: Sequence[Sequence[Moved]]) -> list[Moved]:
-        """The transfers that finished with these reports, one list a rank."""
+        """The transfers that ended with these reports; one list of reports a rank."""
         finished = []
         for report in (report for of_rank in reports for report in of_rank):
             counts = self._counts.setdefault(report.id, [])

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation as the text that a model was taught to go on from."""
+"""Chat templates: turn a conversation into the text that the model was trained to continue."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,9 @@ from kvloom.contract.errors import BadRequest
 
 
 class ChatTemplates:
-    """Those of one model, by name: "default", and "tool_use" where tools need another. `values`: what they may read."""
+    """The templates of one model by name: "default", and "tool_use" where tools need another. `values`: variables they
+    may read.
+    """
 
     def __init__(self, templates: Mapping[str, str], values: Mapping[str, Any]) -> None:
         self._templates, self._values = templates, values
@@ -54,7 +56,7 @@ class ChatTemplates:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which training code uses to mark answers: its body is rendered as it is."""
+    """`{% generation %}`, with which training code marks answers: its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012, jinja2's interface
 

@@ -1,4 +1,4 @@
-"""Texts to token ids: bounded, and with special tokens only where they are meant."""
+"""Texts to token ids, with a bounded length, and special tokens only where they are meant."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,22 +11,22 @@ from tokenizers import pre_tokenizers
 
 from kvloom.engine.text.pieces import is_divisible, pieces, spec
 
-# bytes that NFC may make one of: the longest text that is canonically equivalent to a character, over its own length,
-# is 3.5 times as long (U+0390; tests/engine/test_encoding.py looks at all of them)
+# NFC may turn this many bytes into one: the longest text canonically equivalent to a character is 3.5 times as long
+# (U+0390; tests/engine/test_encoding.py checks all characters)
 _NFC_SHRINKS = 4
 _SPACE = "▁"
-MAX_WHOLE_CHARS = 1 << 15  # a shorter text is not cut
+MAX_WHOLE_CHARS = 1 << 15  # characters; a shorter text is not cut into pieces
 
 
 def byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else from U+0100 on."""
+    """GPT-2's printable stand-in for each byte: the byte itself where printable, else a character from U+0100 on."""
     kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     moved = [byte for byte in range(256) if byte not in kept]
     return {byte: chr(byte) for byte in kept} | {byte: chr(256 + i) for i, byte in enumerate(moved)}
 
 
 class Encoder:
-    """Of one tokenizer. Safe to call from several threads."""
+    """Encodes with one tokenizer. Safe to call from several threads."""
 
     def __init__(self, fast: FastTokenizer, is_byte_level: bool) -> None:
         self._fast = fast
@@ -40,14 +40,16 @@ class Encoder:
         return _max_length(self._fast, self._is_byte_level)
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens the text has at least, known without tokenising; 0 where the tokenizer promises nothing."""
+        """A lower bound of the number of tokens, found without tokenising; 0 where the tokenizer guarantees none."""
         if not self._max_length:
             return 0
         length = len(text.encode(errors="replace")) if self._is_byte_level else len(text)
         return -(-length // self._max_length)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Lone surrogates become U+FFFD. Where the text can be cut, it is read until it has more than `max_tokens`."""
+        """Lone surrogates become U+FFFD. A text that can be cut is read only until it has more than `max_tokens`
+        tokens.
+        """
         with self._lock:
             return self._encode(_clean(text), add_special_tokens, max_tokens)
 
@@ -61,10 +63,11 @@ class Encoder:
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[int]:
-        """As `encode` with each character of `marks` replaced, but a special token that holds one is text.
+        """As `encode`, with each character of `marks` replaced by its original; a special token that contains a mark is
+        plain text.
 
-        The tokenizer itself says where the special tokens are: with the marks in it, it takes none of theirs for one.
-        What is between them it reads without special tokens, as it would between them.
+        The tokenizer itself finds the special tokens: with marks in it, a user's text contains none. The parts between
+        them are encoded with special tokens disabled, and give the same ids as in the whole text.
         """
         clean, table = _clean(text), {ord(mark): original for mark, original in marks.items()}
         with self._lock:
@@ -91,7 +94,7 @@ class Encoder:
         return self._with_ends(ids) if add_special_tokens else ids
 
     def _with_ends(self, ids: list[int]) -> list[int]:
-        """Between the tokens that the tokenizer puts around each text."""
+        """`ids` between the tokens that the tokenizer puts around each text."""
         bare = self._fast.encode("a", add_special_tokens=False).ids
         whole = self._fast.encode("a", add_special_tokens=True).ids
         for at in range(len(whole) - len(bare) + 1):
@@ -100,7 +103,7 @@ class Encoder:
         return ids
 
     def _parts(self, text: str) -> Iterator[tuple[str, list[int]]]:
-        """(text, the special token after it)."""
+        """Pairs of a text and the special token behind it."""
         found = self._fast.encode(text, add_special_tokens=False)
         end = 0
         for id, (start, stop) in zip(found.ids, found.offsets, strict=True):
@@ -111,7 +114,7 @@ class Encoder:
 
     @contextmanager
     def _plain(self, is_first: bool) -> Iterator[None]:
-        """Special tokens are text, and nothing is put before a text that is not the first."""
+        """An encoder that reads special tokens as text, and adds no prefix space unless `is_first`."""
         splitter = self._fast.pre_tokenizer
         is_prefixed = isinstance(splitter, pre_tokenizers.Metaspace) and splitter.prepend_scheme == "first"
         self._fast.encode_special_tokens = True
@@ -130,7 +133,9 @@ def _clean(text: str) -> str:
 
 
 def _max_length(fast: FastTokenizer, is_byte_level: bool) -> int:
-    """The most bytes of text (characters, where tokens are spelt in characters) that a token stands for; 0 = any."""
+    """The most bytes of text (characters, where tokens are spelt in characters) that one token stands for; 0 =
+    unbounded.
+    """
     tokens = fast.get_added_tokens_decoder().values()
     if spec(fast.model)["type"] != "BPE" or any(token.lstrip or token.rstrip for token in tokens):
         return 0
@@ -148,7 +153,7 @@ def _max_length(fast: FastTokenizer, is_byte_level: bool) -> int:
 
 
 def _only_marks_spaces(part: Any) -> bool:
-    """It keeps every character, or turns a space into U+2581."""
+    """Whether this normalizer keeps every character, or only turns spaces into U+2581."""
     if part is None:
         return True
     if part["type"] == "Sequence":

@@ -18,7 +18,7 @@ _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_ENDINGS}"
 )
-SPLITS = {  # tokenizer.ggml.pre -> how text is cut before the byte-level merges
+SPLITS = {  # tokenizer.ggml.pre -> how text is split before the byte-level merges
     "llama-bpe": WORDS + r"\p{N}{1,3}" + REST,
     "llama3": WORDS + r"\p{N}{1,3}" + REST,
     "dbrx": WORDS + r"\p{N}{1,3}" + REST,
@@ -41,7 +41,7 @@ def build_fast_tokenizer(meta: Mapping[str, Any], file: str) -> FastTokenizer:
     else:
         raise ModelError(f"{file}: tokenizer {kind!r} is not known; known are gpt2 and llama")
     types = meta.get("tokenizer.ggml.token_type") or []
-    fast.add_tokens(  # at once: each call goes through all of them
+    fast.add_tokens(  # all at once: each call walks through all of them
         [
             AddedToken(text, normalized=False, special=token_type != USER_DEFINED)
             for text, token_type in zip(tokens, types, strict=False)
@@ -73,7 +73,7 @@ def _byte_level(meta: Mapping[str, Any], tokens: list[str], file: str) -> FastTo
 
 
 def _sentence_piece(meta: Mapping[str, Any], tokens: list[str]) -> FastTokenizer:
-    """Merges follow from the scores: of all ways to join two tokens into one, the best-scored token comes first."""
+    """Merges follow from the scores: of all ways to join two tokens into a third, the best-scored comes first."""
     vocab = {text: i for i, text in enumerate(tokens)}
     scores = meta.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
     pairs = []
@@ -94,7 +94,7 @@ def _sentence_piece(meta: Mapping[str, Any], tokens: list[str]) -> FastTokenizer
 
 
 def _add_ends(fast: FastTokenizer, meta: Mapping[str, Any], tokens: list[str], with_bos: bool) -> None:
-    """Begin and end tokens around each text, where the file asks for them."""
+    """Add the begin and end tokens around each text that the file asks for."""
     bos, eos = (meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     pieces, ids = ["$A"], []
     if meta.get("tokenizer.ggml.add_bos_token", with_bos) and bos is not None:

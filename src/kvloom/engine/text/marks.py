@@ -1,10 +1,9 @@
-"""Marks: special tokens that stand in users' texts, made recognisable through a chat template.
+"""Marks: keeps special tokens in users' texts recognisable as text while a chat template renders them.
 
-In each such text the first character of what spells a special token is replaced by a stand-in: a character of private
-use that occurs nowhere else. Lengths stay, nothing is put in between, stand-ins are neither white space nor have a
-case: a template trims, cuts, joins and compares as it would, but finds no special token in a user's text. A text
-without any comes out as it went in. Afterwards the stand-ins say which special tokens are text: see
-Tokenizer.encode_marked.
+In each user's text, the first character of whatever spells a special token is replaced by a stand-in: a private-use
+character that occurs nowhere else in the conversation. A stand-in keeps the text's length and is neither white space
+nor cased, so a template trims, cuts, joins and compares as before but finds no special token. A text without special
+tokens is unchanged. After rendering, the stand-ins show which special tokens are text: see Tokenizer.encode_marked.
 """
 
 import json
@@ -13,14 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-_FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # private use
+_FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # private-use characters
 
 
 class Marks:
-    """Of one conversation: `mark` its values, render, then `encode_marked` with `originals`."""
+    """The marks of one conversation: `mark` its values, render the template, then call `encode_marked` with
+    `originals`.
+    """
 
     def __init__(self, special_texts: frozenset[str], values: Any) -> None:
-        self.originals: dict[str, str] = {}  # stand-in -> the character that it stands for
+        self.originals: dict[str, str] = {}  # stand-in -> the character that it replaces
         strings = list(_strings(values)) if special_texts else []
         self._find = find = _finder(special_texts)
         if any(map(find.search, strings)):
@@ -30,11 +31,11 @@ class Marks:
             self._stand_ins = {original: mark for mark, original in self.originals.items()}
 
     def mark(self, value: Any) -> Any:
-        """The value, of JSON's kinds, with every text marked."""
+        """The JSON value with every string in it marked."""
         return _mapped(value, self._marked) if self.originals else value
 
     def spelt_out(self, text: str) -> str:
-        """Stand-ins that a template has escaped, as JSON in ASCII is, are stand-ins again."""
+        """Turns stand-ins that a template has escaped, as ASCII JSON does, back into characters."""
         for mark in self.originals:
             text = text.replace(json.dumps(mark)[1:-1], mark)
         return text
@@ -71,8 +72,10 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 
 @lru_cache(16)
 def _finder(special_texts: frozenset[str]) -> re.Pattern[str]:
-    """What spells a special token, and the beginning of one at the end of a text, which what follows might complete."""
-    special_texts = frozenset(filter(str.strip, special_texts))  # a template may trim white space
+    """A pattern of whatever spells a special token, and of a beginning of one at the end of a text, which later text
+    might complete.
+    """
+    special_texts = frozenset(filter(str.strip, special_texts))  # a template may strip white space
     whole = _one_of(special_texts) if special_texts else r"(?!)"
     beginnings = {text[:end] for text in special_texts for end in range(1, len(text))}
     beginning = _one_of(beginnings) if beginnings else r"(?!)"
@@ -80,7 +83,7 @@ def _finder(special_texts: frozenset[str]) -> re.Pattern[str]:
 
 
 def _one_of(texts: Iterable[str]) -> str:
-    """A pattern of the texts as a tree of their beginnings, so that many of them cost no more than one."""
+    """A pattern that matches any of the texts, as a tree of common prefixes, so that many cost no more than one."""
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree

@@ -1,9 +1,9 @@
-"""Where a text may be cut so that its pieces, encoded one by one, are the text encoded whole.
+"""Where a text may be cut so that its pieces, encoded one by one, give the same tokens as the whole text.
 
-A cut stands after a letter and before a space that a letter follows, or before a CJK comma or stop. It holds for the
-pre-tokenizers of KNOWN: none of their alternatives goes on from a letter to a space or to such a mark, none looks back,
-and what looks ahead does so from white space only. So the text is split there, whatever is around, and merges stay
-within what was split. None of the characters at a cut is changed by, or composes under, NFC.
+A cut stands after a letter and before a space that a letter follows, or before a CJK comma or full stop. This is
+correct for the pre-tokenizers of KNOWN: none of their alternatives continues from a letter to a space or to such a
+mark, none looks behind, and look-aheads begin at white space only. So the pre-tokenizer splits there in any context,
+and merges stay within a split. None of the characters at a cut is changed by, or composes under, NFC.
 """
 
 import json
@@ -41,7 +41,7 @@ def is_divisible(fast: Any) -> bool:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in order, in pieces of about PIECE_CHARS; longer ones where it has no cut."""
+    """The text in order, in pieces of about PIECE_CHARS characters; longer where no cut is possible."""
     begin = 0
     while len(text) - begin > PIECE_CHARS:
         cut = _CUT.search(text, begin + PIECE_CHARS)
@@ -66,7 +66,7 @@ def _is_harmless(part: dict[str, Any]) -> bool:
 
 
 def _has_far_tokens(fast: Any) -> bool:
-    """Added tokens, which are looked for in the whole text, that may reach across a cut."""
+    """Whether an added token, which is matched anywhere in the text, may span a cut."""
     return any(
         token.lstrip
         or token.rstrip
@@ -77,7 +77,7 @@ def _has_far_tokens(fast: Any) -> bool:
 
 
 def spec(part: Any) -> Any:
-    """A part of a tokenizer as its file has it, without the vocabulary of a model."""
+    """The specification of a tokenizer's part as its file has it, without the vocabulary of a model."""
     if part is None:
         return None
     if hasattr(part, "dropout"):  # a BPE model; its vocabulary is large

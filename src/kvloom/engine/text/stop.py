@@ -9,7 +9,7 @@ from kvloom.contract.request import FinishReason, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """When a model's sequences end, whatever a request asks for."""
+    """When any sequence of a model ends, whatever the request asks for."""
 
     eos_ids: AbstractSet[int]
     max_seq_len: int  # tokens of prompt and answer together
@@ -32,8 +32,8 @@ def finish_of(
 class StopStrings:
     """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first to be complete wins, of those the longest, so the pieces make no difference. Text that may be the
-    beginning of a stop string is held back until it is known not to be.
+    The string that is complete first wins, and of several the longest, so the result does not depend on the pieces.
+    Text that may be the beginning of a stop string is held back until it is known not to be.
     """
 
     def __init__(self, stops: Sequence[str], is_included: bool = False) -> None:
@@ -43,7 +43,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> str:
-        """The part of the text that may be given out now. After a match (`matched`) there is nothing more to come."""
+        """The part of the text that may be released now. After a match (`matched`) nothing more is."""
         if not self._stops:
             return text
         text = self._held + text
@@ -57,13 +57,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back, when no more text comes."""
+        """The text held back, when no more text comes."""
         held, self._held = self._held, ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-length:]):
             return length

@@ -17,17 +17,17 @@ from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.encoding import Encoder, byte_alphabet
 from kvloom.engine.text.gguf_tokenizer import build_fast_tokenizer
 
-_KEPT_BYTES = 8192  # tokens whose bytes are kept: most of what a model writes
+_KEPT_BYTES = 8192  # tokens whose bytes are cached: most of what a model writes
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Ids of the tokens that are no text."""
+    """Ids of the special tokens."""
 
     all_ids: frozenset[int]
-    eos_ids: frozenset[int]  # those that end an answer
-    bos_id: int | None  # what a text begins with
+    eos_ids: frozenset[int]  # end of an answer
+    bos_id: int | None  # beginning of a text
 
 
 class Tokenizer:
@@ -50,28 +50,31 @@ class Tokenizer:
         return Tokenizer, (self._fast, self._special, self._is_byte_level, self._templates)
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Lone surrogates become U+FFFD. With `max_tokens` a longer text may be given up: more than these come back."""
+        """Lone surrogates become U+FFFD. With `max_tokens`, encoding may stop early: then more than `max_tokens` ids
+        return.
+        """
         return self._encoder.encode(text, add_special_tokens, max_tokens)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """Both with what the tokenizer puts around and between them, and where its token types say the second begins.
-
-        0 = they do not say. Lone surrogates become U+FFFD.
+        """Both texts with the tokens that the tokenizer puts around and between them, and the index where the second
+        begins by its token types; 0 = they do not tell. Lone surrogates become U+FFFD.
         """
         return self._encoder.encode_pair(first, second)
 
     def encode_marked(
         self, text: str, marks: Mapping[str, str], add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """As `encode` with each character of `marks` replaced, but a special token that holds one is text."""
+        """As `encode`, with each character of `marks` replaced by its original; a special token that contains a mark is
+        plain text.
+        """
         return self._encoder.encode_marked(text, marks, add_special_tokens, max_tokens)
 
     def least_tokens(self, text: str) -> int:
-        """So many tokens the text has at least, known without tokenising; 0 where the tokenizer promises nothing."""
+        """A lower bound of the number of tokens, found without tokenising; 0 where the tokenizer guarantees none."""
         return self._encoder.least_tokens(text)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Bytes that are no UTF-8 become U+FFFD; ids outside the vocabulary are dropped."""
+        """Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary are dropped."""
         text: str = self._fast.decode(
             [i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=skip_special_tokens
         )
@@ -82,7 +85,7 @@ class Tokenizer:
         return self._fast.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What the token contributes to the text; a special token gives its literal text."""
+        """The bytes that the token contributes to the text; a special token's literal text."""
         return self._bytes_of(token_id)
 
     def _spelt(self, token_id: int) -> bytes:
@@ -95,7 +98,7 @@ class Tokenizer:
         return bytes([int(match[1], 16)]) if match else text.replace("▁", " ").encode()
 
     def is_special(self, token_id: int) -> bool:
-        """Whether the token is none of the text's own."""
+        """Whether the token is a special one."""
         return token_id in self._special.all_ids
 
     def apply_chat_template(
@@ -115,7 +118,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path | str) -> Tokenizer:
-    """Of a Hugging Face folder or a GGUF file. Raises ModelError when it holds none that can be read."""
+    """The tokenizer of a Hugging Face folder or a GGUF file. Raises ModelError when it has none that can be read."""
     path = find_weights(Path(path))
     try:
         return _load_folder(path) if path.is_dir() else _load_gguf(path)
@@ -146,9 +149,9 @@ def _load_gguf(path: Path) -> Tokenizer:
 
 
 def _load_folder(folder: Path) -> Tokenizer:
-    open_file(folder / "tokenizer.json").close()  # keeps pipes and devices out
+    open_file(folder / "tokenizer.json").close()  # excludes pipes and devices
     fast = FastTokenizer.from_file(str(folder / "tokenizer.json"))
-    fast.no_truncation()  # files of encoders cut and fill
+    fast.no_truncation()  # encoders' files ask for truncation and padding
     fast.no_padding()
     config = _json(folder / "tokenizer_config.json")
     eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
@@ -171,7 +174,7 @@ def _special_ids(fast: FastTokenizer) -> frozenset[int]:
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name; a file of its own wins over the configuration."""
+    """Templates by name; a template file wins over the configuration."""
     stored = config.get("chat_template") or {}
     if isinstance(stored, list):
         stored = {entry["name"]: entry["template"] for entry in stored}
@@ -182,7 +185,7 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
 
 
 def _content(token: Any) -> str:
-    """A special token as text: configurations hold strings or {"content": ...}."""
+    """The text of a special token: configurations hold strings or {"content": ...}."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")
 
 
