@@ -13,7 +13,7 @@ class ByteTokenizer:
     eos_ids = frozenset({EOS_ID})
     bos_id = BOS_ID
     vocab_size = VOCAB_SIZE
-    special_texts: frozenset[str] = frozenset()  # none of its special tokens is read from a text
+    special_texts: frozenset[str] = frozenset()  # its special tokens are never read from a text
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace"))

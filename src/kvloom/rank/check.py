@@ -1,4 +1,4 @@
-"""`python -m kvloom.rank.check`: whether a rank could load the model of the EngineConfig on stdin. Nothing is loaded.
+"""`python -m kvloom.rank.check`: whether a rank could load the model of the EngineConfig on stdin, without loading it.
 
 Exit code 0, or 1 and one line on stderr.
 """
@@ -16,7 +16,7 @@ from kvloom.rank.parallel.shard import shard_spec
 
 
 def check(config: EngineConfig) -> None:
-    """Its files, its device, how its ranks share the heads, and memory. Raises ServingError."""
+    """Checks the model's files, the device, how ranks share the heads, and memory. Raises ServingError."""
     check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
     spec = checkpoint.spec

@@ -1,8 +1,8 @@
 """A model without weights, for tests and for trying a deployment (modelInstanceType "StandardMock").
 
 FakeRunner keeps a paged cache of token ids where a real runner keeps keys and values, and reads the whole context back
-through the block table before it chooses a token. A wrong block, a lost or overwritten one, changes the answer: so the
-fake is an oracle of the scheduler and the block pool, with `fake_answer` as the truth.
+through the block table before it chooses a token. A wrong, lost or overwritten block changes the answer, so the fake is
+an oracle for the scheduler and the block pool, with `fake_answer` as the expected result.
 """
 
 import time
@@ -38,7 +38,7 @@ from kvloom.rank.tier.kvmemory import KvMemory
 
 HIDDEN_SIZE = 8
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz      ,.\n"
-_EOS_EVERY = 97  # one context in so many ends the answer
+_EOS_EVERY = 97  # one context in this many ends the answer
 _FAKE_LOGPROB = -0.5
 
 
@@ -54,7 +54,9 @@ def fake_next(context: Sequence[int], params: SamplingParams, seed: int) -> int:
 def fake_answer(
     prompt_ids: Sequence[int], params: SamplingParams, seed: int, num_tokens: int, adapter: str = ""
 ) -> list[int]:
-    """What FakeRunner must answer, computed without blocks, batches or steps. `adapter`: digest of a LoRA adapter."""
+    """The tokens that FakeRunner must answer, computed without blocks, batches or steps. `adapter`: digest of a LoRA
+    adapter.
+    """
     mark = adapter_mark(adapter)
     context = [token + mark for token in prompt_ids]
     for _ in range(num_tokens):
@@ -63,17 +65,17 @@ def fake_answer(
 
 
 def adapter_mark(digest: str) -> int:
-    """What an adapter adds to each token that is cached, so that a block of another adapter changes the answer."""
+    """Added to each cached token, so that a block of another adapter changes the answer."""
     return int(digest[:7], 16) << 32 if digest else 0
 
 
 def fake_state(checksum: int) -> list[int]:
-    """A token's state: the eight half-bytes of the checksum of all tokens up to it, around 0."""
+    """A token's state: the eight half-bytes of the checksum of all tokens up to it, centred on 0."""
     return [(checksum >> 4 * i & 15) - 7 for i in range(HIDDEN_SIZE)]
 
 
 def fake_embedding(prompt_ids: Sequence[int], pooling: str) -> list[float]:
-    """What FakeRunner must pool, computed without blocks, batches or steps."""
+    """The vector that FakeRunner must pool, computed without blocks, batches or steps."""
     states = [fake_state(zlib.crc32(array("q", prompt_ids[: i + 1]).tobytes())) for i in range(len(prompt_ids))]
     chosen = states if pooling == "mean" else states[:1] if pooling == "cls" else states[-1:]
     return list(array("f", [sum(column) / len(chosen) for column in zip(*chosen, strict=True)]))
@@ -87,10 +89,10 @@ class _State:
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
     guide: Guide | None = None
-    mark: int = 0  # of its adapter
+    mark: int = 0  # mark of its adapter
     pooling: str = ""
     num_pooled: int = 0
-    sums: list[int] = field(default_factory=list)  # of the states pooled so far
+    sums: list[int] = field(default_factory=list)  # sum of the states pooled so far
     first: list[int] = field(default_factory=list)
 
     def append(self, token_id: int) -> None:
@@ -101,12 +103,12 @@ class _State:
 
 
 class FakeRunner:
-    """Implements contract.messages.Runner. `sleep` is called with the time that a step would have taken."""
+    """Implements contract.messages.Runner. `sleep` is called with the duration that a step would have had."""
 
     def __init__(
         self, config: EngineConfig, sleep: Callable[[float], None] = time.sleep, guides: Guides | None = None
     ) -> None:
-        """Sizes and times are those of `config`: if not given 4096 blocks of 16 tokens, 2048 tokens a sequence."""
+        """Sizes and times come from `config`; defaults: 4096 blocks of 16 tokens, 2048 tokens a sequence."""
         num_blocks, block_size = config.num_blocks or 4096, config.block_size or 16
         num_host_blocks = config.num_host_blocks or 0
         self.info = RankInfo(
@@ -183,7 +185,7 @@ class FakeRunner:
             state.append(token_id)
 
     def _is_known(self, work: Work) -> bool:
-        """Whether its tokens are: the step before may have chosen none where the engine expected one."""
+        """Whether the step's tokens are known: the step before may have chosen none where the engine expected one."""
         return work.start + work.num_tokens - len(work.draft) <= len(self._states[work.id].token_ids)
 
     def _write(self, work: Work) -> None:
@@ -207,7 +209,7 @@ class FakeRunner:
             self._sample(work, state, output)
 
     def _pool(self, work: Work, state: _State, output: StepOutput) -> None:
-        """The states of the work's tokens, from what the blocks hold."""
+        """Pool the states of the step's tokens, read from the blocks."""
         end = work.start + work.num_tokens
         if work.start == 0:
             state.num_pooled, state.sums = 0, [0] * HIDDEN_SIZE
@@ -227,7 +229,7 @@ class FakeRunner:
             output.pooled.append(Pooled(work.id, array("f", found).tobytes()))
 
     def _sample(self, work: Work, state: _State, output: StepOutput) -> None:
-        """The next token; and, while the draft foretold it, the one after."""
+        """Sample the next token; and the one after, as long as the draft matches."""
         for guess in (*work.draft, None):
             if state.guide is not None and not state.guide.is_ready():
                 return
@@ -247,7 +249,7 @@ class FakeRunner:
                 return
 
     def _context(self, state: _State) -> "array[int]":
-        """All that the sequence's blocks hold of it, up to its last token."""
+        """All tokens that the sequence's blocks hold, up to its last token."""
         context = array("q")
         for block in state.blocks[: -(-len(state.token_ids) // self.info.block_size)]:
             context += self._slots[self._span(block)]
@@ -273,14 +275,14 @@ def _fake_logprob(token_id: int, state: _State) -> Logprob:
 
 
 def _fake_rank(token_id: int, state: _State) -> int:
-    """How much less likely a token is than the first one, by the sequence before it."""
+    """How much less likely a token is than the most likely one, by the sequence before it."""
     return zlib.crc32(array("q", [*state.token_ids, token_id]).tobytes()) % 5
 
 
 def open_runner(
     config: EngineConfig, eos_ids: list[int], progress: Callable[[int, int], None], rank: int = 0, rendezvous: str = ""
 ) -> FakeRunner:
-    """The runner of a rank with backend "fake"; of several ranks each does the whole work."""
+    """The runner of a rank with backend "fake"; each of several ranks computes everything."""
     if config.model:
         raise BadRequest("model", "the fake backend takes none")
     progress(1, 1)

@@ -1,4 +1,4 @@
-"""SwapCache: the host's copies of KV blocks. Lives in a rank process, beside the backend's cache."""
+"""SwapCache: copies of KV blocks in host memory. Lives in a rank process, beside the backend's cache."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ class SwapCache:
     """
 
     def __init__(self, parts: Sequence[Any], num_blocks: int, copy: Callable[[Any, Any], None] = np.copyto) -> None:
-        """Pages become resident when first written."""
+        """Memory becomes resident only when it is first written."""
         self._parts, self._copy = parts, copy
         self.num_blocks = num_blocks
         self._host = [np.empty((*part.shape[:2], num_blocks, *part.shape[3:]), np.uint8) for part in parts]
@@ -34,9 +34,9 @@ class SwapCache:
                 self._copy(part[:, :, block], host[:, :, host_block])
 
     def measure(self) -> float:
-        """Seconds that one block takes one way: the best of several, so that first touches do not count.
+        """Seconds to copy one block one way: the best of several tries, so that page faults of the first do not count.
 
-        0 without host blocks. Block 0 keeps its contents; nothing may use the host's blocks yet.
+        0 without host blocks. Block 0 keeps its contents; no host block may be in use yet.
         """
         times = []
         for _ in range(5 if self.num_blocks and self._parts[0].shape[2] else 0):

@@ -1,4 +1,4 @@
-"""Loading: the model, the backend and the sizes of the KV pools that a configuration asks for, as a ModelRunner."""
+"""Loading: turns a configuration into a ModelRunner: model, backend, and sizes of the KV pools."""
 
 import functools
 import importlib
@@ -35,9 +35,8 @@ _INSTALL = "torch, which is not installed; pip install 'kvloom[torch]'"
 def open_runner(
     config: EngineConfig, eos_ids: list[int], progress: Progress, rank: int = 0, rendezvous: str = ""
 ) -> ModelRunner:
-    """Load the model of `config` into the backend it names; of several ranks, this one's part of it.
-
-    Raises ServingError when that cannot be done.
+    """Load the model of `config` into the backend that it names; of several ranks, this one's part. Raises
+    ServingError.
     """
     check_device(config.device)
     checkpoint = open_checkpoint(Path(config.model))
@@ -65,13 +64,15 @@ def _lacks(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def reach_of(spec: DecoderSpec) -> int:
-    """See RankInfo: the widest window, and what the kernels read with it, since they take keys 128 at a time."""
+    """See RankInfo.reach: the widest window, plus what the kernels read with it, because they read keys 128 at a
+    time.
+    """
     windows = [layer.window or 0 for layer in spec.layers]
     return max(windows) + _KEYS_AT_ONCE - 1 if all(windows) and not spec.sees_ahead else 0
 
 
 def _tokenizer(model: str) -> Tokenizer:
-    """Of the model's files; only grammars ask a rank for it. Raises ModelError."""
+    """The model's tokenizer, which a rank needs for grammars only. Raises ModelError."""
     return cast(Tokenizer, importlib.import_module("kvloom.engine.text.tokenizer").load_tokenizer(model))
 
 
@@ -82,7 +83,7 @@ def check_device(device: str) -> None:
 
 
 def check_backend(config: EngineConfig, spec: DecoderSpec) -> str:
-    """choose_backend. Raises ModelError when what it takes is not installed."""
+    """Raises ModelError when the backend of choose_backend needs something that is not installed."""
     backend = choose_backend(config, spec)
     if backend == "reference":
         _torch_backend(_needs_torch(config))
@@ -90,7 +91,7 @@ def check_backend(config: EngineConfig, spec: DecoderSpec) -> str:
 
 
 def choose_backend(config: EngineConfig, spec: DecoderSpec) -> str:
-    """The back end that a model of this shape gets: "cpu" or "reference"."""
+    """The backend for a model of this shape: "cpu" or "reference"."""
     if config.backend != "auto":
         return config.backend
     if not _kernels_fit(config):
@@ -105,9 +106,9 @@ def choose_backend(config: EngineConfig, spec: DecoderSpec) -> str:
 def _open_kernels(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress
 ) -> tuple[Backend, Pools, int] | None:
-    """The CPU backend, its pools and the engine's block size, in tokens.
+    """The CPU backend, its pools, and the engine's block size in tokens.
 
-    None (and a log line) where the kernels cannot be had and were not asked for by name.
+    None (and a log line) where the kernels are not available and were not asked for by name.
     """
     try:
         spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
@@ -133,7 +134,7 @@ def _open_kernels(
 
 
 def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
-    """Where packed weights are kept between starts. Raises BadRequest."""
+    """The cache of packed weights. Raises BadRequest."""
     kept = kept_weights(os.environ, config.weight_cache)
     return None if kept is None else Packed(kept, checkpoint.path, checkpoint.stamp)
 
@@ -141,9 +142,9 @@ def _packed(config: EngineConfig, checkpoint: Checkpoint) -> Packed | None:
 def _open_reference(
     config: EngineConfig, checkpoint: Checkpoint, max_seq_len: int, progress: Progress, seat: tuple[int, str]
 ) -> tuple[Backend, Pools, int]:
-    """As _open_kernels. `seat`: the rank's number, and where the ranks meet."""
+    """As _open_kernels. `seat`: the rank's number, and the file where the ranks meet."""
     spec, size = checkpoint.spec, config.block_size or BLOCK_SIZE
-    shard_spec(spec, config.world_size)  # says what is wrong before torch is loaded or anything is taken
+    shard_spec(spec, config.world_size)  # reports what is wrong before torch is loaded or memory is taken
     torch_backend = _torch_backend(_needs_torch(config))
     mesh = torch_backend.join_mesh(config, *seat)
     pools = torch_backend.least_pools(pools_for(config, "reference", checkpoint, max_seq_len, size), mesh, config)
@@ -163,7 +164,7 @@ def _torch_backend(otherwise: str) -> Any:
 
 
 def _needs_torch(config: EngineConfig) -> str:
-    """A sentence for who has none."""
+    """The sentence for users without torch."""
     if config.backend == "reference":
         return f"the torch backend needs {_INSTALL}"
     reason = "float32" if config.dtype == "float32" else "a model on several ranks"
@@ -177,7 +178,7 @@ def _kernels_fit(config: EngineConfig) -> bool:
 
 
 def pools_for(config: EngineConfig, backend: str, checkpoint: Checkpoint, max_seq_len: int, block_size: int) -> Pools:
-    """Sizes of both KV pools on the machine as it is. Raises OutOfMemory."""
+    """Sizes of both KV pools for the memory that is free now. Raises OutOfMemory."""
     spec = checkpoint.spec
     wanted = CapacityRequest(
         config.num_blocks,

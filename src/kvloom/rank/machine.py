@@ -1,4 +1,4 @@
-"""What this machine has of memory, and what a user is told when it was not enough."""
+"""Memory of this machine, and the message when it was not enough."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ _NO_MEMORY = re.compile("not enough memory|out of memory|Cannot allocate memory"
 
 @contextlib.contextmanager
 def explain_oom() -> Iterator[None]:
-    """An allocation that failed although the sizes were planned: somebody else took the memory meanwhile."""
+    """Explains an allocation that failed although sizes were planned: another program took the memory meanwhile."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
@@ -28,13 +28,13 @@ def explain_oom() -> Iterator[None]:
 
 
 def trim_heap() -> None:
-    """What was freed goes back to the system, where the C library can do that (glibc): loading leaves tens of MB."""
+    """Return freed memory to the system where the C library can (glibc): loading leaves tens of MB."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def available_bytes() -> int:
-    """Memory that can be taken without swapping: of the machine, or of the control group where that is less."""
+    """Memory that can be taken without swapping: of the machine, or of the control group if that is less."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

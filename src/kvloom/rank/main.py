@@ -1,4 +1,4 @@
-"""The rank process: loads a model, runs batches until its socket closes. Its arguments are those of rankargs.py."""
+"""The rank process: loads a model, then runs batches until its socket closes. For its arguments see rankargs.py."""
 
 import contextlib
 import gc
@@ -52,7 +52,7 @@ def open_runner(
     if config.kv_tier is None:
         return runner
     memory = replace(runner.kv_memory(config.model), rank=rank, world_size=config.world_size)
-    if stamp(config.model) != files:  # the cache's blocks would be named after weights that did not compute them
+    if stamp(config.model) != files:  # otherwise blocks would be named after weights that did not compute them
         raise ModelError(f"{config.model}: its files have changed while the model was loaded; load it again")
     return with_tier(runner, config.kv_tier, memory)
 
@@ -63,7 +63,7 @@ def _opener(backend: str) -> OpenRunner:
 
 
 def serve(sock: socket.socket) -> None:
-    """Answer messages until the engine closes the socket. An exception is reported and ends the process."""
+    """Answer messages until the engine closes the socket. Any exception is reported and ends the process."""
     channel = Channel(sock, RankSetup)
     setup: RankSetup = channel.receive()
     channel.expect(RankOrder)
@@ -103,9 +103,9 @@ def serve(sock: socket.socket) -> None:
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Every thread that this process has, and so every later one, runs on these cores."""
+    """Run every thread of this process, and so every later one, on these cores only."""
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)
 
 
@@ -127,7 +127,7 @@ def _answer(runner: Runner, order: RankOrder) -> RankMessage | None:
 
 
 def main() -> None:
-    """Also `mindieservice_backend_connector`, the documented name; only a server starts it."""
+    """Also `mindieservice_backend_connector`, the documented name. Started by a server only."""
     try:
         given = parse(sys.argv[1:])
     except ValueError as error:

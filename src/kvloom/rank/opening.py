@@ -1,6 +1,6 @@
-"""An engine over rank processes of this package, opened from the process that wants it.
+"""Opens an engine over rank processes, from the process that wants it.
 
-The processes are started first of all: what this one needs for the engine it imports while they do the same.
+The processes start first: while they import, this process imports what the engine needs.
 """
 
 import functools
@@ -37,7 +37,7 @@ def open_ranks(
 def open_engine(
     config: EngineConfig, vocabulary: Callable[[], Tokenizer], progress: Progress | None = None
 ) -> "EngineThread":
-    """Start a rank process, load the model in it, and put an engine thread on top. Raises ModelError.
+    """Start a rank process, load the model in it, and run an engine thread over it. Raises ModelError.
 
     `vocabulary` is called while the process starts; `progress(done_bytes, total_bytes)` while weights are loaded.
     """
@@ -49,7 +49,7 @@ def open_engine(
 
 
 def model_tokenizer(model: str) -> Tokenizer:
-    """Of a model's files; "" = of the model without weights. Raises ModelError."""
+    """The tokenizer of a model's files; "" = of the model without weights. Raises ModelError."""
     if not model:
         return ByteTokenizer()
     return cast(Tokenizer, import_module("kvloom.engine.text.tokenizer").load_tokenizer(model))

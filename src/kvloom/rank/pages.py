@@ -1,6 +1,6 @@
-"""Memory of KV blocks as the system sees it: provided ahead of its use, or given back while the rest stays.
+"""Physical memory of KV blocks: provided ahead of use, or given back while the rest stays.
 
-layers: for each layer its tensors [blocks, ...], in host memory. Memory of a device is left alone.
+layers: for each layer its tensors [blocks, ...] in host memory. Memory of a device is left alone.
 """
 
 import ctypes
@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-_MADV_DONTNEED, _MADV_REMOVE = 4, 9  # of private and of shared memory; the other one fails
+_MADV_DONTNEED, _MADV_REMOVE = 4, 9  # for private and for shared memory; the other one fails
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_STEP_BYTES = 8 << 20  # provided at once, before it is looked again at what is wanted
+_STEP_BYTES = 8 << 20  # provided in one call, before checking again what is wanted
 _NICENESS = 19
 
 
 def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> int:
-    """Give back the whole pages of `blocks`, which read as zeros afterwards. Returns their bytes."""
+    """Give the whole pages of `blocks` back to the system; they read as zeros afterwards. Returns their bytes."""
     total = 0
     for address, num_bytes in _runs_of_blocks(layers):
         stride = num_bytes // len(layers[0][0])
@@ -31,23 +31,23 @@ def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> in
 
 
 class PagesAhead:
-    """Has the system provide the memory of blocks before they are written, in a thread that gives way to all others.
+    """Makes the system provide blocks' memory before they are written, in a thread of the lowest priority.
 
-    The first write to a page costs 2 to 15 us, in the middle of a step. Blocks are first handed out in order, so the
-    thread stays ahead of the highest one that was in use so far, by as much as is in use; memory beyond is not taken.
+    The first write to a page costs 2 to 15 us in the middle of a step. Blocks are first handed out in order, so the
+    thread stays ahead of the highest block in use so far, by as much as is in use; no more memory is taken.
     """
 
     def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
-        """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: at least and at most so far ahead."""
-        self._layers = layers  # the thread writes to their memory: it is not another's while there is a thread
+        """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: lower and upper bound of the lead."""
+        self._layers = layers  # the thread writes to the tensors' memory: these references keep it alive
         self._memory = list(_runs_of_blocks(layers))
         self._num_blocks = num_blocks
         block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._memory) // num_blocks)
         self._least, self._most = (max(1, num_bytes // block_bytes) for num_bytes in ahead_bytes)
         self._step = max(1, _STEP_BYTES // block_bytes)
-        self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be there
+        self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be provided
         self._num_forgotten = (
-            0  # times; no lock: who uses blocks must not wait for a thread that gives way to all others
+            0  # number of calls; no lock, because a step must not wait for a thread of the lowest priority
         )
         self._has_changed = threading.Event()
         self._has_changed.set()
@@ -55,7 +55,7 @@ class PagesAhead:
             threading.Thread(target=self._run, name="kv-pages", daemon=True).start()
 
     def use(self, block: int) -> None:
-        """This block is in use, or about to be."""
+        """Block `block` is in use, or about to be."""
         ahead = min(max(block + 1, self._least), self._most)
         wanted = min(self._num_blocks, block + 1 + ahead)
         if wanted > self.num_wanted:
@@ -63,26 +63,26 @@ class PagesAhead:
             self._has_changed.set()
 
     def forget(self) -> None:
-        """Memory of blocks was given back: begin anew."""
+        """Memory of blocks was given back: begin again."""
         self.num_wanted = min(self._num_blocks, self._least)
         self._num_forgotten += 1
         self._has_changed.set()
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        provided = num_forgotten = 0  # blocks, from the first; how often they had been forgotten then
+        provided = num_forgotten = 0  # blocks provided, from the first; value of the counter then
         while True:
             self._has_changed.wait()
             self._has_changed.clear()
             while True:
-                wanted = self.num_wanted  # read first: what is forgotten from here on costs a step too many, no more
+                wanted = self.num_wanted  # read first: a `forget` after this costs one superfluous pass, no more
                 if num_forgotten != self._num_forgotten:
                     provided, num_forgotten = 0, self._num_forgotten
                 if provided >= wanted:
                     break
                 end = min(wanted, provided + self._step)
                 if not all(self._provide(address, num_bytes, provided, end) for address, num_bytes in self._memory):
-                    return  # the system cannot, or has no more: pages come when they are written
+                    return  # the system cannot, or has no memory left: pages come when they are written
                 provided = end
 
     def _provide(self, address: int, num_bytes: int, start: int, end: int) -> bool:
@@ -93,8 +93,8 @@ class PagesAhead:
 
 
 def _runs_of_blocks(layers: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]]:
-    """Address and bytes of memory that is all blocks', one after the other: of each tensor in host memory, or of all
-    tensors whose blocks lie between each other's.
+    """Address and bytes of each contiguous piece of block memory: one a tensor in host memory, or one for all tensors
+    whose blocks interleave.
     """
     try:
         arrays = [np.asarray(side) for layer in layers for side in layer]
@@ -108,7 +108,7 @@ def _runs_of_blocks(layers: Sequence[Sequence[Any]]) -> Iterator[tuple[int, int]
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, end) of the numbers in ascending `blocks`."""
+    """Ranges [start, end) of consecutive numbers in ascending `blocks`."""
     start = end = None
     for block in blocks:
         if block != end:

@@ -7,7 +7,9 @@ from kvloom.rank.kernels.backend import Floats
 
 
 class Pooler:
-    """Sums are in float64 and go token by token, so that how a prompt was cut into chunks does not show."""
+    """Sums are float64 and added token by token, so that the result does not depend on how a prompt was cut into
+    chunks.
+    """
 
     def __init__(self, pooling: str, num_prompt: int) -> None:
         """`pooling`: one of POOLINGS; num_prompt: tokens."""
@@ -19,15 +21,16 @@ class Pooler:
         self._first = b""
 
     def wanted(self, start: int, end: int) -> range:
-        """Positions in [start, end) whose states must be added."""
+        """The positions in [start, end) whose states must be added."""
         if self._pooling == "cls":
             return range(start, min(end, 1))
         return range(start if self._pooling == "mean" else max(start, self._num_prompt - 1), end)
 
     def add(self, positions: range, states: Floats) -> Floats | None:
-        """states [N, hidden] float32 of the wanted positions of a chunk, whose `positions` are these.
+        """states [N, hidden] float32 of the wanted `positions` of a chunk.
 
-        Returns the pooled vector, float32, once the last prompt token is in. A chunk that begins at 0 begins anew.
+        Returns the pooled vector, float32, after the last prompt token, else None. A chunk that begins at 0 starts
+        over.
         """
         if self._pooling == "cls" and len(states):
             self._first = bytes(states[0])

@@ -42,7 +42,7 @@ from kvloom.rank.steady import Decoding, Steady, choices_of
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tiles import TiledBlocks
 
-_TABLE_STEP = 8  # blocks: a table is as wide as its longest sequence, rounded up, so that some come without another one
+_TABLE_STEP = 8  # blocks: a table's width is rounded up, so that some blocks can be added without a new table
 
 
 @dataclass(slots=True)
@@ -56,21 +56,22 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Which tokens' logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
+    """Tokens whose logits a step needs: `samples` first, then each chunk of prompt log-probabilities."""
 
     rows: list[int]
-    samples: list[tuple[int, list[int]]]  # sequence id, draft: a row for the last known token and each of the draft
-    chunks: list[tuple[int, int, list[int]]]  # sequence id, start, the tokens whose log-probability is wanted
+    # sequence id, draft: one row for the last known token and one for each drafted token
+    samples: list[tuple[int, list[int]]]
+    chunks: list[tuple[int, int, list[int]]]  # sequence id, start, tokens whose log-probabilities are wanted
     states: list[int]  # tokens whose states are pooled, sequence by sequence
-    pooled: list[tuple[int, range, int]]  # sequence id, positions that were computed, how many of them
+    pooled: list[tuple[int, range, int]]  # sequence id, positions that were computed, number of them
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What a runner must know of a model beside what its backend knows."""
+    """What a runner must know of a model besides its backend's facts."""
 
     vocab_size: int
-    max_seq_len: int  # tokens, prompt and answer
+    max_seq_len: int  # tokens of prompt and answer
     eos_ids: Sequence[int]
     embedding: Embedding
     lacks: dict[str, str] = field(default_factory=dict)  # of RankInfo
@@ -86,7 +87,7 @@ class ModelRunner:
     ) -> None:
         """`block_size`: of the engine's blocks, a multiple of the backend's, see TiledBlocks.
 
-        Raises ModelError for it, and when there is no memory for the host's blocks.
+        Raises ModelError when it is not, and when there is no memory for the host's blocks.
         """
         self._blocks = TiledBlocks(backend, block_size)
         self._swap = SwapCache(self._blocks.parts, num_host_blocks, backend.copy)
@@ -114,7 +115,7 @@ class ModelRunner:
         self._states: dict[int, _State] = {}
         self._guides = guides
         self._embedding = facts.embedding
-        self._steady: Steady | None = None  # the last step's, where it was one
+        self._steady: Steady | None = None  # the batch of the last step, if it only decoded
 
     @property
     def kv_layers(self) -> list[list[Any]]:
@@ -209,11 +210,11 @@ class ModelRunner:
             start += len(following)
 
     def _is_known(self, work: Work) -> bool:
-        """Whether its tokens are: the step before may have chosen none where the engine expected one."""
+        """Whether the step's tokens are known: the step before may have chosen none where the engine expected one."""
         return work.start + work.num_tokens - len(work.draft) <= len(self._states[work.id].history.token_ids)
 
     def _pool(self, head: Head, chunks: Sequence[tuple[int, range, int]], output: StepOutput) -> None:
-        """Add the states of each chunk to what its sequence has; report those that are whole."""
+        """Add the states of each chunk to its sequence's pool; report the sequences that are complete."""
         first = 0
         for id, positions, count in chunks:
             pooler = self._states[id].pooler
@@ -227,7 +228,7 @@ class ModelRunner:
         return min(num_candidates(self._states[id].history, len(self._eos_ids), num_more), self.info.vocab_size)
 
     def _choices(self, wanted: _Rows, tops: Sequence[int]) -> list[Choice | None]:
-        """Of each row."""
+        """The CHOICE of each row."""
         found: list[Choice | None] = []
         for id, draft in wanted.samples:
             found.append(None if draft else choice_of(self._states[id].history, tops[len(found)]))
@@ -243,11 +244,11 @@ class ModelRunner:
         output.samples.append(Sample(id, token_id))
 
     def _sample(self, head: Head, row: int, id: int, draft: Sequence[int], output: StepOutput) -> None:
-        """The next token, from row `row`; and, while the draft foretold it, the one after, from the next row."""
+        """Sample the next token from row `row`; and the one after from the next row, as long as the draft matches."""
         history = self._states[id].history
         for guess in (*draft, None):
             if history.guide is not None and not history.guide.is_ready():
-                return  # the engine asks again
+                return  # the mask is late: the engine asks again
             if history.guide is not None and (problem := history.guide.problem()):
                 output.given_up.append(GivenUp(id, problem))
                 return
@@ -259,7 +260,7 @@ class ModelRunner:
             row += 1
 
     def _choose(self, head: Head, row: int, history: History) -> tuple[int, Logprob | None]:
-        """The token after row `row`, of its candidates or of all its logits."""
+        """The token behind row `row`, chosen from its candidates or from all its logits."""
         top = head.tops[row]
         if top == 1:  # nothing is left to choose
             return int(head.ids[row, 0]), None
@@ -290,7 +291,7 @@ class ModelRunner:
         return ragged._replace(types=self._types(works))
 
     def _types(self, works: Sequence[Work]) -> Ints | None:
-        """Of tokens: 1 in the second of two texts, where a model tells them apart."""
+        """Token types: 1 in the second of two texts, where a model distinguishes them; else None."""
         encoder = self._backend.whole_spec.encoder
         if encoder is None or encoder.num_types < 2:
             return None

@@ -1,8 +1,8 @@
 """Sampler: logits to tokens. A row's token depends on its own logits, history, parameters and seed, never on the batch.
 
-Order of the rules, as users know it elsewhere: penalties, bias, minimum length, watermark, temperature, top-k,
-typical-p, top-p, min-p; what the grammar rules out never comes. Randomness is a function of (seed, position), so a
-sequence that is preempted and computed again continues with the same tokens.
+Order of the rules: penalties, bias, minimum length, watermark, temperature, top-k, typical-p, top-p, min-p; tokens that
+the grammar rules out never come. The random number is a function of (seed, position), so a sequence that is preempted
+and computed again continues with the same tokens.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,11 +16,13 @@ from kvloom.contract.request import SamplingParams
 from kvloom.rank.grammar.reasoning import Guide
 from kvloom.rank.kernels.backend import Draw, Floats, Ids, most_likely
 
-MAX_TOP = 128  # logits of a row that a step hands over as candidates; a request that may need more gets all of them
-_NUM_CANDIDATES = 1024  # most likely tokens looked at first; the whole vocabulary is sorted only when they are too few
-_POINTS_AHEAD = 32  # random numbers made at once: making one takes as long as making them all
-_LEAST_PENALTY = 1e-6  # of repetition: by then tokens that came are far ahead, in logits that float32 still has
-_WATERMARK_GREEN = 0.5  # share of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
+# most logits of a row that a step hands over as candidates; a request that may need more gets all of them
+MAX_TOP = 128
+_NUM_CANDIDATES = 1024  # most likely tokens examined first; the whole vocabulary is sorted only if they are too few
+_POINTS_AHEAD = 32  # random numbers made at once: one takes as long as all of them
+# of repetition penalties: beyond it seen tokens are far off anyway, and logits stay within float32
+_LEAST_PENALTY = 1e-6
+_WATERMARK_GREEN = 0.5  # fraction of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)
 
 
@@ -29,20 +31,20 @@ Choice = tuple[float, float, float, int, int]  # of kernels.backend.CHOICE
 
 @dataclass(slots=True)
 class History:
-    """What the sampler must know of a sequence."""
+    """A sequence's state in the sampler."""
 
     token_ids: list[int]  # prompt, then answer
     num_prompt: int
     params: SamplingParams
     seed: int
-    counts: dict[int, int] = field(default_factory=dict)  # of the answer's tokens
+    counts: dict[int, int] = field(default_factory=dict)  # counts of the answer's tokens
     guide: Guide | None = None  # what the answer's grammar allows
     _bias: tuple[Ids, Floats] | None = None
     _points: Sequence[float] = ()
-    _first_point: int = 0  # the position of the first of them
+    _first_point: int = 0  # position of the first of them
 
     def bias(self) -> tuple[Ids, Floats]:
-        """(token ids, what is added to their logits), made once: a dictionary of a whole vocabulary takes a second."""
+        """(token ids, their logit biases), made once: converting a dictionary of a whole vocabulary takes a second."""
         if self._bias is None:
             given = self.params.logit_bias
             ids = np.fromiter(given.keys(), np.int64, len(given))
@@ -65,10 +67,10 @@ class History:
 
 
 def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
-    """How many of the largest logits surely hold the next token; 0 = all logits are needed.
+    """How many of the largest logits surely contain the next token; 0 = all logits are needed.
 
-    A penalty only lowers logits, and at most those of the tokens seen: so what is best after it was before it among the
-    best and as many more as there are such tokens. `num_more` tokens may be added to the history until then.
+    A penalty only lowers logits, and only those of tokens seen. So the best token after penalties is among the best
+    before them, plus as many more as there are seen tokens. `num_more` tokens may be added to the history until then.
     """
     params = row.params
     count = 1 if params.is_greedy else params.top_k
@@ -87,9 +89,9 @@ def num_candidates(row: History, num_eos: int, num_more: int = 0) -> int:
 
 
 def choice_of(row: History, top: int) -> Choice | None:
-    """By what a backend chooses the next token by itself, of num_candidates `top`; None = it cannot.
+    """Parameters by which a backend can choose the next token itself from num_candidates `top`; None = it cannot.
 
-    Once it can, it can from then on.
+    Once it can for a sequence, it always can.
     """
     params = row.params
     is_cut = bool(params.typical_p < 1 or row.guide is not None or (params.top_k and not top))
@@ -103,10 +105,9 @@ def choice_of(row: History, top: int) -> Choice | None:
 def sample(
     logits: Floats, row: History, eos_ids: Sequence[int], draw: Draw | None = None
 ) -> tuple[int, Logprob | None]:
-    """The next token of a sequence, with its log-probability where asked for.
+    """The next token of a sequence, with its log-probability if asked for.
 
-    logits [vocab] float32, changed in place; log-probabilities are of the logits as they come in. `draw` replaces
-    draw_plain.
+    logits [vocab] float32, changed in place; log-probabilities are of the logits as given. `draw` replaces draw_plain.
     """
     params = row.params
     logprobs = None if params.logprobs is None else log_softmax(logits)
@@ -120,9 +121,9 @@ def sample(
 
 
 def sample_top(values: Floats, ids: Ids, row: History, eos_ids: Sequence[int], draw: Draw | None = None) -> int:
-    """What `sample` would choose from all logits, chosen from the num_candidates(row) largest.
+    """The token that `sample` would choose from all logits, chosen from the num_candidates(row) largest.
 
-    values [n] float32, largest first, of equal ones the smaller id first; changed in place. ids [n].
+    values [n] float32, largest first, smaller id first among equals; changed in place. ids [n].
     """
     params = row.params
     if _is_adjusted(row):
@@ -135,16 +136,16 @@ def sample_top(values: Floats, ids: Ids, row: History, eos_ids: Sequence[int], d
 
 
 def _is_adjusted(row: History) -> bool:
-    """Whether a rule of a request with candidates changes logits; see num_candidates."""
+    """Whether a rule changes the logits of a request with candidates; see num_candidates."""
     params = row.params
     is_penalised = params.repetition_penalty != 1.0 or bool(params.frequency_penalty or params.presence_penalty)
     return is_penalised or _is_too_short(row)
 
 
 def _allowed(logits: Floats, row: History) -> tuple[Ids | None, Floats]:
-    """(ids, their logits) of the tokens that the grammar allows; None = all. Mostly they are few.
+    """(ids, logits) of the tokens that the grammar allows, usually few; None = all.
 
-    What the answer's least length ruled out is back when nothing else is left.
+    Ends of the answer, ruled out by its minimum length, are allowed again when nothing else is left.
     """
     mask = None if row.guide is None else row.guide.mask()
     if mask is None:
@@ -157,12 +158,12 @@ def _allowed(logits: Floats, row: History) -> tuple[Ids | None, Floats]:
 
 
 def _is_too_short(row: History) -> bool:
-    """Whether the answer has not reached its least length, so that it must not end."""
+    """Whether the answer is shorter than its minimum length, so that it must not end."""
     return len(row.token_ids) - row.num_prompt < row.params.min_tokens
 
 
 def describe(logprobs: Floats, token_id: int, num_top: int, also: Sequence[int] = ()) -> Logprob:
-    """Log-probability of one token, of the `num_top` most likely ones, and behind them of `also`. logprobs [vocab]."""
+    """Log-probabilities of one token, of the `num_top` most likely, and then of `also`. logprobs [vocab]."""
     top: list[tuple[int, float]] = []
     if num_top:
         values, ids = most_likely(logprobs, num_top)
@@ -185,9 +186,9 @@ def _softmax(logits: Floats) -> Floats:
 
 
 def uniforms(seed: int, position: int, count: int = 1) -> list[float]:
-    """Numbers in [0, 1), each a function of the seed and of its position: `position` and those behind it.
+    """Numbers in [0, 1) for `count` positions from `position`, each a function of the seed and its position.
 
-    Philox (Salmon et al. 2011) has four numbers of 64 bits a position; these are made of the first.
+    Philox (Salmon et al. 2011) gives four 64-bit numbers a position; the first one is used.
     """
     numbers = np.random.Philox(key=seed % 2**64, counter=position).random_raw(4 * count)[::4]
     values: list[float] = ((numbers >> np.uint64(11)) * 2.0**-53).tolist()
@@ -195,9 +196,9 @@ def uniforms(seed: int, position: int, count: int = 1) -> list[float]:
 
 
 def _adjust(logits: Floats, row: History, eos_ids: Sequence[int], index_of: Mapping[int, int] | None = None) -> None:
-    """Penalties, bias, minimum length and watermark, in place.
+    """Apply penalties, bias, minimum length and watermark in place.
 
-    logits [n]; `index_of`: where a token's logit is, for tokens that have one; None = every token's at its id.
+    logits [n]; `index_of`: token id -> index of its logit, for the tokens present; None = every token, at its id.
     """
     params = row.params
     if params.repetition_penalty != 1.0:  # Keskar et al. 2019: prompt and answer alike
@@ -230,7 +231,7 @@ def draw_plain(logits: Floats, temperature: float, top_p: float, min_p: float, p
 
 
 def _draw(logits: Floats, row: History, draw: Draw) -> int:
-    """A random token of the distribution that the parameters leave. logits [vocab]."""
+    """Draw a token of the distribution that the parameters leave. logits [vocab]."""
     params = row.params
     if params.top_k:
         return _draw_top(*most_likely(logits, min(params.top_k, logits.shape[0])), row, draw)
@@ -240,7 +241,7 @@ def _draw(logits: Floats, row: History, draw: Draw) -> int:
 
 
 def _draw_cut(logits: Floats, params: SamplingParams, point: float) -> int:
-    """Without top-k: looks at the most likely tokens first, and at all of them only when those are too few."""
+    """Draw without top-k: examines the most likely tokens first, and all only when those are too few."""
     probs = _softmax(logits / params.temperature)
     vocab = logits.shape[0]
     if params.typical_p < 1:
@@ -258,7 +259,7 @@ def _draw_cut(logits: Floats, params: SamplingParams, point: float) -> int:
 
 
 def _draw_top(logits: Floats, ids: Ids, row: History, draw: Draw) -> int:
-    """A random token of the top-k ones. logits, ids [k], most likely first."""
+    """Draw one of the top-k tokens. logits, ids [k], most likely first."""
     params = row.params
     if params.typical_p >= 1:
         return int(ids[draw(logits, params.temperature, params.top_p, params.min_p, row.point())])
@@ -274,7 +275,7 @@ def _all_kept(probs: Floats, params: SamplingParams) -> Floats:
 
 
 def _truncate(probs: Floats, params: SamplingParams, is_all: bool) -> Floats | None:
-    """Probabilities of the most likely tokens (descending) with those that top-p and min-p rule out set to 0.
+    """Set the probabilities (descending) of tokens that top-p and min-p rule out to 0.
 
     None when tokens beyond these may have to be kept (`is_all` False).
     """
@@ -295,25 +296,26 @@ def _truncate(probs: Floats, params: SamplingParams, is_all: bool) -> Floats | N
 
 
 def _before(probs: Floats) -> Floats:
-    """The sum of all that come before each."""
+    """For each entry, the sum of all before it."""
     return np.cumsum(probs, dtype=np.float64).astype(np.float32) - probs
 
 
 def _within(before: Floats, mass: float) -> NDArray[np.bool_]:
-    """Which tokens make up a mass, those before which there is nothing however small it is."""
+    """Which tokens make up the mass: those before which less than `mass` stands, and always the first."""
     within: NDArray[np.bool_] = (before < mass) | (before == 0)
     return within
 
 
 def _typical(probs: Floats, mass: float) -> Ids:
-    """The tokens whose information is nearest to the entropy and that make up `mass`, ascending (Meister et al. 2022).
+    """Ids, ascending, of the tokens whose information is nearest to the entropy and that make up `mass` (Meister et al.
+    2022).
 
-    Looks at the nearest first, and at all of them only when those are too few.
+    Examines the nearest first, and all only when those are too few.
     """
     information = -np.log(np.maximum(probs, np.float32(1e-30)))
     distance = np.abs(information - (probs * information).sum())
     nearest = np.arange(len(probs))
-    if len(probs) > _NUM_CANDIDATES:  # of equally near ones all or none
+    if len(probs) > _NUM_CANDIDATES:  # of equally near tokens all or none
         nearest = np.flatnonzero(distance < np.partition(distance, _NUM_CANDIDATES)[_NUM_CANDIDATES])
     while True:
         order = nearest[np.argsort(distance[nearest], stable=True)]
@@ -324,7 +326,7 @@ def _typical(probs: Floats, mass: float) -> Ids:
 
 
 def _pick(weights: Floats, ids: Ids | None, point: float) -> int:
-    """The entry at `point` of the cumulative weights; entries of weight 0 are never picked."""
+    """The entry where the cumulative weights reach `point`; entries of weight 0 are never picked."""
     cumulative = np.cumsum(weights, dtype=np.float64)
     index = int(np.searchsorted(cumulative, point * cumulative[-1], side="right"))
     index = min(index, int(np.flatnonzero(weights)[-1]))

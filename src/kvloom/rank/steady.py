@@ -1,4 +1,4 @@
-"""Steady: a batch of decodes that is kept, so that the next step of the same sequences only changes its numbers."""
+"""Steady: reuses the batch of a decode step for the next step of the same sequences, with new numbers in its arrays."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from kvloom.rank.tiles import TiledBlocks
 
 
 def choices_of(found: Sequence[Choice | None]) -> Choices:
-    """An array of CHOICE; None = nothing is chosen there but the only candidate."""
+    """An array of CHOICE; None = the row's only candidate is taken."""
     return np.array([one or (0.0, 1.0, 0.0, 0, 0) for one in found], CHOICE)
 
 
@@ -25,17 +25,17 @@ class Decoding(NamedTuple):
 
 
 class Steady:
-    """Sequences whose tokens the backend chooses by itself, now and from now on; a row of the batch each, in order."""
+    """Sequences whose tokens the backend chooses itself, now and in all later steps; one row each, in order."""
 
     def __init__(self, seqs: Sequence[Decoding], batch: Ragged, asked: tuple[Ints, list[int], Choices]) -> None:
-        """What the last step was given; `asked`: rows, tops and choices of Backend.step."""
+        """Inputs of the last step; `asked`: rows, tops and choices of Backend.step."""
         self.seqs = seqs
         self._batch = batch
         self._rows, self._tops, self._choices = asked
         self._positions = self._choices["position"]
 
     def takes(self, works: Sequence[Work], blocks: TiledBlocks) -> bool:
-        """Whether `works` are the next tokens of the same sequences, and the table has room for their blocks."""
+        """Whether `works` decode the next tokens of the same sequences, and their blocks fit into the table."""
         return len(works) == len(self.seqs) and all(
             work.id == seq.id
             and work.num_tokens == 1
@@ -46,7 +46,7 @@ class Steady:
         )
 
     def step(self, works: Sequence[Work], blocks: TiledBlocks, backend: Backend) -> list[int]:
-        """Compute `works`, which it takes. Returns the next token of each sequence."""
+        """Compute `works`, which `takes` accepted. Returns the next token of each sequence."""
         batch = self._batch
         batch.ids[:] = [seq.history.token_ids[-1] for seq in self.seqs]
         np.add(batch.pos, 1, out=batch.pos)

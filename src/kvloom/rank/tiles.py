@@ -1,6 +1,7 @@
-"""TiledBlocks: the engine's KV blocks in a backend's cache, each a run of the backend's own. Lives in a rank process.
+"""TiledBlocks: maps the engine's KV blocks to runs of the backend's smaller blocks. Lives in a rank process.
 
-Whoever addresses the cache by the engine's numbers (steps, the host's copies, the outer tier, the pages) does it here.
+Everything that addresses the cache by the engine's numbers (steps, host copies, outer tier, pages) goes through this
+module.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from kvloom.rank.kernels.backend import Backend
 class TiledBlocks:
     """Blocks 0 .. num_blocks-1 of `block_size` tokens: block b is the backend's b * tiles .. (b + 1) * tiles - 1.
 
-    parts: its bytes as [layers, 2, num_blocks, bytes of a block]; what is behind the last whole block is not used.
+    parts: its bytes as [layers, 2, num_blocks, bytes of a block]; what follows the last whole block is unused.
     """
 
     def __init__(self, backend: Backend, block_size: int) -> None:
@@ -33,7 +34,7 @@ class TiledBlocks:
 
     @property
     def layers(self) -> list[list[Any]]:
-        """See contract.messages.Runner. As bytes, so that every element type and layout of a backend travels alike."""
+        """See contract.messages.Runner. As bytes, so that every element type and layout is moved alike."""
         return [
             [
                 part[layer, side].reshape((self.num_blocks, self.block_size, part.shape[-1] // self.block_size))
@@ -44,15 +45,14 @@ class TiledBlocks:
         ]
 
     def table(self, blocks: list[int]) -> list[int]:
-        """The backend's blocks of the engine's."""
+        """The backend's block numbers of the engine's `blocks`."""
         if self._tiles == 1:
             return blocks
         return [block * self._tiles + i for block in blocks for i in range(self._tiles)]
 
     def read(self, block: int) -> Iterator[memoryview]:
-        """What a step computes with as this block: all its bytes, found by `table` and not by `layers`.
-
-        Of a cache in host memory.
+        """The bytes that a step reads as this block, found by `table` and not by `layers`. For a cache in host
+        memory.
         """
         tiles = self.table([block])
         for part in self._whole:

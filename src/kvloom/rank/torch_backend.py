@@ -1,4 +1,4 @@
-"""What a rank needs torch for: devices, and the reference backend on them. Imported by loading.py when asked for."""
+"""The parts of a rank that need torch: devices, and the reference backend on them. Imported by loading.py on demand."""
 
 import contextlib
 import importlib
@@ -36,14 +36,14 @@ def device_bytes(device: str) -> int:
 
 
 def join_mesh(config: EngineConfig, rank: int, rendezvous: str) -> Mesh:
-    """Meet the other ranks of `config`."""
+    """Join the mesh of the ranks of `config`."""
     if config.world_size > 1 or config.rank_cores:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // (1 if config.rank_cores else config.world_size)))
     return join(rank, config.world_size, rendezvous, config.device, config.step_timeout_s)
 
 
 def least_pools(pools: Pools, mesh: Mesh, config: EngineConfig) -> Pools:
-    """What every rank has room for."""
+    """The smallest sizes of all ranks, which every rank can hold."""
     return Pools(*(mesh.least(number, config.device) for number in (pools.num_blocks, pools.num_host_blocks)))
 
 
@@ -55,6 +55,6 @@ def options_of(config: EngineConfig, block_size: int, mesh: Mesh) -> ReferenceOp
 
 
 def _device_of(config: EngineConfig, mesh: Mesh) -> str:
-    """Each rank has a device of its own, unless there is only one kind, as with the CPU, or it is named."""
+    """Each rank has its own device, unless the device is named or there is only one, as with the CPU."""
     numbers = config.device_ids or (range(mesh.world_size) if mesh.world_size > 1 else ())
     return f"{config.device}:{numbers[mesh.rank]}" if numbers and config.device in ("cuda", "npu") else config.device

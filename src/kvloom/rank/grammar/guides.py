@@ -1,8 +1,8 @@
-"""Guides: which tokens a grammar allows next. The parser is llguidance; here it serves a rank.
+"""Guides: which tokens a grammar allows next. The parser is llguidance; this module serves it to a rank.
 
-A guide's mask for the next token is computed on a thread of its own, beside the rank's wait for the next step and the
-step itself. The vocabulary and each grammar are read there too. Other sequences do not wait for them: what is not there
-in time is asked for again in the next step.
+A guide computes the mask for the next token on a thread of its own, while the rank waits for the next step and during
+that step. The vocabulary and each grammar are read there too. Other sequences do not wait for it: a sequence whose mask
+is late gets no token in this step, and asks again in the next.
 """
 
 import importlib
@@ -22,26 +22,26 @@ from kvloom.rank.grammar.reasoning import EndMark, Guide, Mask, ReasoningGuide
 if TYPE_CHECKING:
     import llguidance
 
-    Reading = tuple[llguidance.LLMatcher, list[int]]  # a grammar, read, and the tokens that end an answer
+    Reading = tuple[llguidance.LLMatcher, list[int]]  # a parsed grammar, and the tokens that end an answer
 
-_STEP_S = 0.01  # what a step waits for masks
+_STEP_S = 0.01  # seconds that a step waits for masks
 
 
 class Patience:
-    """How long the sequences of one step wait for their masks, all together."""
+    """How long the sequences of one step may wait for their masks, all together."""
 
     def __init__(self, step_s: float | None) -> None:
-        """None = until they are there."""
+        """`step_s`: seconds a step; None = wait until the masks are there."""
         self._step_s = self._left_s = step_s
 
     def renew(self) -> None:
-        """A step has ended."""
+        """A step has ended: the next one has its full time."""
         self._left_s = self._step_s
 
     def wait(self, coming: Future[Mask]) -> bool:
-        """Whether it has come."""
+        """Wait for `coming` while time is left. Returns whether it is done."""
         if self._left_s is None or coming.done():
-            return True  # or who asks for the mask waits there
+            return True  # without a limit, the caller of mask() waits there
         started_s = time.monotonic()
         wait([coming], self._left_s)
         self._left_s = max(0.0, self._left_s - (time.monotonic() - started_s))
@@ -49,31 +49,33 @@ class Patience:
 
 
 class Guides:
-    """Makes the guides of one model. The first opens the tokenizer, which takes 40 MB, beside the steps."""
+    """Makes the guides of one model. The first one loads the tokenizer (40 MB) in the background."""
 
     def __init__(self, open_tokenizer: Callable[[], Tokenizer], num_logits: int, must_wait: bool = False) -> None:
-        """`num_logits`: of the model's head; those beyond the tokenizer's tokens are never allowed.
+        """`num_logits`: of the model's head; ids beyond the tokenizer's are never allowed.
 
-        `must_wait`: of several ranks, which are to choose the same tokens in the same step.
+        `must_wait`: never skip a late mask: several ranks must choose the same tokens in the same step.
         """
         self._patience = Patience(None if must_wait else _STEP_S)
         self._open_tokenizer, self._num_logits = open_tokenizer, num_logits
         self._spelling: Tokenizer | None = None
-        self._lock = threading.Lock()  # of _spelling
-        self._tokenizer: llguidance.LLTokenizer | None = None  # of the pool's thread
+        self._lock = threading.Lock()  # guards _spelling
+        self._tokenizer: llguidance.LLTokenizer | None = None  # used by the pool's thread only
         self._marks: dict[str, EndMark] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="guide")
-        self._due: set[GrammarGuide] = set()  # those whose mask for the next step has not been begun
+        self._due: set[GrammarGuide] = set()  # guides whose next mask was not started yet
 
     def prepare_next(self) -> None:
-        """The rank waits for its next step: begin what that will need, in the background."""
+        """Called while the rank waits for its next step: start computing the masks that it will need."""
         self._patience.renew()
         for guide in self._due:
             guide.begin()
         self._due.clear()
 
     def guide(self, params: SamplingParams) -> Guide | None:
-        """Of a request whose grammar has been checked (server/chat/grammars.py). None = every token may always come."""
+        """The guide of a request whose grammar was checked (server/chat/grammars.py). None = every token is allowed
+        always.
+        """
         grammar = self._grammar(params.grammar) if params.grammar else None
         if not params.reasoning_end:
             return grammar
@@ -107,7 +109,7 @@ class Guides:
 
 
 class GrammarGuide:
-    """How far one sequence is in its grammar."""
+    """The position of one sequence in its grammar."""
 
     def __init__(
         self,
@@ -117,26 +119,28 @@ class GrammarGuide:
         due: "set[GrammarGuide]",
         patience: Patience,
     ) -> None:
-        """`match` reads the grammar, on the pool's thread; with it the tokens that end an answer."""
+        """`match` parses the grammar, on the pool's thread, and returns it with the tokens that end an answer."""
         self._num_logits, self._pool, self._due, self._patience = num_logits, pool, due, patience
         self._matcher: llguidance.LLMatcher
         self._eos_ids: list[int]
-        self._problem = ""  # of the parser, once it has given up
-        self._taken: deque[int] = deque()  # tokens that were chosen and that the matcher has not seen
+        self._problem = ""  # the parser's error, once it has given up
+        self._taken: deque[int] = deque()  # chosen tokens that the matcher has not read yet
         self._next: Future[Mask] | None = pool.submit(self._begin, match)
 
     def begin(self) -> Future[Mask]:
-        """Compute what may follow, unless that has begun."""
+        """Start computing the next mask, unless that was started."""
         if self._next is None:
             self._next = self._pool.submit(self._compute)
         return self._next
 
     def mask(self) -> Mask:
-        """The end of the answer is allowed when nothing else is."""
+        """[num_logits] bool. The end of the answer is allowed when nothing else is."""
         return self.begin().result()
 
     def problem(self) -> str:
-        """The parser has limits: a grammar that can be read may still be too ambiguous to follow."""
+        """Why no token can follow: the parser has limits, and a valid grammar may still be too ambiguous for it. "" =
+        none.
+        """
         self.begin().result()
         return self._problem
 
@@ -144,7 +148,7 @@ class GrammarGuide:
         return self._patience.wait(self.begin())
 
     def take(self, token_id: int) -> None:
-        """The token was chosen. Nothing waits for the grammar: the pool's thread reads it before the token."""
+        """The token was chosen. Does not wait: the pool's thread reads it before it computes the next mask."""
         self._taken.append(token_id)
         self._next = None
         self._due.add(self)
@@ -169,10 +173,10 @@ class GrammarGuide:
         mask = np.zeros(self._num_logits, np.bool_)
         if not self._matcher.is_error() and not self._matcher.is_stopped():
             packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-            bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # those missing are zeros
+            bits = np.unpackbits(packed, bitorder="little", count=self._num_logits)  # missing bytes are zeros
             mask = bits.view(np.bool_)
         if self._matcher.is_error():
-            told = self._matcher.get_error().partition("<state>")[0]  # behind it stand the answer's tokens
+            told = self._matcher.get_error().partition("<state>")[0]  # the answer's tokens come behind it
             self._problem = f"the answer's grammar cannot be followed any further: {' '.join(told.split())}"
         if not mask.any():
             mask[list(self._eos_ids)] = True
@@ -180,7 +184,7 @@ class GrammarGuide:
 
 
 class _Wrapped:
-    """A tokenizer in the form that llguidance asks for."""
+    """A tokenizer with the interface that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -203,5 +207,5 @@ def _ll_tokenizer(tokenizer: Tokenizer) -> "llguidance.LLTokenizer":
 
 
 def _llguidance() -> Any:
-    """The parser's library, which only grammars wait for."""
+    """The parser's library, imported only for grammars."""
     return importlib.import_module("llguidance")

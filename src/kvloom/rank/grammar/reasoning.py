@@ -1,4 +1,6 @@
-"""A guide of answers that begin with reasoning: free until its end, which is forced in time; then the grammar."""
+"""A guide for answers that begin with reasoning: unrestricted until its end mark, which is forced after a budget; then
+the grammar.
+"""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,18 +12,20 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Guide(Protocol):
-    """What the sampler asks of a sequence's guide. Owned by the rank's thread."""
+    """What the sampler needs of a sequence's guide. Owned by the rank's thread."""
 
     def mask(self) -> Mask | None:
-        """[num_logits] whether a token may come next; at least one may. None = every one."""
+        """[num_logits] bool: tokens that may come next, at least one. None = every token."""
         ...
 
     def problem(self) -> str:
-        """Why no further token can follow, where `mask` would return at once; "" = one can."""
+        """Why no token can follow, if that is known when `is_ready`; "" = one can."""
         ...
 
     def is_ready(self) -> bool:
-        """Whether `mask` returns at once. If not, the sequence is left out of this step, so that others go on."""
+        """Whether `mask` returns without waiting. If not, the sequence gets no token in this step, so that others go
+        on.
+        """
         ...
 
     def take(self, token_id: int) -> None:
@@ -29,31 +33,31 @@ class Guide(Protocol):
         ...
 
     def close(self) -> None:
-        """The sequence has ended: what has not begun for it need not begin."""
+        """The sequence has ended: work that was not started for it need not be."""
         ...
 
     def is_free(self, num_more: int) -> bool:
-        """Whether every token may come even after `num_more` more tokens, whichever they are."""
+        """Whether every token is allowed during the next `num_more` tokens too, whichever they are."""
         ...
 
 
 class EndMark:
-    """The text that ends reasoning, as a vocabulary writes it. `tokens`: the bytes of each id."""
+    """The text that ends the reasoning, and how tokens spell it. `tokens`: the bytes of each id."""
 
     def __init__(
         self, text: str, ids: Sequence[int], tokens: Sequence[bytes], eos_ids: Sequence[int], size: int
     ) -> None:
-        """`ids`: the mark in tokens. `size`: of masks."""
+        """`ids`: the mark as tokens. `size`: length of a mask."""
         self.text, self.ids = text.encode(), ids
         self._tokens, self._eos_ids, self._size = tokens, eos_ids, size
         self._inside: dict[int, Mask] = {}
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What the token adds to the text; nothing for an id outside the vocabulary."""
+        """The bytes of a token; none for an id outside the vocabulary."""
         return self._tokens[token_id] if token_id < len(self._tokens) else b""
 
     def written(self, tail: bytes) -> int:
-        """How many bytes of the mark are there at the end of `tail`, which has not all of it."""
+        """How many bytes of the mark's beginning stand at the end of `tail`, which does not contain the whole mark."""
         return next((n for n in range(min(len(tail), len(self.text) - 1), 0, -1) if tail.endswith(self.text[:n])), 0)
 
     def only(self, token_id: int) -> Mask:
@@ -63,7 +67,7 @@ class EndMark:
         return mask
 
     def inside(self, num_written: int) -> Mask:
-        """Before a grammar: all but the end of the answer, and tokens that go on behind the mark."""
+        """The mask before a grammar begins: no end of the answer, and no token that goes on behind the mark."""
         if num_written not in self._inside:
             mask = np.ones(self._size, np.bool_)
             rest = self.text[num_written:]
@@ -77,7 +81,9 @@ class EndMark:
 
 
 class ReasoningGuide:
-    """`grammar`: the guide of what follows; None = anything. `max_tokens`: of the reasoning; then its end is forced."""
+    """`grammar`: guide of the answer behind the reasoning; None = unrestricted. `max_tokens`: of the reasoning; then
+    the mark is forced.
+    """
 
     def __init__(self, mark: EndMark, grammar: Guide | None, max_tokens: int | None) -> None:
         self._mark, self._grammar, self._max_tokens = mark, grammar, max_tokens

@@ -1,6 +1,6 @@
-"""The one contract between the runner and whatever computes: a backend runs a ragged step over a paged KV cache.
+"""The contract between the runner and the kernels: a backend runs a ragged step over a paged KV cache.
 
-What goes in and what comes out are arrays in host memory, wherever a backend computes.
+Inputs and outputs are arrays in host memory, whatever device computes.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ Ints = np.ndarray[Any, np.dtype[np.int32]]
 Ids = np.ndarray[Any, np.dtype[np.integer[Any]]]
 Choices = np.ndarray[Any, np.dtype[np.void]]
 
-# How a backend chooses the token behind a row: as sampler.draw_plain, at the point sampler.uniforms(seed, position), of
-# all logits or of the candidates asked for. temperature 0: only where one candidate is asked for.
+# How a backend chooses the token of a row: as sampler.draw_plain does, at the point sampler.uniforms(seed, position),
+# from all logits or from the candidates asked for. temperature 0 only where one candidate is asked for.
 CHOICE = np.dtype(
     [("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("seed", "u8"), ("position", "u8")], align=True
 )
@@ -43,12 +43,12 @@ class Ragged(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a step found of the rows asked for; valid until the next step.
+    """Results of a step for the rows asked for; valid until the next step.
 
     tops [R]: 0 = all logits of the row, in `full` [rows with 0, vocab] float32, in order; k = the k largest, largest
-    first, of equal ones the smaller token first: values [R, >= k] float32 and ids [R, >= k] int32. states [N, hidden]
-    float32: of the tokens whose states were asked for, behind the last norm. tokens [R] int32: what was chosen as the
-    rows' next tokens, -1 = nothing; [0] where nothing was asked for, or the backend does not choose.
+    first, smaller id first among equals: values [R, >= k] float32 and ids [R, >= k] int32. states [N, hidden] float32:
+    states behind the last norm of the tokens asked for. tokens [R] int32: the next tokens that the backend chose, -1 =
+    none; [0] where no choice was asked for, or the backend makes none.
     """
 
     tops: list[int]
@@ -71,8 +71,9 @@ def most_likely(logits: Floats, count: int) -> tuple[Floats, Ids]:
 
 
 class Draw(Protocol):
-    """A random token of one row of logits, as sampler.draw_plain: point in [0, 1) picks from the distribution that
-    temperature > 0, then top_p < 1, then min_p > 0 leave."""
+    """Draws a token of one row of logits, as sampler.draw_plain: point in [0, 1) selects from the distribution after
+    temperature > 0, then top_p < 1, then min_p > 0.
+    """
 
     def __call__(self, logits: Floats, temperature: float, top_p: float, min_p: float, point: float) -> int: ...
 
@@ -81,39 +82,39 @@ class Backend(Protocol):
     """Owns the packed weights and the KV cache of one model on one device."""
 
     name: str
-    block_size: int  # tokens a KV block
+    block_size: int  # tokens a block of the KV cache
     num_blocks: int
     kv_bytes: int
     weight_bytes: int
-    held_as: str  # how the weights are kept, for people: "in 8 bits"
-    kv_layout: str  # how bytes lie in a block of the KV cache, beyond dtype and shape, and how they are computed
+    held_as: str  # how weights are stored, for people: "in 8 bits"
+    kv_layout: str  # identifies the byte layout of a KV block, and the arithmetic, beyond dtype and shape
 
     @property
     def draw(self) -> Draw | None:
-        """Its own way to draw a token, where it has a faster one than the sampler's."""
+        """Its own function to draw a token, where it has a faster one than the sampler's; None = use the sampler's."""
 
     @property
     def kv_parts(self) -> tuple[Any, ...]:
-        """The bytes of the KV cache, each part uint8 [layers, 2, num_blocks, bytes of a block].
+        """The bytes of the KV cache; each part uint8 [layers, 2, num_blocks, bytes of a block].
 
-        Contiguous where a block of the engine's is several of these.
-        Arrays where they are in host memory, else tensors of the device.
+        Contiguous where several of these blocks make one of the engine's. Arrays if in host memory, else tensors of the
+        device.
         """
         ...
 
     def copy(self, target: Any, source: Any) -> None:
-        """Bytes of the KV cache to an array of the same shape in host memory, or back."""
+        """Copy bytes of the KV cache to an array of the same shape in host memory, or back."""
 
     @property
     def whole_spec(self) -> DecoderSpec:
-        """The model's, also where this backend holds a part of it."""
+        """The shape of the whole model, also where this backend holds a part of it."""
 
     def add_adapter(self, id: int, adapter: AdapterFile) -> int:
-        """Hold an adapter that was read for whole_spec, as `id` > 0. Its bytes. Raises BadRequest."""
+        """Hold the adapter, which was read for whole_spec, as `id` > 0. Returns its bytes. Raises BadRequest."""
         ...
 
     def drop_adapter(self, id: int) -> None:
-        """Unknown ids are ignored."""
+        """Forget an adapter. Unknown ids are ignored."""
 
     def step(
         self,
@@ -123,10 +124,11 @@ class Backend(Protocol):
         states: Ints | None = None,
         choices: Choices | None = None,
     ) -> Head:
-        """Computes the batch and writes its keys and values; the result for a sequence does not depend on the others.
+        """Computes the batch and writes its keys and values. A sequence's result does not depend on the others in the
+        batch.
 
-        rows [R] int32: the tokens whose logits are wanted: all of row r where tops[r] is 0, else the tops[r] <= vocab
-        largest. states [N] int32: the tokens whose states are wanted, None = of none. choices [R] of CHOICE. One caller
-        at a time. What is given again, the same objects, differs in the numbers of its arrays alone.
+        rows [R] int32: tokens whose logits are wanted; tops [R]: 0 = all logits of the row, else the tops[r] <= vocab
+        largest. states [N] int32: tokens whose states are wanted, None = none. choices [R] of CHOICE. Called by one
+        thread at a time. When the same objects are given again, only the numbers in their arrays have changed.
         """
         ...

@@ -1,4 +1,4 @@
-"""The CPU kernels' library: the one that a wheel carries, else compiled once into the user's cache."""
+"""The CPU kernels' library: shipped in the wheel, or compiled once into the user's cache."""
 
 import hashlib
 import logging
@@ -17,17 +17,15 @@ from kvloom.contract.errors import ModelError
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cpu"
-PREBUILT = Path(__file__).parent / "lib"  # only in an installed wheel
+PREBUILT = Path(__file__).parent / "lib"  # exists only in an installed wheel
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16c"
 
 _AVX512_FLAGS = tuple(f"-m{flag}" for flag in _AVX512.split())
 _AVX512_NEEDED = frozenset(_AVX512.replace("512vnni", "512_vnni").replace("512bf16", "512_bf16").split())
 TILES = "amx"  # AVX-512 and the tile unit of Intel's processors
-PAIRS = (
-    "avx512-pairs"  # AVX-512 and products of bf16 pairs that begin as often as fused multiply-adds: AMD's since Zen 4
-)
-_OF_AMD = "clzero"  # a flag that no other maker's processors have; Intel's begin such a product every other cycle
+PAIRS = "avx512-pairs"  # AVX-512 with bf16 dot products as fast as fused multiply-adds: AMD's processors since Zen 4
+_OF_AMD = "clzero"  # a flag of AMD's processors only; Intel's start such a product only every other cycle
 
 # Best first: the compiler's flags, and what /proc/cpuinfo must name.
 ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
@@ -35,13 +33,13 @@ ISAS: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {
     PAIRS: (_AVX512_FLAGS, _AVX512_NEEDED | {_OF_AMD}),
     "avx512": (_AVX512_FLAGS, _AVX512_NEEDED),
     "avx2": (("-mavx2", "-mfma", "-mf16c"), frozenset({"avx2", "fma", "f16c"})),
-    # loops over 16 lanes stay loops, which the compiler makes vectors of: unrolled first, they are twice as slow
+    # keep loops over 16 lanes as loops, which the compiler vectorises: unrolled first, they are twice as slow
     "portable": (("-DKVL_PORTABLE", "--param=max-completely-peel-times=8"), frozenset()),
 }
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Instruction sets of this machine; empty where the file does not exist."""
+    """Instruction set flags of this machine; empty where the file does not exist."""
     if not cpuinfo.exists():
         return frozenset()
     lines = (line for line in cpuinfo.read_text().splitlines() if line.startswith("flags"))
@@ -55,7 +53,7 @@ def best_isa(flags: frozenset[str]) -> str:
 def library(isa: str | None = None) -> Path:
     """Path of the library for `isa` (None = the best that this machine runs). Raises ModelError when there is none.
 
-    A library's name has a hash over sources and flags in it, so an update never meets a library of before.
+    Its name contains a hash of sources and flags, so an updated program never loads an old library.
     """
     flags = cpu_flags()
     isa = isa or best_isa(flags)
@@ -75,18 +73,20 @@ def library(isa: str | None = None) -> Path:
 
 
 def found(isa: str) -> Path | None:
-    """The library that there is already, the wheel's or one compiled before."""
+    """The existing library for `isa`, from the wheel or compiled before; None when it must be compiled."""
     name = file_name(isa)
     return next((path for path in (PREBUILT / name, _cache_root() / name) if path.exists()), None)
 
 
 def _library(isa: str) -> str:
-    """The first instruction set of the same library."""
+    """The first instruction set that shares this one's library."""
     return "avx512" if isa in (TILES, PAIRS) else isa
 
 
 def sums_of(isa: str) -> str:
-    """The first instruction set that adds in the same order: all that two of one name compute has the same bits."""
+    """The first instruction set that adds in the same order. Instruction sets with the same answer compute the same
+    bits.
+    """
     return "avx512" if isa == TILES else isa
 
 
@@ -98,17 +98,17 @@ def file_name(isa: str) -> str:
 
 
 def prebuild(folder: Path) -> None:
-    """Every variant of this kind of machine into `folder`, whichever of them it runs itself: what a wheel carries."""
+    """Compile every variant for this kind of machine into `folder`, for a wheel."""
     isas = ISAS if platform.machine() in ("x86_64", "AMD64") else ("portable",)
     for name, isa in {file_name(isa): isa for isa in isas}.items():
         compile_library(isa, folder / name)
 
 
 def compile_library(isa: str, target: Path) -> None:
-    """Compiles into a temporary folder, as many sources at once as there are cores, and renames what is linked of them:
-    a half-written library is never seen, two builders do not clash.
+    """Compiles in a temporary folder, as many sources at once as there are cores, then renames the linked library: no
+    half-written library is ever visible, and two builders do not collide.
 
-    Raises ModelError when there is no compiler, or with what it said.
+    Raises ModelError when there is no compiler, or with its messages.
     """
     compiler = find_compiler()
     if compiler is None:

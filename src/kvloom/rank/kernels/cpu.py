@@ -1,4 +1,6 @@
-"""The CPU backend: one native call for a whole ragged step (kernels/cpu). Here a model becomes a short program."""
+"""The CPU backend: one native call computes a whole ragged step (kernels/cpu). A model is translated into a short
+program.
+"""
 
 import ctypes
 import mmap
@@ -28,20 +30,20 @@ from kvloom.rank.kernels.rope_table import rope_table
 KV_FORMATS = {"bf16": cpu_abi.KV_BF16, "int8": cpu_abi.KV_INT8}
 _UNITS = {build.TILES: cpu_abi.TILES, build.PAIRS: cpu_abi.PAIRS}
 BLOCK_SIZE = 16
-# counts the orders in which attention, bf16 linears and adapters add: other sums are other keys and values
+# version of the order in which attention, bf16 linears and adapters add: another order gives other keys and values
 _SUMS = "s5"
 
 
 @dataclass(frozen=True, slots=True)
 class CpuOptions:
-    """How the kernels hold and compute a model."""
+    """How the kernels store and compute a model."""
 
     weight_format: str = "w8a8"
     kv_dtype: str = "bf16"
     num_threads: int | None = None  # None = one for each core that this process may use
     isa: str | None = None  # a key of build.ISAS; None = the best that this machine has
-    packed: Packed | None = None  # where packed weights are kept between starts; None = nowhere
-    block_size: int = BLOCK_SIZE  # tokens a block of the KV cache, a multiple of this
+    packed: Packed | None = None  # keeps packed weights between starts; None = pack at every start
+    block_size: int = BLOCK_SIZE  # tokens a block of the KV cache; a multiple of this
 
 
 _Given = tuple[Ragged, Ints, list[int], Ints | None, Choices | None]
@@ -49,26 +51,28 @@ _Given = tuple[Ragged, Ints, list[int], Ints | None, Choices | None]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A step as the library takes it; the same arrays with other numbers need no other."""
+    """The arguments of a library call for a step; reused while the same arrays are given."""
 
-    given: _Given  # the arguments of `step`
+    given: _Given  # arguments of `step`
     batch: Batch
     head: Head
-    held: object  # what `batch` points into,
-    is_in_place: bool  # the arguments' own arrays, all but the block table:
-    tiles: Ints  # [seqs, tiles of a sequence], as the library counts them, written anew before each step
+    held: object  # keeps alive the arrays that `batch` points into
+    is_in_place: bool  # whether these are the arrays of `given` themselves, except the block table
+    tiles: Ints  # [seqs, tiles of a sequence], in the library's numbering; rewritten before each step
 
 
 class CpuBackend:
-    """Weights packed for the vector unit; a sequence's logits never depend on the rest of a step.
+    """Runs models with weights packed for the vector unit; a sequence's logits never depend on the rest of a step.
 
-    `weight_format`: "w8a8" (groups of 64), "bf16", "w4a8" (groups of 32), which holds what the file has in 4 bits as it
-    is and packs every other tensor of the layers to 4 bits, the head to 8, or "stored": every quantised tensor in the
-    form that holds its own values, the others in 8 bits. Activations of all but bf16 are quantised a token and
-    group, or a token where a file says so. `kv_dtype`: "bf16", or "int8" with a scale a token and head, which
-    halves the cache. `kv` [layers][k|v][blocks, bytes] shows memory in which a block of all layers lies together:
-    [blocks][layers][k|v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted (`kv_layout`).
-    Raises ModelError for shapes the kernels do not have, or without compiler and library.
+    `weight_format`: "w8a8" (groups of 64); "bf16"; "w4a8" (groups of 32), which keeps tensors that the file has in 4
+    bits and packs all other tensors of the layers to 4 bits and the head to 8; or "stored": every quantised tensor in
+    the form that holds the file's values exactly, all others in 8 bits. Activations of all but bf16 are quantised by
+    token and group, or by token where the file says so. `kv_dtype`: "bf16", or "int8" with a scale for each token and
+    head, which halves the cache. `kv` [layers][k v][blocks, bytes] is a view of memory in which all layers of a block
+    are contiguous: [blocks][layers][k v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted
+    (`kv_layout`).
+
+    Raises ModelError for shapes that the kernels do not support, or without compiler and library.
     """
 
     name = "cpu"
@@ -110,7 +114,7 @@ class CpuBackend:
             if options.packed:
                 options.packed.keep(packer.pieces(), self)
         self._position_of = packer.position_of
-        self._adapters: dict[int, int] = {}  # id -> the library's
+        self._adapters: dict[int, int] = {}  # id -> the library's number
         self.streamed_bytes, self.weight_bytes = packer.streamed_bytes, packer.num_bytes
         self._held, self.held_as = packer.held, packer.describe()
         self._embed = packer.embed
@@ -121,9 +125,9 @@ class CpuBackend:
         )
         side_bytes = self.block_size * spec.num_kv_heads * kv_head_bytes(kv_dtype, "cpu", spec.head_dim)
         self.kv = _lazy_zeros((num_blocks, spec.num_layers, 2, side_bytes)).transpose(1, 2, 0, 3)
-        # of a block's keys, or values, in a layer
+        # bytes of a block's keys, or values, in one layer
         self._tiles = np.arange(self.block_size // BLOCK_SIZE, dtype=np.int32)
-        self._stride = spec.num_layers * 2 * len(self._tiles)  # tiles from one block to the next
+        self._stride = spec.num_layers * 2 * len(self._tiles)  # tiles from the start of one block to the next
         self.kv_bytes = self.kv.nbytes
         self._logits = np.empty((0, spec.vocab_size), np.float32)
         self._top_values, self._top_ids = np.empty((0, 0), np.float32), np.empty((0, 0), np.int32)
@@ -144,8 +148,11 @@ class CpuBackend:
         return call.head
 
     def _place(self, blocks: Ints, tiles: Ints) -> None:
-        """The tiles of `blocks` [seqs, blocks], counted from a layer's first: to the library that layer's side of one
-        block is a whole cache, and the tiles of the next block lie behind its end."""
+        """Write the tile numbers of `blocks` [seqs, blocks], counted from a layer's first tile.
+
+        To the library, each side (keys or values) of a layer is a cache of its own, whose next block begins `stride`
+        tiles later.
+        """
         np.add((blocks * self._stride)[..., None], self._tiles, out=tiles.reshape(*blocks.shape, -1))
 
     def _prepared(self, given: _Given) -> _Call:
@@ -155,7 +162,7 @@ class CpuBackend:
         inputs = ids, pos, qstart, tiles
         states = np.empty(0, np.int32) if states is None else states
         num_full = tops.count(0)
-        if num_full > len(self._logits):  # kept: fresh pages would cost more than writing them
+        if num_full > len(self._logits):  # reused: fresh pages would cost more than writing them
             self._logits = np.empty((num_full, self.spec.vocab_size), np.float32)
         shape = (len(tops), max(tops, default=0))
         if shape != self._top_values.shape:
@@ -237,7 +244,9 @@ class CpuBackend:
         np.copyto(target, source)
 
     def probe_bandwidth(self, num_bytes: int = 512 << 20, repeats: int = 3) -> float:
-        """Bytes a second that this backend's threads read from memory now: the ceiling of a benchmark of this hour."""
+        """Bytes a second that this backend's threads read from memory at this moment: the upper bound for a
+        benchmark.
+        """
         return float(self._lib.kvl_probe_bandwidth(self._model, num_bytes, repeats))
 
     def __del__(self) -> None:
@@ -253,9 +262,9 @@ class CpuBackend:
         )  # fmt: skip
 
     def _use(self, asked: str | None) -> str:
-        """The instruction set that was asked for, or the best that the processor has and the system lets be used.
+        """The instruction set asked for, or the best that the processor has and the system allows.
 
-        Raises ModelError when it was asked for and cannot be used.
+        Raises ModelError when the one asked for cannot be used.
         """
         isa = asked or build.best_isa(build.cpu_flags())
         if isa not in _UNITS or self._lib.kvl_use(self._model, _UNITS[isa]):
@@ -265,7 +274,7 @@ class CpuBackend:
         return str(self._lib.kvl_isa().decode())
 
     def _add_ropes(self, positions: int) -> dict[Rope, int]:
-        """The rotary tables of the layers, by what the library calls them; they live as long as the model."""
+        """Register the rotary tables. Returns their numbers in the library by layer; they live as long as the model."""
         self._tables = {rope: rope_table(rope, positions) for rope in self.spec.ropes}
         return {
             rope: int(self._lib.kvl_add_rope(self._model, table.ctypes.data, rope.dim))
@@ -274,13 +283,13 @@ class CpuBackend:
 
 
 def check_kernels(spec: DecoderSpec, kv_dtype: str) -> None:
-    """Raises ModelError naming what the kernels do not have, or why they cannot be had at all."""
+    """Raises ModelError that names what the kernels do not support, or why they are not available at all."""
     _check(spec, kv_dtype)
     cpu_abi.load(Path(build.library(None)))
 
 
 def _check(spec: DecoderSpec, kv_dtype: str) -> None:
-    """Raises ModelError naming what the kernels do not have."""
+    """Raises ModelError that names what the kernels do not support."""
     if kv_dtype not in KV_FORMATS:
         raise ModelError(f"KV cache type {kv_dtype}: the CPU backend has {', '.join(KV_FORMATS)}")
     if spec.head_dim % 32 or spec.head_dim > 256:
@@ -291,9 +300,9 @@ def _check(spec: DecoderSpec, kv_dtype: str) -> None:
 
 
 def _lazy_zeros(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Zero bytes whose pages become resident when first written, in huge pages where the system has them.
+    """Zeroed memory that becomes resident when first written, in huge pages where the system has them.
 
-    Private, for most systems have none for shared memory.
+    Private, because most systems have no huge pages for shared memory.
     """
     pages = mmap.mmap(-1, int(np.prod(shape)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,4 +1,4 @@
-"""The part of a layer program that has experts."""
+"""The part of a layer's program for mixtures of experts."""
 
 import numpy as np
 
@@ -8,11 +8,13 @@ from kvloom.rank.kernels.backend import Floats
 from kvloom.rank.kernels.cpu_abi import Mixture
 from kvloom.rank.kernels.program import GATES, PANEL, PANEL_HALF, Program
 
-_ROW_PAD = 64  # floats that a router's rows are padded to (cpu/layout.hpp, kPad)
+_ROW_PAD = 64  # a router's rows are padded to a multiple of so many floats (cpu/layout.hpp, kPad)
 
 
 def declare_experts(program: Program, spec: DecoderSpec, at: str) -> int:
-    """Of the layer whose tensors begin with `at`, norm and addition included. Bytes of experts that a token leaves."""
+    """Declare norm, router, experts and residual addition of the layer whose tensors begin with `at`. Returns the bytes
+    of experts that a token does not read.
+    """
     experts, gate = spec.experts, GATES[spec.activation]
     assert experts is not None, "a layer has experts"
     names = [f"{at}experts.{index}." for index in range(experts.count)]
@@ -47,7 +49,7 @@ def declare_experts(program: Program, spec: DecoderSpec, at: str) -> int:
 
 
 def _declare_shared_up(program: Program, spec: DecoderSpec, experts: Experts, at: str) -> int:
-    """Gate and up of the shared expert, on what the router has quantised; its down, for which what they give is."""
+    """Gate and up of the shared expert, which reads what the router has quantised. Returns its down projection."""
     gate, name = GATES[spec.activation], at + "shared_"
     is_joint = program.is_joint(name)
     gate_up = program.gate_up(name, experts.shared, spec.hidden, is_joint)
@@ -77,7 +79,7 @@ def _biases(program: Program, experts: Experts, at: str, part: str) -> Floats:
 
 
 def _up_bias(program: Program, experts: Experts, at: str, is_joint: bool) -> Floats:
-    """Of gate and up, in the order of their panels."""
+    """Biases of gate and up, in the order of their panels."""
     parts = [_padded(_biases(program, experts, at, part), PANEL_HALF if is_joint else PANEL) for part in ("gate", "up")]
     if not is_joint:
         return np.concatenate(parts, 1)
@@ -86,5 +88,5 @@ def _up_bias(program: Program, experts: Experts, at: str, is_joint: bool) -> Flo
 
 
 def _padded(rows: Floats, unit: int) -> Floats:
-    """Zeros behind each row."""
+    """`rows`, each padded with zeros to a multiple of `unit`."""
     return np.pad(rows, ((0, 0), (0, -rows.shape[1] % unit)))

@@ -1,8 +1,8 @@
-"""Packed weights, kept between starts: files in the user's cache that processes map read-only and so share.
+"""Packed weights, kept between starts in files of the user's cache, which processes map read-only and so share.
 
-A file is a page of header, then the packed bytes from DATA_OFFSET on. It is written whole or not at all; the one used
-longest ago goes when room is needed. The cache is a help and never a condition: what is wrong with it costs a line of
-the log and the time to pack again.
+A file is a page of header, then the packed bytes from DATA_OFFSET on. It is written whole or not at all. When room is
+needed the least recently used file goes. The cache is optional: any problem with it costs a log line and the time to
+pack again.
 """
 
 import contextlib
@@ -27,25 +27,25 @@ log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "KVLOOM_WEIGHT_CACHE", "KVLOOM_WEIGHT_CACHE_GB"
 OFF = "off"
-DATA_OFFSET = 2 << 20  # a huge page, so that the data can be mapped in such where the file system has them
+DATA_OFFSET = 2 << 20  # a huge page, so that data can be mapped in huge pages where the file system has them
 _DEFAULT_GB = 20.0
 _MAGIC = b"KVLPACK1"
 _HEADER_BYTES = 4096
 _PIECE_BYTES = 8 << 20
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _SUFFIX, _PART = ".packed", ".part"
-_STAMPS = "stamps"  # folder of files: the identity of a model's files -> the fingerprint of their bytes
-_ABANDONED_S = 3600.0  # a part that is older was left by a process that ended
+_STAMPS = "stamps"  # folder of small files: identity of a model's files -> fingerprint of their bytes
+_ABANDONED_S = 3600.0  # an older partial file was left by a process that has ended
 
 
 class Key(msgspec.Struct, frozen=True):
-    """All that decides the packed bytes: of another key nothing is ever used."""
+    """Everything that determines the packed bytes. A file with another key is never used."""
 
     weights: str  # fingerprint of the model's files
     format: str  # of weights: "w8a8", ...
-    isa: str  # that they are packed for
-    recipe: str  # digest of the code that packs
-    num_threads: int  # that the weights are laid out for
+    isa: str  # instruction set that they are packed for
+    recipe: str  # digest of the packing code
+    num_threads: int  # number of threads that the weights are laid out for
 
     @property
     def file_name(self) -> str:
@@ -58,7 +58,7 @@ class _Header(msgspec.Struct):
     key: Key
     num_bytes: int
     digest: str  # XXH3 of the data
-    model: str  # its path when it was packed, for people
+    model: str  # the model's path when it was packed, for people
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class Entry:
 
     path: Path
     num_bytes: int
-    used_s: float  # since the epoch
+    used_s: float  # last use, seconds since the epoch
     model: str = ""
     key: Key | None = None
 
 
 class KeptWeights:
-    """The files of one folder. At most `max_bytes` of them, and half of what the disk has for them."""
+    """The files of one folder: at most `max_bytes`, and at most half of the free disk space."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self, key: Key, num_bytes: int) -> mmap.mmap | None:
-        """The packed bytes, read-only and shared with whoever has them mapped; None when there are none to trust.
+        """The packed bytes, read-only and shared with other processes; None when there is no valid file.
 
-        Says nothing of the folder: `keep`, which follows, does.
+        Logs nothing about the folder: `keep`, which follows, does.
         """
         try:
             self._check_owner()
@@ -99,7 +99,7 @@ class KeptWeights:
             if header is None or header.key != key or header.num_bytes != num_bytes:
                 log.warning("%s: is damaged or not this user's own; the weights are packed again", key.file_name)
                 return None
-            with contextlib.suppress(OSError):  # a folder that cannot be written to has no order of use
+            with contextlib.suppress(OSError):  # a folder that cannot be written to keeps no order of use
                 os.utime(fd)
             return _mapped(fd, num_bytes)
         except OSError as error:
@@ -109,7 +109,7 @@ class KeptWeights:
             os.close(fd)
 
     def keep(self, key: Key, pieces: Sequence[memoryview], model: str) -> bool:
-        """Write the pieces, one behind the other. False, and a line of the log, when that cannot be done."""
+        """Write the pieces one after the other. False, with a line in the log, when that fails."""
         num_bytes = sum(len(piece) for piece in pieces)
         part = self.folder / f"{key.file_name}.{os.getpid()}{_PART}"
         try:
@@ -126,9 +126,9 @@ class KeptWeights:
         return True
 
     def fingerprint(self, model: Path) -> str:
-        """As fingerprint.fingerprint; of files that were read once and have not changed since it is remembered."""
+        """As fingerprint.fingerprint, but remembered for files that were read once and have not changed since."""
         known = identity(model, time.time())
-        if known is None:  # written to just now: it may be again, and nothing would tell
+        if known is None:  # written just now: it may be written again within the same time stamp
             return fingerprint(model)
         stamp = self.folder / _STAMPS / known
         with contextlib.suppress(OSError):
@@ -137,7 +137,7 @@ class KeptWeights:
             if len(text) == 64 and text.isalnum():
                 return text
         found = fingerprint(model)
-        with contextlib.suppress(OSError):  # `keep` tells of a folder that cannot be written to
+        with contextlib.suppress(OSError):  # `keep` reports a folder that cannot be written to
             self._make_folder()
             stamp.parent.mkdir(mode=0o700, exist_ok=True)
             part = stamp.with_name(f"{stamp.name}.{os.getpid()}{_PART}")
@@ -146,14 +146,14 @@ class KeptWeights:
         return found
 
     def entries(self) -> list[Entry]:
-        """What is kept, that used last first. Raises OSError when the folder is not this user's own."""
+        """All kept files, most recently used first. Raises OSError when the folder is not this user's own."""
         if self.folder.exists():
             self._check_owner()
         found = [entry for path in self.folder.glob(f"*{_SUFFIX}") if (entry := _entry_of(path)) is not None]
         return sorted(found, key=lambda entry: -entry.used_s)
 
     def is_sound(self, entry: Entry) -> bool:
-        """Whether its data are those that were written: all is read. Raises OSError."""
+        """Whether the data match their checksum; reads all of them. Raises OSError."""
         hashed = xxhash.xxh3_128()
         with entry.path.open("rb", buffering=0) as file:
             header = _header_of(file.fileno())
@@ -163,14 +163,14 @@ class KeptWeights:
         return header is not None and hashed.hexdigest() == header.digest
 
     def clear(self) -> int:
-        """Remove all; processes that have them mapped go on. Returns the bytes. Raises OSError."""
+        """Remove all files; processes that have them mapped go on. Returns the bytes removed. Raises OSError."""
         entries = self.entries()
         for path in [*(entry.path for entry in entries), *self._parts(0.0), *self.folder.glob(f"{_STAMPS}/*")]:
             path.unlink(missing_ok=True)
         return sum(entry.num_bytes for entry in entries)
 
     def limit_bytes(self) -> int:
-        """What may be kept now. Raises OSError."""
+        """Bytes that may be kept now. Raises OSError."""
         disk = os.statvfs(self.folder)
         held = sum(entry.num_bytes for entry in self.entries())
         return min(self.max_bytes, (held + disk.f_bavail * disk.f_frsize) // 2)
@@ -181,7 +181,7 @@ class KeptWeights:
         self._check_owner()
 
     def _check_owner(self) -> None:
-        """Raises PermissionError when somebody else could have put files there, OSError when there is no folder."""
+        """Raises PermissionError when another user could have put files there, OSError when there is no folder."""
         status = self.folder.stat()
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -189,7 +189,7 @@ class KeptWeights:
             raise PermissionError(0, "the folder is not this user's own alone (owner, or mode beyond 0755)")
 
     def _make_room(self, num_bytes: int, key: Key) -> None:
-        """For one more file. Raises OSError when it cannot be had."""
+        """Make room for one more file. Raises OSError when that is not possible."""
         for part in self._parts(time.time() - _ABANDONED_S):
             part.unlink(missing_ok=True)
         limit = self.limit_bytes()
@@ -204,7 +204,7 @@ class KeptWeights:
                 stamp.unlink(missing_ok=True)
 
     def _parts(self, before_s: float) -> Iterator[Path]:
-        """Of files that are being written, or were when their process ended; 0.0 = all, else those older."""
+        """Partial files older than `before_s`; 0.0 = all."""
         for part in [*self.folder.glob(f"*{_PART}"), *self.folder.glob(f"{_STAMPS}/*{_PART}")]:
             with contextlib.suppress(OSError):
                 if not before_s or part.stat().st_mtime < before_s:
@@ -212,7 +212,7 @@ class KeptWeights:
 
 
 def kept_weights(environ: Mapping[str, str], given: str = "") -> KeptWeights | None:
-    """As the environment says, `given` (a folder, or "off") over it; None = off. Raises BadRequest."""
+    """The cache that `given` (a folder, or "off"), else the environment, names; None = off. Raises BadRequest."""
     folder = given or environ.get(FOLDER_VARIABLE, "")
     if folder == OFF:
         return None
@@ -233,7 +233,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _header_of(fd: int) -> _Header | None:
-    """Of an open file that is whole, and that only this user can have written. Raises OSError."""
+    """The header of an open file, checked to be complete and writable by this user only. Raises OSError."""
     about = os.fstat(fd)
     page = os.pread(fd, _HEADER_BYTES, 0)
     length = int.from_bytes(page[8:12], "little")
@@ -250,7 +250,7 @@ def _header_of(fd: int) -> _Header | None:
 
 
 def _entry_of(path: Path) -> Entry | None:
-    """None when it is gone."""
+    """The file's entry; None when it is gone."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -267,7 +267,9 @@ def _entry_of(path: Path) -> Entry | None:
 
 
 def _write(path: Path, key: Key, pieces: Sequence[memoryview], model: str) -> None:
-    """On the disk when this returns: a file that a power cut left would be taken for whole. Raises OSError."""
+    """Write a file, durable when this returns: after a power cut a partial one would be taken for complete. Raises
+    OSError.
+    """
     hashed = xxhash.xxh3_128()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     with os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0) as file:
@@ -284,9 +286,9 @@ def _write(path: Path, key: Key, pieces: Sequence[memoryview], model: str) -> No
 
 
 def parts_of(pieces: Sequence[memoryview], part_bytes: int) -> Iterator[memoryview]:
-    """All bytes in order, cut where a piece ends and at multiples of `part_bytes` counted from the first of them.
+    """All bytes in order, cut where a piece ends and at multiples of `part_bytes` from the first byte.
 
-    What is written at once, and lies so, file systems keep in huge pages.
+    File systems keep what is written at once, and so aligned, in huge pages.
     """
     position = 0
     for piece in pieces:
@@ -298,7 +300,7 @@ def parts_of(pieces: Sequence[memoryview], part_bytes: int) -> Iterator[memoryvi
 
 
 def _mapped(fd: int, num_bytes: int) -> mmap.mmap:
-    """What is behind the header, read from the disk now, into huge pages where the file system can. Raises OSError."""
+    """The data behind the header, read from disk now, into huge pages where the file system can. Raises OSError."""
     try:
         pages = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
         with contextlib.suppress(AttributeError, OSError):

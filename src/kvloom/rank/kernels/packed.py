@@ -1,4 +1,4 @@
-"""Packed weights between starts: which kept file is the CPU backend's, and writing it beside the first steps."""
+"""Packed weights between starts: finds the CPU backend's kept file, or writes it beside the first steps."""
 
 import hashlib
 import importlib.util
@@ -17,11 +17,11 @@ from kvloom.rank.kernels.kept import KeptWeights, Key
 log = logging.getLogger(__name__)
 
 _NICENESS = 19
-_WORTH_BYTES = 16 << 20  # fewer are packed in the time that looking takes
+_WORTH_BYTES = 16 << 20  # packing fewer bytes takes no longer than looking for them
 
 
 class Packed:
-    """Of one model, until it is loaded."""
+    """The packed weights of one model while it is loaded."""
 
     def __init__(self, kept: KeptWeights, model: Path, before: Stamp, worth_bytes: int = _WORTH_BYTES) -> None:
         """`before`: stamp of the model's files, taken before they were opened."""
@@ -31,7 +31,9 @@ class Packed:
         self.writing: threading.Thread | None = None
 
     def find(self, layout: tuple[str, str, int], num_bytes: int) -> mmap.mmap | None:
-        """What was kept for `layout`: weight format, the kernels' file name, number of threads. None: pack."""
+        """The packed bytes for `layout` (weight format, name of the kernels' library, number of threads); None = pack
+        them.
+        """
         if num_bytes < self._worth_bytes:
             return None
         weight_format, library, num_threads = layout
@@ -46,7 +48,7 @@ class Packed:
         return self._kept.open(self._key, num_bytes)
 
     def keep(self, pieces: Sequence[memoryview], owner: object) -> None:
-        """Write what `find` did not find, in a thread that gives way to all others; `owner` holds the memory."""
+        """Write what `find` did not find, in a thread of the lowest priority; `owner` keeps the memory alive."""
         if self._key is None or not self._is_unchanged():
             return
         key, kept, model = self._key, self._kept, str(self._model)
@@ -59,13 +61,13 @@ class Packed:
         self.writing.start()
 
     def _is_unchanged(self) -> bool:
-        """Whether the files are those that were there at first: else one would be read under another's name."""
+        """Whether the files are those that were opened: else other bytes would be kept under their name."""
         return stamp(str(self._model)) == self._stamp
 
 
 @cache
 def _recipe() -> str:
-    """Of the code that makes packed bytes of a checkpoint: when it changes, all is packed anew by itself."""
+    """Digest of the code that packs a checkpoint: when it changes, everything is packed again."""
     digest = hashlib.sha256()
     for path in recipe_files():
         digest.update(path.read_bytes())
@@ -73,7 +75,9 @@ def _recipe() -> str:
 
 
 def recipe_files() -> list[Path]:
-    """Sources beside the kernels' own: who reads the files, decodes the blocks and says where each tensor goes."""
+    """Source files, besides the kernels', that determine packed bytes: readers of files, decoders of blocks, the
+    packer.
+    """
     here = Path(__file__).parent
     own = ("cpu.py", "expert_program.py", "packer.py", "program.py")
     files = [*(here / name for name in own), *sorted((here.parent.parent / "checkpoints").rglob("*.py"))]

@@ -1,4 +1,4 @@
-"""A checkpoint as the CPU kernels want it: weights in panels, and the layer program that runs them."""
+"""Prepares a checkpoint for the CPU kernels: weights in panels, and the layer program that runs them."""
 
 import ctypes
 import mmap
@@ -22,31 +22,31 @@ from kvloom.rank.kernels.program import GATES, Fill, Native, Program
 
 
 def widest_mlp(spec: DecoderSpec) -> int:
-    """Channels of the widest MLP of a token, a shared expert's and any expert's among them."""
+    """Channels of the widest MLP that a token runs through, shared and routed experts included."""
     experts = (spec.experts.intermediate, spec.experts.shared) if spec.experts else ()
     return max(spec.intermediate, *experts) if experts else spec.intermediate
 
 
 class Packer:
-    """Turns a checkpoint into declared, then filled linears, and the layer program that runs them."""
+    """Declares and then fills a checkpoint's linears, and writes the layer program that runs them."""
 
     def __init__(
         self, native: Native, spec: DecoderSpec, ropes: dict[Rope, int], weights: WeightSource, weight_format: str
     ) -> None:
-        """`ropes`: of the layers, by what the library calls them."""
+        """`ropes`: the library's number of each layer's rotary table."""
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
         self._spec, self._ropes, self._weights, self._weight_format = spec, ropes, weights, weight_format
         self._program = Program(native, weights, weight_format)
-        self._arenas: list[int] = []  # bytes of each
-        self.streamed_bytes = 0  # of the linears that a step of one token reads
-        self.num_bytes = 0  # and with the embedding
-        self.embed_linear = cpu_abi.NONE  # whose rows are the embedding, when it is held as the file has it
-        self.held: np.ndarray[Any, Any] | None = None  # memory of others that the weights lie in
-        self.embed = np.empty((0, 0), np.uint16)  # bfloat16; empty when a linear holds it
+        self._arenas: list[int] = []  # bytes of each arena
+        self.streamed_bytes = 0  # bytes of the linears that a step of one token reads
+        self.num_bytes = 0  # and of the embedding
+        self.embed_linear = cpu_abi.NONE  # whose rows are the embedding, when that is stored as in the file
+        self.held: np.ndarray[Any, Any] | None = None  # memory of others that holds the weights
+        self.embed = np.empty((0, 0), np.uint16)  # bfloat16; empty when a linear holds the embedding
 
     @property
     def position_of(self) -> dict[str, tuple[int, int, int]]:
-        """Where each matrix went: linear, first channel, interleave."""
+        """name of a matrix -> linear, first channel, interleave."""
         return {fill.name: (fill.linear, fill.first, fill.interleave) for fill in self._program.fills}
 
     @property
@@ -63,7 +63,7 @@ class Packer:
         return f"as the file has them ({told})"
 
     def declare(self) -> None:
-        """Every linear in the order of execution, every small vector, and the program."""
+        """Declare every linear in the order of execution, every small vector, and the program."""
         spec, idle_bytes = self._spec, 0
         if spec.encoder is not None:
             self._declare_beginning(spec.encoder)
@@ -97,26 +97,26 @@ class Packer:
         return head
 
     def adopt(self, pages: mmap.mmap, progress: Progress | None) -> None:
-        """In place of `fill`: what `pieces` of an equal model gave, one behind the other."""
+        """Use `pages`, the concatenated `pieces` of an equal model, instead of calling `fill`."""
         self.held = np.frombuffer(pages, np.uint8)
         self._lib.kvl_adopt(self._model, self.held.ctypes.data)
         arena_bytes = sum(self._arenas)
         self.embed = self.held[arena_bytes:].view(np.uint16).reshape(self.embed.shape)
         first = -(-arena_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if first < len(pages) and hasattr(mmap, "MADV_DONTNEED"):  # a step reads the rows of its tokens, no others
+        if first < len(pages) and hasattr(mmap, "MADV_DONTNEED"):  # a step reads only the rows of its tokens
             pages.madvise(mmap.MADV_DONTNEED, first, len(pages) - first)
         if progress:
             progress(self.num_bytes, self.num_bytes)
 
     def pieces(self) -> list[memoryview]:
-        """What `fill` made, as long as the model lives: an arena a thread, then the embedding."""
+        """The result of `fill`, valid as long as the model: one arena a thread, then the embedding."""
         ranges = [(self._lib.kvl_arena(self._model, thread), size) for thread, size in enumerate(self._arenas)]
         if self.embed.size:
             ranges.append((self.embed.ctypes.data, self.embed.nbytes))
         return [memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B") for address, size in ranges]
 
     def fill(self, progress: Progress | None) -> None:
-        """Reads each tensor once, piece by piece, packs it and forgets it; several tensors at a time."""
+        """Read each tensor once, piece by piece, pack it and free it; several tensors at a time."""
         if self._lib.kvl_allocate(self._model) < 0:
             raise ModelError("no memory for the packed weights")
         shapes = self._spec.tensor_shapes()
@@ -158,7 +158,7 @@ class Packer:
         )
 
     def _declare_mlp(self, at: str) -> None:
-        """Gate and up share panels, unless they are held in different forms."""
+        """Gate and up share panels, unless they are stored in different forms."""
         spec, program = self._spec, self._program
         program.share(at + "gate", at + "up")
         gate, is_joint = GATES[spec.activation], program.is_joint(at)
@@ -174,7 +174,7 @@ class Packer:
         self._emit_output(down, at + "mlp_post_norm")
 
     def _declare_beginning(self, encoder: Encoder) -> None:
-        """What is added to embeddings, and their norm."""
+        """What is added to the embeddings, and their norm."""
         tables = {"vector": self._program.vector("positions"), "vector2": self._program.vector("types")}
         self._program.emit(cpu_abi.ADD_POSITIONS, source=encoder.first_position, **tables)
         self._emit_layer_norm("embed_norm")
@@ -193,14 +193,16 @@ class Packer:
         self._program.emit(cpu_abi.LAYER_NORM, vector=weight, vector2=bias)
 
     def _emit_input(self, linear: int, norm: str) -> None:
-        """The residual stream as `linear` reads it, normed where the model norms before a branch."""
+        """Quantise the residual stream for `linear`, after the norm if the model has one before a branch."""
         if self._spec.norms in ("post", "sum"):
             self._program.emit(cpu_abi.QUANT, linear=linear, source=cpu_abi.FROM_RESIDUAL)
         else:
             self._program.emit(cpu_abi.NORM_QUANT, linear=linear, vector=self._program.vector(norm))
 
     def _emit_output(self, linear: int, norm: str, bias: int = cpu_abi.NONE) -> None:
-        """The last linear of a branch, added to the residual stream, normed first where the model norms behind it."""
+        """Run the last linear of a branch, and add its result to the residual stream, after the norm if the model has
+        one behind a branch.
+        """
         if self._spec.norms in ("pre", "sum"):
             self._program.emit(cpu_abi.LINEAR, linear=linear, epilogue=cpu_abi.RESIDUAL, vector=bias)
             if self._spec.norms == "sum":
@@ -210,7 +212,9 @@ class Packer:
             self._program.emit(cpu_abi.ADD_NORMED, vector=self._program.vector(norm))
 
     def _fill(self, fill: Fill) -> str:
-        """One tensor, in a thread of its own: decoding and packing let other threads run. Returns its name."""
+        """Read and pack one tensor. Runs in a pool's thread; decoding and packing release the interpreter lock. Returns
+        its name.
+        """
         linear, name, first, interleave = fill.linear, fill.name, fill.first, fill.interleave
         raw = self._weights.tensor(name)
         if self._program.keeps(name, raw.form):
@@ -223,7 +227,8 @@ class Packer:
                 self._lib.kvl_fill_numbers(self._model, linear, ctypes.byref(numbers), count, channel, interleave)
             return name
         for at, values in raw.float32_pieces():
-            if name == "embed" and self.embed.size:  # the head of a model that ties them: read once for both
+            # the head of a model that ties embedding and head: read once for both
+            if name == "embed" and self.embed.size:
                 self._embed_rows(at, values)
             self._lib.kvl_fill_f32(self._model, linear, values.ctypes.data, len(values), first + at, interleave)
         return name

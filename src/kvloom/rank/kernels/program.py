@@ -1,4 +1,4 @@
-"""Program: linears, small vectors and instructions of a model, declared to the library in the order of execution."""
+"""Program: a model's linears, small vectors and instructions, declared to the library in the order of execution."""
 
 import ctypes
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ FORMS = {
     "int8_channel": cpu_abi.INT8_CHANNEL,
     "iq4": cpu_abi.IQ4,
     "fp4": cpu_abi.FP4,
-}  # of numbers.FORM_BITS
+}  # those of numbers.FORM_BITS
 GATES = {"silu": cpu_abi.SWIGLU, "gelu_tanh": cpu_abi.GEGLU, "clamped": cpu_abi.CLAMPED}  # epilogues
-PANEL = 32  # output channels that lie together (cpu/layout.hpp)
-PANEL_HALF = 16  # gate and up rows that share a panel
+PANEL = 32  # output channels of a panel (cpu/layout.hpp)
+PANEL_HALF = 16  # rows of gate and up that alternate in a panel
 _NO_OPERANDS = dict.fromkeys(("linear", "vector", "vector2", "rope"), cpu_abi.NONE)
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The library, a model of its, and the number of that model's threads."""
+    """The library, the model's handle in it, and its number of threads."""
 
     library: ctypes.CDLL
     model: int
@@ -39,7 +39,7 @@ class Native:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A tensor on its way into a linear; see kvl_fill_f32."""
+    """A tensor to be packed into a linear; see kvl_fill_f32."""
 
     linear: int
     name: str
@@ -48,7 +48,7 @@ class Fill:
 
 
 class Program:
-    """Of one model, whose weights are not read yet, but for vectors."""
+    """The program of a model; no weights are read yet, except vectors."""
 
     def __init__(self, native: Native, weights: WeightSource, weight_format: str) -> None:
         self._lib, self._model, self._num_threads = native.library, native.model, native.num_threads
@@ -57,15 +57,17 @@ class Program:
         self.instructions: list[Instruction] = []
         self._in_groups: set[str] = (
             set()
-        )  # of tensors with a scale a channel: those that are held with one for 32 all the same
+        )  # tensors with one scale a channel in their file that are stored with one for 32 values
 
     def share(self, *names: str) -> None:
-        """Tensors that read the same activations, before they are declared: all have one scale a token, or none."""
+        """Announce tensors that read the same activations: these have one scale a token for all of them, or for
+        none.
+        """
         if len({self.format_of(name) == cpu_abi.INT8_CHANNEL for name in names}) > 1:
             self._in_groups.update(names)
 
     def linear(self, rows: int, cols: int, *parts: tuple[str, int]) -> int:
-        """Of tensors (name, first channel), each held in its own format."""
+        """Declare a linear of tensors (name, first channel), each stored in its own format. Returns its number."""
         self.share(*(name for name, _ in parts))
         formats = [self.format_of(name) for name, _ in parts]
         linear = int(self._lib.kvl_add_linear(self._model, rows, cols, formats[0]))
@@ -76,7 +78,7 @@ class Program:
         return linear
 
     def gate_up(self, at: str, channels: int, cols: int, is_joint: bool) -> int:
-        """Of the tensors `at`gate and `at`up, which share panels where is_joint."""
+        """Declare a linear of the tensors `at`gate and `at`up, which share panels where is_joint."""
         gate, up = at + "gate", at + "up"
         if not is_joint:
             rows = -(-channels // PANEL) * PANEL
@@ -87,14 +89,14 @@ class Program:
         return linear
 
     def is_joint(self, at: str) -> bool:
-        """Whether `at`gate and `at`up can share panels, as the fast epilogue needs: they are held in one format."""
+        """Whether `at`gate and `at`up can share panels, which the fused epilogue needs: they have one format."""
         return self.format_of(at + "gate") == self.format_of(at + "up")
 
     def vector(self, *names: str) -> int:
         return self.values(np.concatenate([self.weights.tensor(name).float32() for name in names]))
 
     def values(self, values: Floats) -> int:
-        """Any vector; the library copies it."""
+        """Copy a vector into the library. Returns its number."""
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         return int(self._lib.kvl_add_vector(self._model, flat.ctypes.data, len(flat)))
 
@@ -102,12 +104,12 @@ class Program:
         return int(self._lib.kvl_add_mixture(self._model, ctypes.byref(mixture)))
 
     def emit(self, kind: int, **fields: int) -> None:
-        """One more instruction; of `fields`, linear and vectors that are not given are none, others 0."""
+        """Append an instruction. Fields that are not given: no linear, no vector, else 0."""
         self.instructions.append(Instruction(kind, **(_NO_OPERANDS | fields)))
 
     def format_of(self, name: str) -> int:
         """In which the kernels hold a matrix."""
-        is_head = name in ("embed", "head")  # reads activations of its own
+        is_head = name in ("embed", "head")  # reads activations that no other tensor reads
         if self.weight_format == STORED:
             form = self.weights.form(name)
             found = cpu_abi.INT8 if is_head and not form else FORMS[form or UNQUANTISED_FORM]
@@ -117,10 +119,10 @@ class Program:
         return WEIGHT_FORMATS[self.weight_format]
 
     def keeps(self, name: str, form: str) -> bool:
-        """Whether the kernels hold the numbers of a tensor, whose form in its file this is, as they are."""
+        """Whether the kernels store a tensor of this file format without loss."""
         held = self.format_of(name)
         return FORMS.get(form) == held or (form == "int8_channel" and held == cpu_abi.INT8_32)
 
     def measure(self) -> list[int]:
-        """Bytes of each arena, of what is declared by now."""
+        """Bytes of each arena for what is declared so far."""
         return [self._lib.kvl_arena_bytes(self._model, thread) for thread in range(self._num_threads)]

@@ -27,8 +27,8 @@ _ALONE = Mesh()
 class ReferenceOptions:
     """Where and how the reference computes.
 
-    `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale a token and head. Of a `mesh` of several ranks
-    each holds its share of heads and MLP channels; steps must be the same on all of them.
+    `kv_dtype` of keys and values: None = dtype; torch.int8 has a scale for each token and head. With a `mesh` of
+    several ranks each holds its share of heads and MLP channels; all must run the same steps.
     """
 
     device: str = "cpu"
@@ -49,12 +49,12 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """Of one sequence in one step: T tokens are computed, with K tokens before and among them."""
+    """One sequence in one step: T tokens are computed; K tokens are cached, these included."""
 
     turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
     own: Tensor  # [T] slots of the tokens' keys and values in the cache
     slots: Tensor  # [K] slots of all keys and values
-    masks: Mapping[int | None, Tensor]  # [T, K] which of them a token attends to, by the window
+    masks: Mapping[int | None, Tensor]  # [T, K] mask: which of them a token attends to
 
 
 class ReferenceBackend:
@@ -101,7 +101,7 @@ class ReferenceBackend:
         self.kv_bytes = self.kv.nbytes + self._kv_scale.nbytes
         self._dtype = dtype
         self._adapters: dict[int, dict[str, _Pair]] = {}
-        self._adapter: Mapping[str, _Pair] = {}  # of the sequence that is computed
+        self._adapter: Mapping[str, _Pair] = {}  # adapter of the sequence that is computed
         self.held_as = f"in {str(dtype).removeprefix('torch.')}"
         self.kv_layout = f"reference-{device}-{dtype}-{self.kv.dtype}"
 
@@ -121,7 +121,8 @@ class ReferenceBackend:
             types = None if batch.types is None else torch.from_numpy(batch.types[start:end]).to(device, torch.int64)
             hidden = self._forward(self._embedded(ids[start:end], pos[start:end], types), pos[start:end], table[seq])
             for index, row in enumerate(wanted):
-                if start <= row < end:  # one row at a time: a logit does not depend on which others are asked for
+                # one row at a time, so that a logit does not depend on which others are asked for
+                if start <= row < end:
                     own = F.linear(hidden[row - start : row - start + 1], self._head)[0].float()
                     logits[index] = _capped(own * self.spec.logit_scale, self.spec.logit_softcap)
             mine = [index for index, row in enumerate(kept) if start <= row < end]
@@ -142,7 +143,7 @@ class ReferenceBackend:
     def step(
         self, batch: Ragged, rows: Ints, tops: list[int], states: Ints | None = None, choices: Choices | None = None
     ) -> Head:
-        """See kernels/backend.py. Chooses no token."""
+        """See kernels/backend.py. Never chooses tokens."""
         kept = [] if states is None else states.tolist()
         logits, found = (tensor.cpu().numpy() for tensor in self._run(batch, rows.tolist(), kept))
         values = np.empty((len(tops), max(tops, default=0)), np.float32)
@@ -175,7 +176,7 @@ class ReferenceBackend:
         self._adapters.pop(id, None)
 
     def _embedded(self, ids: Tensor, pos: Tensor, types: Tensor | None) -> Tensor:
-        """ids, pos, types [T], None = all 0 -> what the first layer reads, [T, hidden]."""
+        """ids, pos, types [T] (types None = all 0) -> input of the first layer [T, hidden]."""
         x, encoder = self._w["embed"][ids] * self.spec.embed_scale, self.spec.encoder
         if encoder is None:
             return x
@@ -199,7 +200,7 @@ class ReferenceBackend:
         return x if spec.encoder else self._norm(x, "norm")
 
     def _branch(self, x: Tensor, name: str, of: Callable[[Tensor], Tensor]) -> Tensor:
-        """x [T, hidden] plus what a branch makes of it, normed before, behind or both."""
+        """x [T, hidden] plus the output of a branch, which is normed before, behind or both."""
         if self.spec.norms == "sum":
             return self._norm(x + of(x), name + "_post_norm")
         branch = of(x if self.spec.norms == "post" else self._norm(x, name + "_norm"))
@@ -208,14 +209,14 @@ class ReferenceBackend:
         return x + branch * self.spec.residual_scale
 
     def _turns(self, rope: Rope, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles at `pos`."""
+        """cos and sin of the rotary angles at `pos`."""
         inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=pos.device)
         angles = torch.outer(pos.float(), inv_freq).repeat(1, 2)[:, None, :]
         cos, sin = ((f(angles) * rope.attention_factor).to(self._dtype) for f in (torch.cos, torch.sin))
         return cos, sin
 
     def _attend(self, layer: int, x: Tensor, context: _Context) -> Tensor:
-        """Writes keys and values of x [T, hidden] to the cache; what its queries find there."""
+        """Write keys and values of x [T, hidden] to the cache, and return the attention output."""
         at = f"layers.{layer}."
         own = self.spec.layers[layer]
         q, k, v = (self._linear(x, at + part) for part in "qkv")
@@ -233,7 +234,7 @@ class ReferenceBackend:
         return out + self._w[at + "o_bias"] if self.spec.o_bias else out
 
     def _cached(self, layer: int, side: int, new: Tensor, context: _Context) -> Tensor:
-        """Puts `new` [T, kv_heads, head_dim] into its slots; returns what all slots hold, as computed with."""
+        """Write `new` [T, kv_heads, head_dim] to its slots; return what all slots hold, in the computing dtype."""
         own, slots = context.own, context.slots
         cache = self.kv[layer, side].flatten(0, 1)
         if self.kv.dtype != torch.int8:
@@ -257,7 +258,7 @@ class ReferenceBackend:
         return scores.softmax(-1, torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
 
     def _linear(self, x: Tensor, name: str, has_bias: bool = True) -> Tensor:
-        """x [T, in] -> [T, out], with what the sequence's adapter adds."""
+        """x [T, in] -> [T, out], plus the contribution of the sequence's adapter."""
         y = F.linear(x, self._w[name], self._w.get(name + "_bias") if has_bias else None)
         pair = self._adapter.get(name)
         return y if pair is None else y + pair.scale * F.linear(F.linear(x, pair.a), pair.b)
@@ -268,7 +269,7 @@ class ReferenceBackend:
         return self._mesh.sum(self._linear(self._gated(at, x), at + "down"))
 
     def _gated(self, at: str, x: Tensor) -> Tensor:
-        """What the down projection reads."""
+        """Input of the down projection."""
         spec, gate, up = self.spec, self._linear(x, at + "gate"), self._linear(x, at + "up")
         if spec.activation == "clamped":
             gate, up = gate.clamp(max=spec.glu_limit), up.clamp(-spec.glu_limit, spec.glu_limit)
@@ -276,7 +277,7 @@ class ReferenceBackend:
         return (F.silu(gate) if spec.activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def _experts(self, at: str, x: Tensor) -> Tensor:
-        """Each token's experts, summed in the order of their numbers."""
+        """Weighted sum of each token's experts, in the order of their numbers."""
         experts = self.spec.experts
         assert experts is not None, "a layer has experts"
         bias = self._w.get(at + "router_bias")
@@ -308,7 +309,7 @@ class ReferenceBackend:
 
 
 def _mask(keys: Tensor, pos: Tensor, window: int | None, sees_ahead: bool) -> Tensor:
-    """[T, K]: which keys, by their positions, a token at `pos` sees."""
+    """[T, K]: which keys, by position, a token at `pos` attends to."""
     behind = pos[:, None] - keys[None, :]
     mask = torch.ones_like(behind, dtype=torch.bool) if sees_ahead else behind >= 0
     return mask if window is None else mask & (behind.abs() < window)
@@ -319,7 +320,7 @@ def _capped(x: Tensor, softcap: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of the first dimensions, as many as cos has, of x [T, heads, head_dim]."""
+    """Rotary embedding of the first dimensions of x [T, heads, head_dim]; as many as cos has."""
     rotated, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = rotated.chunk(2, -1)
     rotated = rotated * cos + torch.cat((-second, first), -1) * sin

@@ -1,4 +1,4 @@
-"""Cosines and sines of every position, as the kernels of the CPU read them."""
+"""Cosines and sines of every position, in the layout of the CPU kernels."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from kvloom.rank.kernels.backend import Floats
 
 
 def rope_table(rope: Rope, positions: int) -> Floats:
-    """[positions, dim] float32: cosines, then sines, of float32 angles. Rounded once: the same on all machines."""
+    """[positions, dim] float32: cosines, then sines, of float32 angles. Rounded once, so the same on all machines."""
     angles = np.outer(np.arange(positions, dtype=np.float32), np.array(rope.inv_freq, np.float32))
     table = np.empty((positions, 2 * angles.shape[1]), np.float32)
     for part, of in zip(np.split(table, 2, axis=1), (np.cos, np.sin), strict=True):

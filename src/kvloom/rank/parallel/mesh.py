@@ -1,4 +1,4 @@
-"""Mesh: the ranks of one model and what they compute together, over torch.distributed."""
+"""Mesh: the ranks of one model and their collective operations, over torch.distributed."""
 
 import os
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Mesh:
     world_size: int = 1
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of every rank's `part`, the same bits on all of them; in place. Blocks until all have come."""
+        """Sum of every rank's `part`, in place; the same bits on all ranks. Blocks until all have come."""
         if self.world_size > 1:
             dist.all_reduce(part)
         return part
@@ -34,7 +34,7 @@ class Mesh:
 
 
 def join(rank: int, world_size: int, rendezvous: str, device: str, timeout_s: float) -> Mesh:
-    """Meet the other ranks at the file `rendezvous`; a rank that dies makes the others' operations raise."""
+    """Meet the other ranks at the file `rendezvous`. When a rank dies the others' operations raise."""
     if world_size > 1:
         kind = torch.device(device).type
         if kind == "cpu":  # all ranks are on this machine

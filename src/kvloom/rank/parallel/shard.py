@@ -19,8 +19,8 @@ from kvloom.contract.errors import ModelError
 _BY_ROWS = (
     *("q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks"),
     *("gate", "up", "gate_bias", "up_bias", "shared_gate", "shared_up"),
-)  # of LoRA's B likewise
-_BY_COLUMNS = ("o", "down", "shared_down")  # of LoRA's A likewise: ranks then sum B times their parts of A x
+)  # and LoRA's B
+_BY_COLUMNS = ("o", "down", "shared_down")  # and LoRA's A: ranks then sum B times their parts of A x
 
 
 def shard_spec(spec: DecoderSpec, world_size: int) -> DecoderSpec:

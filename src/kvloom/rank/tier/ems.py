@@ -1,6 +1,7 @@
-"""The outer KV tier of a rank in EMS, the elastic memory pool: tier.KvTier through the SDK. Runs in the rank process.
+"""The outer KV tier of a rank in EMS, the elastic memory pool: tier.KvTier over the SDK. Runs in the rank process.
 
-A pool that fails or is late costs one deadline: then the circuit is open and nothing is asked of it until it is well.
+A pool that fails or is late costs one deadline: then the circuit breaker opens, and the pool is left alone until it
+recovers.
 """
 
 import logging
@@ -22,7 +23,7 @@ from kvloom.rank.tier.kvmemory import KvMemory
 
 log = logging.getLogger(__name__)
 
-SAVE_TIMEOUT_MS = 2000  # nobody waits for a save, but its blocks are held
+SAVE_TIMEOUT_MS = 2000  # deadline of saves: no request waits for one, but its blocks are held
 OPTIONS = ("socket", "access_id", "access_key_file")
 
 
@@ -33,12 +34,14 @@ class _UnderWay:
 
 
 class EmsTier:
-    """Implements tier.KvTier. One a process, because the SDK's connection is the process's."""
+    """Implements tier.KvTier. One a process, because the SDK has one connection a process."""
 
     def __init__(self, memory: KvMemory, config: EmsConfig, timeout_s: float, pause_s: float = FIRST_PAUSE_S) -> None:
-        """Waits until the pool has been looked for; the circuit finds one that comes later. timeout_s: of a load."""
+        """Waits for the first attempt to connect; a pool that starts later is found by the circuit breaker. timeout_s:
+        of a load.
+        """
         self._kv = [[_array(part) for part in layer] for layer in memory.layers]
-        self._block_size = memory.block_size  # of the blocks that transfers name; KvMemory holds the tensors to it
+        self._block_size = memory.block_size  # blocks as transfers name them; KvMemory checks the tensors against it
         self._config = config
         self._load_option = CcKvOption(timeout=max(1, int(timeout_s * 1000)))
         self._save_option = CcKvOption(timeout=SAVE_TIMEOUT_MS)
@@ -46,7 +49,7 @@ class EmsTier:
         self._complaint = ""
         self._under_way: dict[int, _UnderWay] = {}
         self._done: list[Moved] = []
-        prepare()  # not within a deadline: the prompts until then would not be saved
+        prepare()  # without a deadline: the first prompts would not be saved
         self._circuit = Circuit(self._connect, pause_s)
         self._circuit.wait_for_first_look()
 
@@ -93,18 +96,18 @@ class EmsTier:
         self._under_way[transfer.id] = _UnderWay(future, is_load)
 
     def _result(self, work: _UnderWay) -> int:
-        """Blocks of the prefix that were moved; a failure of the pool opens the circuit."""
+        """Number of blocks of the prefix that were moved; a failure of the pool opens the circuit."""
         try:
             count = work.future.result().success
         except EmsException as error:
             self._circuit.failed(str(error))
             return 0
-        if work.is_load:  # a pool that takes saves may still be too slow for those who wait
+        if work.is_load:  # a pool that accepts saves may still be too slow for loads
             self._circuit.succeeded()
         return count
 
     def _connect(self) -> bool:
-        """Whether the pool answers; at the first time that it does, the KV cache is registered."""
+        """Whether the pool answers. Registers the KV cache at the first success."""
         if self._caching is not None:
             return Ems.check_health()
         try:
@@ -124,14 +127,14 @@ class EmsTier:
 def open_tier(memory: KvMemory, config: TierConfig) -> EmsTier:
     """tier.OpenTier. Options: socket (path of the agent's), access_id, access_key_file (path; its first line).
 
-    Raises BadRequest naming the option.
+    Raises BadRequest that names the option.
     """
     options = config.options
     unknown = sorted(options.keys() - set(OPTIONS))
     if unknown:
         raise BadRequest(f"kv_tier.options.{unknown[0]}", f"is not known; known are {', '.join(OPTIONS)}")
     if options.get("socket"):
-        os.environ["EMS_SOCKET"] = options["socket"]  # the SDK's way of being told
+        os.environ["EMS_SOCKET"] = options["socket"]  # the SDK is configured by the environment
     return EmsTier(memory, _ems_config(memory, options), config.timeout_s)
 
 
@@ -142,7 +145,7 @@ def _ems_config(memory: KvMemory, options: Mapping[str, str]) -> EmsConfig:
         model_id=memory.model,
         tp_world_size=memory.world_size,
         rank_in_tp_group=memory.rank,
-        llm_engine=f"kvloom/{memory.layout}",  # part of every key, so other layouts are never read
+        llm_engine=f"kvloom/{memory.layout}",  # part of every key, so that blocks of another layout are never read
         kvcache_type=KVCacheType.GQA,
     )
     config = EmsConfig(options.get("access_id") or None, _access_key(options), identity)

@@ -1,4 +1,4 @@
-"""KvMemory: a rank's KV cache as others may use it, checked against what the engine is told of it."""
+"""KvMemory: a rank's KV cache as the outer tier may use it, checked against the engine's block numbers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,13 @@ from kvloom.contract.messages import RankInfo
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """A rank's KV cache, and all that must agree before another process may use its bytes.
+    """A rank's KV cache, and everything that must agree before another process may use its bytes.
 
-    layers: for each layer its tensors [num_blocks, block_size, ...] (torch, or anything numpy reads without a copy), K
-    before V. A backend may permute the bytes inside a block. num_blocks, block_size (tokens): of the blocks that
-    transfers name, which are the engine's; block_bytes: of one over all tensors. read: the bytes, in pieces, that a
-    step computes with as a block, found by another way than `layers`. model: a fingerprint of weights and shape;
-    layout: how the backend computes and arranges, beyond dtype and shape. rank, world_size: which part of every block
-    this is.
+    layers: for each layer its tensors [num_blocks, block_size, ...] (torch, or anything that numpy reads without a
+    copy), K before V. A backend may permute the bytes inside a block. num_blocks, block_size (tokens): in the engine's
+    blocks, which transfers name; block_bytes: of a block over all tensors. read: the bytes, in pieces, that a step
+    reads as a block, found independently of `layers`. model: fingerprint of weights and shape; layout: arithmetic and
+    arrangement beyond dtype and shape. rank, world_size: which part of every block this is.
     """
 
     layers: Sequence[Sequence[Any]]
@@ -31,7 +30,9 @@ class KvMemory:
     world_size: int = 1
 
     def __post_init__(self) -> None:
-        """Raises ModelError for tensors that are not in these blocks: transfers would move other tokens' bytes."""
+        """Raises ModelError for tensors whose first dimension is not these blocks: transfers would move other tokens'
+        bytes.
+        """
         wanted, total = (self.num_blocks, self.block_size), 0
         for part in (part for layer in self.layers for part in layer):
             if tuple(part.shape[:2]) != wanted:
@@ -41,7 +42,7 @@ class KvMemory:
             raise ModelError(f"{self.num_blocks} KV blocks have {total} bytes, expected {self.block_bytes} each")
 
     def check(self, info: RankInfo) -> None:
-        """Raises ModelError when the engine, which is told `info`, would name other blocks than these."""
+        """Raises ModelError when the engine, which gets `info`, would number other blocks than these."""
         own, told = (self.num_blocks, self.block_size), (info.num_blocks, info.block_size)
         if own != told:
             raise ModelError(f"the KV cache has blocks and tokens {list(own)}, the engine is told {list(told)}")

@@ -1,4 +1,6 @@
-"""KvTier: what the rank process needs of a store where KV blocks outlive the engine. The engine knows none by name."""
+"""KvTier: what a rank needs of a store where KV blocks outlive the engine. The engine knows no implementation by
+name.
+"""
 
 import importlib
 import logging
@@ -16,34 +18,36 @@ log = logging.getLogger(__name__)
 
 
 class KvTier(Protocol):
-    """Moves full blocks between a KvMemory and somewhere else. No method waits; all are called from one thread.
+    """Moves full blocks between a KvMemory and a store. No method waits; all are called from one thread.
 
-    A block of a transfer belongs to the tier until `poll` has reported the transfer; every one is reported once, at the
-    deadline at the latest. Damaged and missing blocks end the prefix that is reported as moved.
+    A block of a transfer belongs to the tier until `poll` has reported the transfer. Every transfer is reported once,
+    at its deadline at the latest. A damaged or missing block ends the prefix that is reported as moved.
     """
 
     @property
     def is_up(self) -> bool:
-        """Whether a transfer has a chance now."""
+        """Whether a transfer is likely to succeed now."""
 
     @property
     def pool(self) -> str:
-        """Names the store; equal where the same blocks are found. "" while that is not known."""
+        """Name of the store: equal for tiers that find the same blocks. "" while it is not known."""
 
     def load(self, transfer: Transfer) -> None:
-        """Begin to fill the transfer's blocks with what its keys name. May raise: then it moved nothing."""
+        """Start filling the transfer's blocks with the data of its keys. If it raises, nothing was moved."""
         ...
 
     def save(self, transfer: Transfer) -> None:
-        """Begin to store the transfer's blocks under its keys; they do not change meanwhile. May raise, as `load`."""
+        """Start storing the transfer's blocks, which do not change meanwhile, under its keys. If it raises, nothing was
+        moved.
+        """
         ...
 
     def poll(self) -> list[Moved]:
-        """The transfers that ended since the last call, however they ended."""
+        """Transfers that ended since the last call, successful or not."""
         ...
 
     def close(self) -> None:
-        """Give up transfers under way and the connection. Once, after the last `poll`."""
+        """Cancel transfers under way and close the connection. Called once, after the last `poll`."""
         ...
 
 
@@ -65,20 +69,21 @@ def open_tier(config: TierConfig, memory: KvMemory) -> KvTier:
 
 
 def with_tier(runner: Runner, config: TierConfig, memory: KvMemory) -> "TieredRunner":
-    """The runner with the tier of `config` over its `memory`. Raises ServingError, also when the two do not agree."""
+    """The runner over the tier of `config` for its `memory`. Raises ServingError, also when the two do not agree."""
     memory.check(runner.info)
     watch = Watch(memory) if config.is_watched else None
     tiered = TieredRunner(runner, open_tier(config, watch.memory if watch else memory), watch)
-    watched = "-watched" if watch else ""  # its blocks travel with their sums
+    watched = "-watched" if watch else ""  # each block travels with its checksum
     layout = f"{memory.layout}-x{memory.world_size}{watched}"
     tiered.info = replace(tiered.info, kv_model=memory.model, kv_layout=layout)
     return tiered
 
 
 class TieredRunner:
-    """A runner with an outer tier: transfers begin before a step and are reported after it. A tier's bug is a miss.
+    """A runner with an outer tier: starts transfers before a step and reports them after it. An exception in the tier
+    counts as a miss.
 
-    Unless a `watch` sees that it is a wrong byte: that ends the rank.
+    Exception: wrong bytes found by a `watch` end the rank.
     """
 
     def __init__(self, runner: Runner, tier: KvTier, watch: Watch | None = None) -> None:
@@ -100,7 +105,7 @@ class TieredRunner:
         try:
             output.moved += self._tier.poll()
             output.is_tier_up, output.pool = self._tier.is_up, self._tier.pool
-        except Exception:  # a tier is other people's code: its bugs cost what it would have saved, and no request
+        except Exception:  # a tier is a plug-in: its bugs cost what it would have saved, but no request
             log.exception("the KV tier failed")
         if self._watch is not None:
             self._watch.end(batch, output.moved)
@@ -116,12 +121,12 @@ class TieredRunner:
         self._runner.unload_adapter(id)
 
     def close(self) -> None:
-        """The tier's connections; the runner goes on without it."""
+        """Close the tier; the runner goes on without it."""
         self._tier.close()
 
     def _begin(self, begin: Callable[[Transfer], None], transfer: Transfer) -> None:
         try:
             begin(transfer)
-        except Exception:  # as in `run`; and whoever waits for the transfer is told
+        except Exception:  # as in `run`; the transfer is reported as moving nothing
             log.exception("the KV tier refused a transfer")
             self._refused.append(Moved(transfer.id, 0))

@@ -1,8 +1,8 @@
-"""Watch: a debug mode of the outer KV tier in which no byte of the KV cache may be wrong unnoticed. Slow.
+"""Watch: a debug mode of the outer KV tier that detects any wrong byte in the KV cache. Slow.
 
-A block's checksum, over its key and its bytes as the rank computes with them, travels through the tier in a tensor of
-its own and is compared with what lies in the KV cache after the load. And every block that nobody may have written
-since must hold what it held, whenever a load has ended.
+A block's checksum, over its key and its bytes as steps read them, travels through the tier in a tensor of its own and
+is compared with the KV cache after the load. After each load, every block that no step may have written since must be
+unchanged too.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,9 @@ class WrongBytes(Exception):
 
 
 class Watch:
-    """Sees every batch before (`begin`) and after (`end`) it ran. `memory` is what the tier gets: sums included."""
+    """Checks every batch before (`begin`) and after (`end`) it runs. `memory` is what the tier gets: checksums
+    included.
+    """
 
     def __init__(self, memory: KvMemory) -> None:
         """Raises BadRequest for a cache on a device."""
@@ -38,10 +40,10 @@ class Watch:
             layers=[*memory.layers, [sums]],
             block_bytes=memory.block_bytes + sums.nbytes // memory.num_blocks,
         )
-        self._travelling = sums.reshape(memory.num_blocks, -1).view(np.uint8)[:, :_SUM_BYTES]  # a row a block
-        self._tables: dict[int, list[int]] = {}  # of each sequence, as the rank knows it
+        self._travelling = sums.reshape(memory.num_blocks, -1).view(np.uint8)[:, :_SUM_BYTES]  # one row a block
+        self._tables: dict[int, list[int]] = {}  # block table of each sequence, as the rank knows it
         self._loads: dict[int, Transfer] = {}
-        self._settled: dict[int, bytes] = {}  # block -> sum of its bytes, which only a step or a load may change
+        self._settled: dict[int, bytes] = {}  # block -> checksum, which only a step or a load may change
 
     def begin(self, batch: Batch) -> None:
         """Raises WrongBytes when a block to be saved is not what was computed."""
@@ -54,11 +56,11 @@ class Watch:
         for load in batch.loads:
             self._loads[load.id] = load
             for block in load.blocks:
-                self._travelling[block] = 0  # so that a sum can only be one that came
+                self._travelling[block] = 0  # so that a checksum there can only be one that was loaded
                 self._settled.pop(block, None)
 
     def end(self, batch: Batch, moved: Iterable[Moved]) -> None:
-        """Raises WrongBytes."""
+        """Raises WrongBytes when a loaded or an unrelated block is not what it must be."""
         for id in batch.drop:
             self._tables.pop(id, None)
         for block in self._written(batch):
@@ -73,7 +75,7 @@ class Watch:
             self._check(list(self._settled))
 
     def _written(self, batch: Batch) -> set[int]:
-        """The blocks that the batch's step may have changed."""
+        """Blocks that the batch's step may have written."""
         written, size = set(), self.memory.block_size
         for work in batch.work:
             table = self._tables.setdefault(work.id, [])
