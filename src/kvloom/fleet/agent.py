@@ -1,4 +1,4 @@
-"""The EMS agent of a node, which holds blocks for all replicas there: the one that serves, or one that is started."""
+"""The EMS agent of a node, which holds blocks for all replicas there: a running one, or one started for the fleet."""
 
 import contextlib
 import fcntl
@@ -17,7 +17,7 @@ from kvloom.contract.errors import ModelError
 from kvloom.pool.doctor import is_answered
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"
-_START_S = 60.0  # the first time on a machine it compiles its C++
+_START_S = 60.0  # seconds; the first start on a machine compiles C++
 _POLL_S = 0.05
 
 
@@ -27,10 +27,10 @@ def pool_tier(configured: TierConfig | None) -> TierConfig:
 
 
 class NodeAgent:
-    """Holds the agent that it has started, or none where one served already. Lives as long as its process."""
+    """Holds the agent that it started, or nothing where one was running. Lives as long as its process."""
 
     def __init__(self, pool_bytes: int) -> None:
-        """Raises ModelError, one sentence, when there is none and none can be started."""
+        """Raises ModelError, one sentence, when no agent runs and none can be started."""
         self._process: subprocess.Popen[bytes] | None = None
         with _alone():
             if not any(path.exists() and is_answered(path) for path in candidates()):
@@ -42,7 +42,7 @@ class NodeAgent:
         return self._process is not None
 
     def check(self) -> None:
-        """Raises ModelError when an agent of one's own has ended."""
+        """Raises ModelError when the agent that it started has ended."""
         if self._process is not None and self._process.poll() is not None:
             raise ModelError(f"the EMS agent ended with {self._process.returncode}")
 
@@ -60,7 +60,7 @@ def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            preexec_fn=end_with_parent,  # whatever ends the actor
+            preexec_fn=end_with_parent,  # however the actor ends
         )
     deadline_s = time.monotonic() + _START_S
     while not is_answered(serving_path()):
@@ -75,7 +75,7 @@ def _started(pool_bytes: int) -> "subprocess.Popen[bytes]":
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """One at a time on this node."""
+    """A lock of this node."""
     with (Path(tempfile.gettempdir()) / f"kvloom-fleet-agent-{os.getuid()}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,6 @@
 """`build`: the fleet as an application of Ray Serve, for `serve run`, `serve deploy` and KubeRay alike.
 
-Ray is imported here, in router.py and in local.py, and nowhere else of kvloom.
+Only this module, router.py and local.py import Ray.
 """
 
 import warnings
@@ -31,17 +31,17 @@ from kvloom.fleet.scaling import MAILBOXES, METRIC
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
-_NAMESPACE = "kvloom"  # of what we name in Ray
-_ID_CHARS = 8  # of a node's id, which are told
+_NAMESPACE = "kvloom"  # prefix of names that we give in Ray
+_ID_CHARS = 8  # characters of a node's id that are shown
 _DRAIN_POLL_S = 0.2
-_STATS_S = 1.0  # how often replicas tell routers how they are
+_STATS_S = 1.0  # seconds between replicas' reports to routers
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
     """The application of a fleet.yaml's `args`.
 
-    Raises RayServeException, one sentence with the path of the wrong value: of this alone Serve tells no more than the
-    text, in the message of its status, and keeps what runs.
+    Raises RayServeException, one sentence with the path of the wrong value: Serve shows this exception's text alone in
+    its status, and keeps what runs.
     """
     try:
         return application(make_plan(parse_args(args)))
@@ -50,26 +50,26 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def application(plan: Plan) -> serve.Application:
-    """Of a plan that is made."""
+    """The application of a finished plan."""
     options = {
         "name": INGRESS,
         "num_replicas": plan.args.ingresses,
         "ray_actor_options": {"num_cpus": 0},
-        "max_ongoing_requests": 1 << 16,  # the server's own bound is what answers 429
+        "max_ongoing_requests": 1 << 16,  # the server's own bound answers 429
         "graceful_shutdown_timeout_s": plan.args.grace_s,
-        "max_surge_percent": 100,  # a new ingress answers before an old one stops
+        "max_surge_percent": 100,  # an upgrade starts the new ingress before it stops the old one
     }
     engines, prefill = _deployments(plan)
     return serve.deployment(serve.ingress()(ServedIngress)).options(**options).bind(plan, engines, prefill)
 
 
 def engines_alone(plan: Plan) -> serve.Application:
-    """The same without an ingress, for a server that is none of Serve's actors."""
+    """The same without an ingress, for a server that is not an actor of Serve."""
     return _deployments(plan)[0]
 
 
 def _deployments(plan: Plan) -> tuple[serve.Application, serve.Application | None]:
-    """Those that do everything, or all but long prompts, and bring with them those for these."""
+    """Deployments of replicas: those that do everything (or all but long prompts), which bind the prefill replicas."""
     roles = plan.args.roles
     if roles is None:
         return _engines(plan, ENGINES, "", plan.args.answering), None
@@ -80,11 +80,11 @@ def _deployments(plan: Plan) -> tuple[serve.Application, serve.Application | Non
 def _engines(
     plan: Plan, name: str, role: str, number: int | Scaling, beside: serve.Application | None = None
 ) -> serve.Application:
-    """`number` replicas, or as many as they are scaled to. The ranks of one are on one node."""
+    """`number` replicas, or as many as autoscaling asks for. All ranks of a replica are on one node."""
     args = plan.args
     options: dict[str, Any] = {
         "name": name,
-        "max_ongoing_requests": 1 << 16,  # engines queue for themselves
+        "max_ongoing_requests": 1 << 16,  # engines have queues of their own
         "graceful_shutdown_timeout_s": args.grace_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
         "health_check_period_s": 5,
@@ -175,7 +175,7 @@ class ServedReplica:
         return {METRIC: float(self._replica.queued_tokens), MAILBOXES: float(self._replica.num_mailboxes)}
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # one that could not be made
+        with suppress(AttributeError):  # the constructor failed
             self._replica.close()
 
 
@@ -188,7 +188,7 @@ class ServedIngress:
         node = ray.get_runtime_context().get_node_id()[:_ID_CHARS]
         self._grace_s = plan.args.grace_s
         self._ingress = Ingress(plan, fleet_of(plan, engines, prefill), node)
-        await self._ingress.load()  # so that an upgrade sends nobody here before requests are answered
+        await self._ingress.load()  # so that an upgrade sends no requests here before it can answer them
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._ingress.app()
@@ -214,7 +214,7 @@ def fleet_of(plan: Plan, engines: DeploymentHandle, prefill: DeploymentHandle | 
 
 
 def calls(engines: DeploymentHandle, method: str) -> Call:
-    """The streaming method of a deployment's replicas, as FleetEngine calls it."""
+    """The streaming method of a deployment's replicas in the form that FleetEngine calls."""
     streams = engines.options(stream=True, method_name=method)
 
     async def call(data: bytes, hint: bytes) -> AsyncGenerator[bytes]:
@@ -234,7 +234,7 @@ def calls(engines: DeploymentHandle, method: str) -> Call:
 
 
 def _join_roll(plan: Plan, node: str, form: str) -> None:
-    """The first replica of a plan tells Ray's store in what form it holds its weights, and the others have to, too.
+    """The first replica of a plan registers the form of its weights in Ray's store; later ones must have the same.
 
     Raises ModelError.
     """
@@ -246,7 +246,7 @@ def _join_roll(plan: Plan, node: str, form: str) -> None:
 
 
 async def _ensure_agent(node: str, pool_bytes: int) -> None:
-    """An agent of EMS on this node: an actor holds it, which outlives replicas. Raises ModelError."""
+    """An EMS agent on this node, held by an actor that outlives replicas. Raises ModelError."""
     place = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"name": f"ems-agent-{node}", "namespace": _NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     agent = ray.remote(NodeAgent).options(**options, num_cpus=0, scheduling_strategy=place).remote(pool_bytes)
@@ -257,6 +257,6 @@ async def _ensure_agent(node: str, pool_bytes: int) -> None:
 
 
 def _why(error: Exception) -> str:
-    """One line of Ray's many."""
+    """The one informative line of Ray's message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if isinstance(error, RayTaskError) and lines else (lines or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""FleetArgs: what an application of the fleet is given, by `args` of a fleet.yaml or by `kvloom fleet run`."""
+"""FleetArgs: arguments of a fleet's application, from `args` of a fleet.yaml or from `kvloom fleet run`."""
 
 import re
 from collections.abc import Mapping
@@ -19,24 +19,26 @@ class Scaling(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="c
 
     max_replicas: Positive
     min_replicas: Annotated[int, msgspec.Meta(ge=0)] = 1
-    up_delay_s: Amount = 5.0  # how long more are wanted before they are started
+    up_delay_s: Amount = 5.0  # seconds that more replicas must be wanted before they are started
     down_delay_s: Amount = 300.0
 
 
 class Autoscaling(Scaling, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """So that each has about so many tokens of prompts before it."""
+    """Scales so that each replica has about this many tokens of prompts queued."""
 
     queued_tokens_per_replica: Positive = 4096
 
 
 class DecodeScaling(Scaling, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """So that each has about so many requests under way: what it does is answer, whatever their prompts were."""
+    """Scales so that each replica has about this many requests: it decodes, whatever their prompts were."""
 
     requests_per_replica: Positive = 32
 
 
 class Roles(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """Replicas for prompts alone, and for all else; a prompt of `threshold` tokens and more goes to the former."""
+    """Replicas for prefills, and replicas for everything else; prompts of `threshold` tokens and more go to the
+    former.
+    """
 
     prefill: Positive | Autoscaling
     decode: Positive | DecodeScaling
@@ -44,23 +46,23 @@ class Roles(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class RouterArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """As choice.Rules has them."""
+    """See choice.Rules."""
 
     guard_factor: Annotated[float, msgspec.Meta(ge=1)] = 2.0
     guard_tokens: Annotated[int, msgspec.Meta(ge=0)] = 2048
     load_cost: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.15
-    policy: str = "prefix"  # or power-of-two, Serve's own
+    policy: str = "prefix"  # or power-of-two, Serve's own policy
 
 
 class Mock(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """What a step of the model without weights takes."""
+    """Step times of the model without weights."""
 
     step_ms: Amount = 0.0
     token_ms: Amount = 0.0
 
 
 class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename="camel"):
-    """`config` is a config.json, whose values those given here override."""
+    """`config` is the path of a config.json; values given here override its own."""
 
     model: str = ""
     name: str | None = None
@@ -70,7 +72,7 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     max_seq_len: Positive | None = None
     max_batch: Positive | None = None
     num_blocks: Positive | None = None
-    replicas: Positive | None = None  # 1, where neither roles nor autoscaling say more
+    replicas: Positive | None = None  # default 1, unless roles or autoscaling set it
     autoscaling: Autoscaling | None = None
     roles: Roles | None = None
     ingresses: Positive = 1
@@ -79,38 +81,38 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     router: RouterArgs = RouterArgs()
     patience_s: Amount = 120.0
     grace_s: Amount = 30.0
-    kv_pool: bool = False  # a node's agent of EMS holds blocks for all replicas; found, or started
-    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # of an agent that is started
+    kv_pool: bool = False  # an EMS agent on each node holds blocks for all replicas there; found or started
+    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # bytes of an agent that is started
     mock: Mock | None = None
-    host: str | None = None  # these two: where Ray's proxy listens, for `kvloom fleet run`
+    host: str | None = None  # these two: address of Ray's proxy, for `kvloom fleet run`
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None
 
     @property
     def answering(self) -> int | Scaling:
-        """Replicas that answer: their number, or how they are scaled."""
+        """The replicas that answer: their number, or how they are scaled."""
         return self.roles.decode if self.roles else self.autoscaling or self.replicas or 1
 
     @property
     def least_replicas(self) -> int:
-        """That answer, before anybody asks."""
+        """How many of those run without any request."""
         return self.answering.min_replicas if isinstance(self.answering, Scaling) else self.answering
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether none of those runs while nobody asks."""
+        """Whether none of those runs without requests."""
         return self.least_replicas == 0
 
     @property
     def most_replicas(self) -> int:
-        """That there may be at once, of all kinds."""
+        """The most replicas that may run at once, of all kinds."""
         kinds = (self.answering, self.roles.prefill if self.roles else 0)
         return sum(kind.max_replicas if isinstance(kind, Scaling) else kind for kind in kinds)
 
 
 def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
-    """Raises BadRequest with the path of the wrong value, `above` it stands where the arguments do."""
+    """Raises BadRequest with the path of the wrong value; `above`: path of the arguments."""
     try:
-        args = msgspec.convert(dict(given), FleetArgs, strict=False)  # `serve run IMPORT_PATH key=value` gives strings
+        args = msgspec.convert(dict(given), FleetArgs, strict=False)  # `serve run IMPORT_PATH key=value` passes strings
     except msgspec.ValidationError as error:
         text = str(error)
         found = _AT.search(text)
@@ -120,7 +122,7 @@ def parse_args(given: Mapping[str, Any], above: str = "args") -> FleetArgs:
 
 
 def check_args(args: FleetArgs, above: str) -> None:
-    """Values that depend on each other. Raises BadRequest."""
+    """Checks values that depend on each other. Raises BadRequest."""
     roles = {} if args.roles is None else {"roles.prefill": args.roles.prefill, "roles.decode": args.roles.decode}
     for path, scaling in {"autoscaling": args.autoscaling, **roles}.items():
         if isinstance(scaling, Scaling) and scaling.min_replicas > scaling.max_replicas:

@@ -1,4 +1,4 @@
-"""FleetEngine: what the server takes for an engine, and is the whole fleet. Knows Ray only as `Call`."""
+"""FleetEngine: looks like an engine to the server, and is the whole fleet. Knows Ray only as `Call`."""
 
 import asyncio
 import itertools
@@ -37,15 +37,15 @@ _WALKED = f"the request was lost with {MAX_MOVES + 1} replicas, one after the ot
 
 
 class _Nobody(Unavailable):
-    """No replica took the request up in time: there is none to go on to."""
+    """No replica accepted the request in time, so there is none to continue on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manners:
-    """How the fleet answers. `patience_s`: a request waits so long for a replica that takes it up."""
+    """How the fleet answers. `patience_s`: how long a request waits for a replica that accepts it."""
 
     patience_s: float = 120.0
-    may_be_empty: bool = False  # no replica runs while nobody asks
+    may_be_empty: bool = False  # no replica runs while there are no requests
 
 
 def manners_of(args: FleetArgs) -> Manners:
@@ -54,7 +54,7 @@ def manners_of(args: FleetArgs) -> Manners:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """To the replicas of one deployment, and what the router says of them. `post`: has one of them fill a mailbox."""
+    """A deployment's replicas, and what the router publishes about them. `post` makes a replica fill a mailbox."""
 
     call: Call
     board: Board
@@ -63,7 +63,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """To the replicas that do everything, or all but long prompts; and to those that do these up to the first token.
+    """The replicas that do everything (or all but long prompts), and those that prefill long prompts.
 
     A prompt is long from `threshold` tokens on.
     """
@@ -78,7 +78,7 @@ class Ways:
 
 
 class FleetEngine:
-    """An EngineLike. Owned by the ingress's loop; `about` is what its replicas are like."""
+    """An EngineLike. Owned by the ingress's loop; `about` describes its replicas."""
 
     def __init__(self, about: About, ways: Ways, manners: Manners | None = None) -> None:
         self._about, self._ways = about, ways
@@ -87,12 +87,12 @@ class FleetEngine:
         self._feeds: dict[str, Feed] = {}
         self._mailroom = None if ways.whole.post is None else Mailroom(ways.whole.post)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._adapters = itertools.count(1)  # replicas have numbered them in the same order
+        self._adapters = itertools.count(1)  # adapters; replicas number them in the same order
         self._is_closing = False
-        self.num_moves, self.num_lost = 0, 0  # requests that went on elsewhere; that could not
+        self.num_moves, self.num_lost = 0, 0  # requests that continued on another replica, and requests that could not
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Replicas work already; feeds are read on `loop`."""
+        """Replicas are already running; feeds are read on `loop`."""
         self._loop = loop
 
     @property
@@ -101,7 +101,7 @@ class FleetEngine:
 
     @property
     def info(self) -> RankInfo:
-        """Of one replica: they are alike."""
+        """RankInfo of one replica; all are alike."""
         return self._about.info
 
     @property
@@ -115,11 +115,11 @@ class FleetEngine:
             raise Unavailable(_STOPPING if self._is_closing else _NOBODY)
 
     def stats(self) -> Stats:
-        """The sum of what replicas said last, up to two seconds ago."""
+        """The sum of the replicas' last reports, up to two seconds old."""
         return sum_of([view.stats["figures"] for view in self._ways.views if view.stats])
 
     def replicas(self) -> Sequence[ReplicaFigures]:
-        """Each by its name."""
+        """The report of each, by name."""
         return [replica_figures(view) for view in self._ways.views]
 
     def open(self, requests: Sequence[Request]) -> Feed:
@@ -145,14 +145,14 @@ class FleetEngine:
                     yield delta
 
     def abort(self, request_id: str) -> None:
-        """It ends with what it has. Unknown ids are ignored."""
+        """End a request with what it has. Unknown ids are ignored."""
         feed = self._feeds.get(request_id)
         if feed is not None:
             self._end(request_id)
             feed.put(request_id, Delta(request_id, finish_reason=FinishReason.ABORT))
 
     def close(self) -> None:
-        """What runs ends with an error. Safe from any thread."""
+        """End running requests with an error. May be called from any thread."""
         self._is_closing = True
         if self._loop is None or self._loop is _running_loop():
             self._end_all()
@@ -167,7 +167,7 @@ class FleetEngine:
             self._mailroom.close()
 
     def preload_adapter(self, path: str) -> Adapter:
-        """The next of those that each replica has loaded, in the order of the configuration."""
+        """The next adapter that each replica has loaded, in the order of the configuration."""
         number = next(self._adapters)
         return Adapter(number, path, AdapterInfo(self._about.adapters[number - 1], 0, 0))
 
@@ -200,13 +200,13 @@ class FleetEngine:
             task.cancel()
 
     async def _run(self, journey: Journey, feed: Feed) -> None:
-        """Until its end was told, once."""
+        """Run a request until its end is delivered, once."""
         id = journey.request.id
         try:
             await self._travel(journey, feed)
         except ServingError as error:
             feed.put(id, error)
-        except Exception as error:  # our mistake, which is not to leave the caller waiting
+        except Exception as error:  # a bug of ours, which must not leave the caller waiting
             log.exception("request %s failed", id)
             feed.put(id, GenerationFailed(str(error)))
         finally:
@@ -215,7 +215,7 @@ class FleetEngine:
                 self._tasks.pop(id, None)
 
     async def _travel(self, journey: Journey, feed: Feed) -> None:
-        """From one replica to the next, until one has ended it. Raises ServingError."""
+        """From one replica to the next until one has finished the request. Raises ServingError."""
         way = self._ways.prefill if self._is_long(journey.request) else None
         while True:
             try:
@@ -235,12 +235,13 @@ class FleetEngine:
                 way = None
 
     def _is_long(self, request: Request) -> bool:
-        """Whether its prompt is computed apart; what is told of each prompt token is told where the answer is."""
+        """Whether its prompt is computed on another replica; never when data of each prompt token is asked for."""
         is_plain = request.may_reuse and not request.pooling and request.params.max_tokens != 0
         return self._ways.prefill is not None and is_plain and len(request.prompt_ids) >= self._ways.threshold
 
     async def _visit(self, journey: Journey, feed: Feed, way: Way) -> bool:
-        """One replica; whether the request ended there. One that only prefills leaves it with its first token.
+        """Run on one replica. Returns whether the request ended there; a prefill replica ends its part with the first
+        token.
 
         Raises ReplicaLost, ServingError.
         """
@@ -265,7 +266,7 @@ class FleetEngine:
         return visit.is_over
 
     async def _first(self, items: AsyncGenerator[bytes]) -> bytes:
-        """What a replica says as soon as it has the request. Raises ReplicaLost, Unavailable."""
+        """A replica's answer to a new request. Raises ReplicaLost, Unavailable."""
         try:
             first = await asyncio.wait_for(_next(items), self._manners.patience_s)
         except TimeoutError:
@@ -275,7 +276,7 @@ class FleetEngine:
         return first
 
     async def _take(self, item: Item, visit: Visit, board: Board, mailroom: Mailroom | None) -> None:
-        """One item of a request's own stream. Raises ReplicaLost, ServingError."""
+        """Handle one item of a request's own stream. Raises ReplicaLost, ServingError."""
         if isinstance(item, Hello):
             if not visit.journey.arrived(item.replica, item.layout):
                 raise ReplicaLost(_OTHER_FORM)
@@ -304,7 +305,7 @@ class FleetEngine:
 
 
 async def _next(items: AsyncGenerator[bytes]) -> bytes | None:
-    """None when there is none."""
+    """The next item; None at the end."""
     async for item in items:
         return item
     return None

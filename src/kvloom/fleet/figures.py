@@ -1,4 +1,4 @@
-"""Figures of replicas: what each tells, and what they are together. Pure."""
+"""Figures of replicas: what each reports, and their totals. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -15,13 +15,13 @@ _SUMS = [f.name for f in fields(Stats) if isinstance(f.default, int | float) and
 
 
 def told(stats: Stats) -> dict[str, Any]:
-    """As plain values, which cross to routers."""
+    """As plain values, which are sent to routers."""
     plain = {name: getattr(stats, name) for name in (*_SUMS, *_MEANS)}
     return plain | {"step_tokens": [stats.step_tokens.counts, stats.step_tokens.sum]}
 
 
 def sum_of(figures: Sequence[Mapping[str, Any]]) -> Stats:
-    """Counts and gauges are added; what a step takes is the mean of those who have run one."""
+    """Counts and gauges are added; step times are the mean over replicas that have run a step."""
     values: dict[str, Any] = {name: sum(each[name] for each in figures) for name in _SUMS}
     values |= {name: _mean([each[name] for each in figures if each[name]]) for name in _MEANS}
     steps = Histogram(STEP_TOKEN_BOUNDS)

@@ -39,7 +39,7 @@ _ENDED_ELSEWHERE = "this server is one of a fleet: end it with `serve shutdown`,
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The ways of an ingress to the replicas. `describe` raises ReplicaLost, ServingError."""
+    """Access of an ingress to the replicas. `describe` raises ReplicaLost, ServingError."""
 
     describe: Callable[[], Awaitable[About]]
     ways: Ways
@@ -59,7 +59,7 @@ class Ingress:
         self._engine: FleetEngine | None = None
 
     def app(self) -> ASGIApp:
-        """Answers 503 before `load`."""
+        """Answers 503 until `load` has ended."""
         store = None
         if self._config.response_store is not None:
             store = ResponseStore(self._config.response_store, self._config.response_limits)
@@ -71,7 +71,7 @@ class Ingress:
         return guard(BodyTimeoutMiddleware(app), policy_of(self._config), keys)
 
     async def load(self) -> None:
-        """Waits until a replica has said what it is like."""
+        """Waits until a replica has described itself."""
         about = await self._about()
         card = await asyncio.to_thread(self._config.models[0].advised)
         tokenizer = await asyncio.to_thread(model_tokenizer, card.engine.model)
@@ -92,7 +92,7 @@ class Ingress:
                 await asyncio.sleep(_POLL_S)
 
     async def close(self, grace_s: float) -> None:
-        """New requests are refused; those that run may take `grace_s`."""
+        """Refuse new requests; running ones get `grace_s`."""
         self._health.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
@@ -103,7 +103,7 @@ class Ingress:
 
 
 def share_of(config: ServerConfig, num_ingresses: int) -> ServerConfig:
-    """The bounds of one ingress of several: together they let in as many as one server would, and no fewer."""
+    """The limits of one of several ingresses: all together admit as many requests as one server would."""
     tokens = config.max_queued_tokens
     return replace(
         config,

@@ -1,8 +1,8 @@
-"""Journey: one request on its way through the fleet; lost with one replica, it goes on with another. Pure.
+"""Journey: one request on its way through the fleet; when its replica is lost it continues on another one. Pure.
 
-A token is a function of logits, parameters, seed and position, and logits do not depend on who else is in the batch: a
-replica that is given the prompt, the answer so far and the seed goes on with the very tokens that the lost one would
-have said. That holds for weights in one form, computed by one kind of kernels: their `layout`.
+A token is a function of logits, parameters, seed and position, and logits do not depend on the rest of the batch. So a
+replica that gets the prompt, the answer so far and the seed continues with exactly the tokens that the lost one would
+have sampled, if its weights have the same form and the same kind of kernels computes them: its `layout` is equal.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from msgspec import structs
 
 from kvloom.contract.request import Delta, Request
 
-MAX_MOVES = 2  # a request that ends whoever computes it must not walk the fleet
+# most replicas that one request may be lost on, so that a request that kills replicas does not visit them all
+MAX_MOVES = 2
 
 
 def with_seed(request: Request, draw: Callable[[], int]) -> Request:
-    """The request with a seed that another replica can be given; a greedy one needs none."""
+    """The request with a seed that can be given to another replica; a greedy one needs none."""
     if request.params.is_greedy or request.params.seed is not None:
         return request
     return replace(request, params=replace(request.params, seed=draw()))
@@ -28,10 +29,10 @@ class Journey:
 
     request: Request
     told: list[int] = field(default_factory=list)  # tokens of the answer so far
-    lost: list[str] = field(default_factory=list)  # replicas that died under it
-    replica: str = ""  # where it is
-    layout: str = ""  # of the weights that said what was told; "" = nobody has answered yet
-    num_cached: int | None = None  # as the first delta said
+    lost: list[str] = field(default_factory=list)  # replicas that were lost while it ran there
+    replica: str = ""  # the present replica
+    layout: str = ""  # layout of the weights that computed the answer so far; "" = none has answered yet
+    num_cached: int | None = None  # as in the first delta
 
     @property
     def num_moves(self) -> int:
@@ -39,11 +40,11 @@ class Journey:
 
     @property
     def required_layout(self) -> str:
-        """What a replica must be like to go on; "" = any may begin."""
+        """The layout that a replica needs in order to continue; "" = any may begin."""
         return self.layout if self.told else ""
 
     def arrived(self, replica: str, layout: str) -> bool:
-        """The replica has accepted it; whether it may answer there, with the weights and kernels that it began with."""
+        """The replica has accepted it. Returns whether its layout is that of the answer so far."""
         self.replica = replica
         if self.required_layout not in ("", layout):
             return False
@@ -51,7 +52,7 @@ class Journey:
         return True
 
     def add(self, delta: Delta) -> Delta:
-        """What the caller is told of it: that a request has moved changes no figure of its answer."""
+        """The delta for the caller: figures are as if the request had stayed on one replica."""
         self.told += delta.token_ids
         if self.num_cached is None:
             self.num_cached = delta.num_cached_tokens
@@ -60,11 +61,11 @@ class Journey:
         return structs.replace(delta, num_cached_tokens=self.num_cached)
 
     def lose(self) -> bool:
-        """Its replica is gone; whether it may go on elsewhere."""
+        """Its replica is gone. Returns whether it may continue on another one."""
         self.lost.append(self.replica)
         self.replica = ""
         return self.num_moves <= MAX_MOVES
 
     def next_request(self) -> Request:
-        """What the next replica is asked: the rest of the answer."""
+        """The request for the next replica: the rest of the answer."""
         return replace(self.request, answer=(*self.request.answer, *self.told))

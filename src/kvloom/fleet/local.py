@@ -1,4 +1,4 @@
-"""A fleet on a Ray of its own, on this machine: started for the server before it, ended with that."""
+"""A fleet with a Ray of its own on this machine, which is started for one server and ends with it."""
 
 import asyncio
 import contextlib
@@ -20,14 +20,14 @@ from kvloom.server.config.settings import ServerConfig
 from kvloom.server.run.loading import Loaded
 from kvloom.server.serving.engine import Closing
 
-# Ray reads these when it is imported, and its processes have them from this one
+# Ray reads these when it is imported, and its processes inherit them
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_AUTH_MODE": "token",  # for the ports that Serve opens beside loopback
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # else it takes the machine's address for 127.0.0.1
+    "RAY_AUTH_MODE": "token",  # Serve opens further ports beside loopback
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise the machine's address is used instead of 127.0.0.1
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    "RAY_worker_niceness": "0",  # else 15: whatever else the machine does would come before people's requests
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a handle's thread that outlives this Ray finds itself another one
+    "RAY_worker_niceness": "0",  # otherwise 15, so that other work on the machine would delay requests
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a handle's thread that outlives this Ray connects to another one
 }
 os.environ.update({name: value for name, value in _ENVIRONMENT.items() if name not in os.environ})
 
@@ -42,14 +42,14 @@ from kvloom.fleet.lost import ReplicaLost  # noqa: E402
 
 APP = "fleet"
 _POLL_S = 0.2
-_FAREWELL_S = 5.0  # what Ray's processes have to end by themselves
-_STORE_BYTES = 100 << 20  # Ray's shared memory; what passes through it are long prompts
+_FAREWELL_S = 5.0  # seconds that Ray's processes get to end by themselves
+_STORE_BYTES = 100 << 20  # bytes of Ray's shared memory, through which long prompts pass
 
 
 class LocalFleet:
-    """An Opening of the server: Ray is started at once, the replicas in the background. Made on the main thread.
+    """An Opening of the server: Ray starts at once, the replicas in the background. Made on the main thread.
 
-    `tell` hears of progress; `problem` is what ended the fleet, "" when nobody but the user did.
+    `tell` gets progress messages; `problem` is what ended the fleet, "" when the user did.
     """
 
     def __init__(self, plan: Plan, config: ServerConfig, has_dashboard: bool, tell: Callable[[str], None]) -> None:
@@ -70,7 +70,7 @@ class LocalFleet:
         threading.Thread(target=self._run, name="fleet", daemon=True).start()
 
     def close(self) -> None:
-        """Ends every process of Ray. On the main thread: a signal meanwhile ends this one at once."""
+        """End every process of Ray. On the main thread: a signal meanwhile ends this process at once."""
         self._is_closing.set()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: os._exit(1))
@@ -81,7 +81,7 @@ class LocalFleet:
     def _run(self) -> None:
         try:
             self.models.set_result(self._load())
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # callers that wait will raise it
             self.models.set_exception(error)
         else:
             self._watch()
@@ -107,9 +107,8 @@ class LocalFleet:
         return Loaded([(card, engine, model_tokenizer(card.engine.model))], note=note)
 
     def _watch(self) -> None:
-        """Without the store of Ray's head (gcs_server) replicas go on with what they have: they get the grace for it.
-
-        Whatever runs on a node ends with the node's raylet.
+        """Watch Ray's processes. Without the store of Ray's head (gcs_server) replicas go on with what they have, for
+        the grace period; everything on a node ends with the node's raylet.
         """
         while not self._is_closing.wait(_POLL_S):
             if dead := _dead():
@@ -124,13 +123,15 @@ class LocalFleet:
 
 
 def _start(plan: Plan, has_dashboard: bool) -> str:
-    """Ray with the application, whose replicas are not there yet; Ray's address. Raises ModelError, one sentence."""
+    """Start Ray and the application, without waiting for replicas. Returns Ray's address. Raises ModelError, one
+    sentence.
+    """
     num_cpus = _num_cpus(plan)
     try:
         address = _start_ray(num_cpus, has_dashboard)
-    except ModelError:  # Ray gives itself 30 s, which is little where much else runs
+    except ModelError:  # Ray's own limit of 30 s is short on a busy machine
         address = _start_ray(num_cpus, has_dashboard)
-    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages of its logs, which log_to_driver leaves in
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None  # pages of Ray's logs, despite log_to_driver
     serve.start(proxy_location="Disabled")
     target = serve.RunTarget(engines_alone(plan), name=APP, route_prefix=None)
     serve.run_many([target], wait_for_applications_running=False)
@@ -138,7 +139,7 @@ def _start(plan: Plan, has_dashboard: bool) -> str:
 
 
 def _start_ray(num_cpus: int, has_dashboard: bool) -> str:
-    """Its address. Raises ModelError, one sentence."""
+    """Start Ray. Returns its address. Raises ModelError, one sentence."""
     try:
         with _alone():
             context = ray.init(
@@ -149,7 +150,7 @@ def _start_ray(num_cpus: int, has_dashboard: bool) -> str:
                 logging_level=logging.ERROR,
                 log_to_driver=False,
             )
-    except Exception as error:  # Ray has no class for it
+    except Exception as error:  # Ray has no exception class for it
         ray.shutdown()
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(f"Ray does not start: {why}") from None
@@ -158,7 +159,7 @@ def _start_ray(num_cpus: int, has_dashboard: bool) -> str:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """A Ray that starts here has no processes to start nodes or to pass logs on, for which it has no public option."""
+    """Keeps Ray from starting processes that start nodes or forward logs; there is no public option for it."""
     params = parameter.RayParams
     parameter.RayParams = functools.partial(params, no_monitor=True, include_log_monitor=False)
     try:
@@ -176,13 +177,13 @@ def _replicas(args: FleetArgs) -> str:
 
 
 def _num_cpus(plan: Plan) -> int:
-    """Enough in Ray's books for every replica that there may be: on one machine they share what it has."""
+    """As many CPUs, in Ray's accounting, as all replicas ask for: on one machine they share what there is."""
     args = plan.args
     return max(os.cpu_count() or 1, int(args.most_replicas * args.cpus_per_rank * plan.world_size) + 1)
 
 
 def _wait(plan: Plan, tell: Callable[[str], None]) -> None:
-    """Until the application runs. Raises ModelError, one sentence."""
+    """Wait until the application runs. Raises ModelError, one sentence."""
     before = ""
     while True:
         status = serve.status().applications.get(APP)
@@ -200,7 +201,7 @@ def _wait(plan: Plan, tell: Callable[[str], None]) -> None:
 
 
 def why_not(text: str) -> str:
-    """Of Serve's message about a deployment that failed the one line that a person can use."""
+    """The one informative line of Serve's message about a failed deployment."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     for line in reversed(lines):
         name, is_error, problem = line.partition(": ")
@@ -210,15 +211,15 @@ def why_not(text: str) -> str:
 
 
 def _end() -> None:
-    """Whatever has been started. Serve ends first, so that requests under way may, unless Ray is broken already."""
+    """End whatever was started. Serve first, so that running requests may finish, unless Ray is broken."""
     if ray.is_initialized() and not _dead():
-        with contextlib.suppress(Exception):  # its controller may be gone already; Ray's own end takes all of it
+        with contextlib.suppress(Exception):  # its controller may be gone; ending Ray then ends everything
             serve.shutdown()
     ray.shutdown()
     end_all(_FAREWELL_S)
 
 
 def _dead() -> list[str]:
-    """The names of Ray's own processes that have ended by themselves."""
+    """Names of Ray's own processes that have ended by themselves."""
     node = ray._private.worker._global_node
     return [] if node is None else [str(name) for name, _ in node.dead_processes()]

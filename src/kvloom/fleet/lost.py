@@ -1,4 +1,4 @@
-"""What happens to calls of replicas, in the fleet's own words."""
+"""How calls of replicas fail, in the fleet's own terms."""
 
 from collections.abc import AsyncGenerator, Callable
 
@@ -7,5 +7,5 @@ class ReplicaLost(Exception):
     """The process that answered is gone, or cannot be reached."""
 
 
-# given a request and a hint, both encoded: the items of its stream. Raises ReplicaLost
+# takes an encoded request and an encoded hint, returns the items of its stream. Raises ReplicaLost
 Call = Callable[[bytes, bytes], AsyncGenerator[bytes]]

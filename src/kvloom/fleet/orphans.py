@@ -1,4 +1,4 @@
-"""Processes that are started below this one and outlive who started them: they become its own, and end with it."""
+"""Adopts processes started below this one whose parent has ended, and ends them with this process."""
 
 import contextlib
 import ctypes
@@ -12,12 +12,12 @@ _POLL_S = 0.05
 
 
 def adopt() -> None:
-    """From now on whoever loses its parent below this process is this one's child (Linux)."""
+    """From now on a process below this one that loses its parent becomes this one's child (Linux)."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants() -> list[int]:
-    """Ids of all processes below this one, zombies left out."""
+    """Ids of all processes below this one, except zombies."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -32,7 +32,7 @@ def descendants() -> list[int]:
 
 
 def end_all(patience_s: float) -> None:
-    """Wait for all of them to end, and kill those that have not by then."""
+    """Wait for all of them to end, and kill those still running after `patience_s`."""
     until_s = time.monotonic() + patience_s
     while left := descendants():
         if time.monotonic() > until_s:

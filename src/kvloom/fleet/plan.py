@@ -1,4 +1,4 @@
-"""Plan: what every process of a fleet is made of, wherever it runs. Built once, where the application is."""
+"""Plan: what every process of a fleet is built from, wherever it runs. Made once, where the application is."""
 
 import hashlib
 import logging
@@ -27,7 +27,7 @@ _ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`values` are settings.Settings' with models as they were named: each node finds them for itself."""
+    """`values` are those of settings.Settings, with models by the names given: each node resolves them itself."""
 
     values: dict[str, Any]
     args: FleetArgs
@@ -36,11 +36,13 @@ class Plan:
 
     @property
     def id(self) -> str:
-        """Of this plan, and of no other."""
+        """A digest that identifies this plan."""
         return hashlib.sha256(repr((self.values, self.args, self.version)).encode()).hexdigest()[:16]
 
     def config(self, node: str) -> ServerConfig:
-        """On this node. Raises ModelError naming it when a model is missing or this is another version of kvloom."""
+        """The configuration on this node. Raises ModelError that names the node when a model is missing or kvloom's
+        version differs.
+        """
         own = version("kvloom")
         if own != self.version:
             raise ModelError(f"node {node} has kvloom {own}, and the fleet was deployed with {self.version}")
@@ -54,7 +56,7 @@ class Plan:
         return replace(config, models=tuple(replace(card, engine=self._timed(card.engine)) for card in config.models))
 
     def _timed(self, engine: EngineConfig) -> EngineConfig:
-        """The mock takes the time that it is told to."""
+        """Gives the mock its configured step times."""
         mock = self.args.mock
         if mock is None or engine.backend != "fake":
             return engine
@@ -62,7 +64,9 @@ class Plan:
 
 
 def make_plan(args: FleetArgs, above: str = "args", is_behind_proxy: bool = True) -> Plan:
-    """Raises BadRequest, also for what a fleet does not serve. `is_behind_proxy`: Ray's, else it is a server itself."""
+    """Raises BadRequest, also for options that a fleet does not serve. `is_behind_proxy`: HTTP comes through Ray's
+    proxy.
+    """
     check_args(args, above)
     settings = read_settings(Path(args.config) if args.config else None, os.environ)
     settings.override_model(model=args.model or None, name=args.name, backend=args.backend)
@@ -99,7 +103,7 @@ def form_of(config: EngineConfig, info: RankInfo) -> str:
 
 
 def layout_of(form: str) -> str:
-    """Equal where one replica can go on with the other's tokens: one form of weights, numbers added in one order."""
+    """Equal where one replica can continue the other's answers: same form of weights, same order of additions."""
     if not form.startswith("cpu "):
         return f"{form} {_isa()}"
     isa = best_isa(cpu_flags())
@@ -107,7 +111,7 @@ def layout_of(form: str) -> str:
 
 
 def refusal(first: tuple[str, str], node: str, form: str) -> str:
-    """`first`: node and form of the first replica of a plan. "" or, in a sentence, why this one is refused."""
+    """Why this replica is refused, in a sentence, or "". `first`: node and form of the first replica of a plan."""
     first_node, wanted = first
     if form == wanted:
         return ""
@@ -116,7 +120,7 @@ def refusal(first: tuple[str, str], node: str, form: str) -> str:
 
 
 def _isa() -> str:
-    """What of the processor's instructions decides in which order others' libraries add numbers."""
+    """The processor's instruction set, as far as it decides in which order foreign libraries add numbers."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     except OSError:

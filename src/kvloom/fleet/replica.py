@@ -1,4 +1,4 @@
-"""EngineReplica: one engine with its ranks, as an actor of Ray Serve. Streams deltas to whoever asked."""
+"""EngineReplica: one engine with its ranks, as an actor of Ray Serve. Streams deltas to the caller."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ from kvloom.server.serving.engine import EngineLike
 log = logging.getLogger(__name__)
 
 _SAVE_POLL_S = 0.002
-_LOST_S = 30.0  # an engine that is not ready for so much longer than requests wait is not coming back
+_LOST_S = 30.0  # an engine that is down for so much longer than requests wait counts as lost
 
 
 class EngineReplica:
@@ -35,11 +35,11 @@ class EngineReplica:
         self._plan, self.name, self._node, self._role = plan, name, node, role
         self._engine: EngineLike | None = None
         self._card: ModelCard | None = None
-        self.form = ""  # of its weights
+        self.form = ""  # form of its weights
         self._layout, self._serves = "", ""
-        self._outboxes: dict[str, Outbox] = {}  # by the mailbox that each goes to, but for full ones
-        self.num_mailboxes = 0  # that are filled here
-        self._queued: dict[str, int] = {}  # tokens of the prompts that have no answer yet, by request
+        self._outboxes: dict[str, Outbox] = {}  # outboxes by mailbox, except full ones
+        self.num_mailboxes = 0  # outboxes filled here
+        self._queued: dict[str, int] = {}  # request -> prompt tokens of requests without an answer yet
         self._adapters: list[str] = []
         self._unready_since_s: float | None = None
 
@@ -55,7 +55,7 @@ class EngineReplica:
         self._layout = layout_of(self.form)
         self._serves = served_as(card.engine, self._adapters)
         gc.collect()
-        gc.freeze()  # what has been loaded by now is never garbage, and is not looked through again
+        gc.freeze()  # objects loaded by now are never garbage, so they are not scanned again
 
     def _open(self, card: ModelCard) -> EngineLike:
         load = functools.cache(functools.partial(model_tokenizer, card.engine.model))
@@ -84,9 +84,8 @@ class EngineReplica:
         return About(*who, engine.max_seq_len, info, self._adapters, self._serves)
 
     async def stream(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Hello, the first deltas, and how many there were; the others as letters, once the caller has a mailbox here.
-
-        Before, an item for each step, at most one in ITEM_S.
+        """Yields Hello, the first deltas, and the number of deltas at the end; others go as letters once the caller has
+        a mailbox here, and before that as one item a step, at most one in ITEM_S.
         """
         asked = decode_asked(data)
         request, num_told = asked.request, 0
@@ -111,7 +110,7 @@ class EngineReplica:
             self._queued.pop(request.id, None)
 
     async def post(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Fill the mailbox of an ingress; it ends when there has been nothing for it for a while."""
+        """Fill the mailbox of an ingress; ends when it has had no requests for a while."""
         opening = decode_opening(data)
         if opening.replica != self.name or opening.box in self._outboxes:
             return
@@ -132,7 +131,9 @@ class EngineReplica:
             del self._outboxes[box]
 
     async def prefill(self, data: bytes) -> AsyncGenerator[bytes]:
-        """As `stream`, up to the first token: told once the prompt's blocks are in the pool, the rest is another's."""
+        """As `stream`, up to the first token, which is sent once the prompt's blocks are in the pool; another replica
+        decodes.
+        """
         is_told = False
         async with aclosing(self.stream(data)) as items:
             async for item in items:
@@ -143,7 +144,7 @@ class EngineReplica:
                     return
 
     async def _saved(self) -> None:
-        """Blocks that are on their way to the pool have come, or this has taken as long as a load may take."""
+        """Wait until blocks on their way to the pool have arrived, at most as long as a load may take."""
         assert self._card is not None
         tier = self._card.engine.kv_tier
         until_s = time.monotonic() + (tier.timeout_s if tier else 0.0)
@@ -151,7 +152,7 @@ class EngineReplica:
             await asyncio.sleep(_SAVE_POLL_S)
 
     def check(self) -> None:
-        """Raises ModelError when the ranks are gone for good."""
+        """Raises ModelError when the ranks are permanently lost."""
         if self.engine.is_ready:
             self._unready_since_s = None
             return
@@ -163,11 +164,11 @@ class EngineReplica:
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts that have no answer yet."""
+        """Prompt tokens of requests without an answer yet."""
         return sum(self._queued.values())
 
     def report(self) -> dict[str, Any]:
-        """What routers are told, as plain values."""
+        """The report for routers, as plain values."""
         info = self.engine.info
         return {
             "figures": told(self.engine.stats()),

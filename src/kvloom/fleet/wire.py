@@ -1,7 +1,7 @@
-"""What crosses between an ingress and a replica (MessagePack): a request and a hint there, items of a stream back.
+"""Messages between an ingress and a replica (MessagePack): a request and a hint there, items of a stream back.
 
-The first deltas of a request come on its own stream, behind Hello; the others as letters in the ingress's mailbox, once
-it has one at the replica: what a step brings to all requests of an ingress is one item there.
+The first deltas of a request come on its own stream, behind Hello. Later ones come as letters in the ingress's mailbox,
+once it has one at the replica: one item there carries a step's deltas of all requests of the ingress.
 """
 
 import msgspec
@@ -19,12 +19,12 @@ class Hint(msgspec.Struct, array_like=True, frozen=True):
     num_tokens: int
     prefix: bytes = b""
     avoid: list[str] = []  # replicas that it was lost on
-    layout: str = ""  # of the weights that began its answer; "" = any
-    only: str = ""  # the replica that is meant; "" = whichever is best
+    layout: str = ""  # layout of the weights that began its answer; "" = any
+    only: str = ""  # the replica to use; "" = the best one
 
 
 class Asked(msgspec.Struct, array_like=True, frozen=True):
-    """A request, and how to tell of it: the ingress's mailbox ("" = it has none), and its name in letters."""
+    """A request, and how to return its deltas: the ingress's mailbox ("" = none), and the request's key in letters."""
 
     request: Request
     box: str = ""
@@ -32,14 +32,14 @@ class Asked(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opening(msgspec.Struct, array_like=True, frozen=True):
-    """A mailbox is to be filled at this replica and no other."""
+    """Open a mailbox at this replica and no other."""
 
     box: str
     replica: str
 
 
 class Letter(msgspec.Struct, array_like=True, frozen=True):
-    """An item of a mailbox is a list of them. Each is as Brought, for the request that was asked with this key."""
+    """An item of a mailbox is a list of letters; each is a Brought for the request with this key."""
 
     key: int
     at: int
@@ -47,7 +47,7 @@ class Letter(msgspec.Struct, array_like=True, frozen=True):
 
 
 class About(msgspec.Struct, array_like=True, frozen=True):
-    """A replica: `layout` is equal where one can go on with the other's tokens."""
+    """Describes a replica: `layout` is equal where one can continue the other's answers."""
 
     replica: str
     layout: str
@@ -56,12 +56,12 @@ class About(msgspec.Struct, array_like=True, frozen=True):
     pid: int
     max_seq_len: int
     info: RankInfo
-    adapters: list[str] = []  # the digest of each that was loaded at the start, in order
-    serves: str = ""  # which files, see plan.served_as
+    adapters: list[str] = []  # digest of each adapter loaded at the start, in order
+    serves: str = ""  # identifies the files, see plan.served_as
 
 
 class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
-    """First of a stream: the request is accepted."""
+    """First item of a stream: the request is accepted."""
 
     replica: str
     layout: str
@@ -69,20 +69,20 @@ class Hello(msgspec.Struct, array_like=True, tag="hello", frozen=True):
 
 
 class Brought(msgspec.Struct, array_like=True, tag="brought", frozen=True):
-    """What one or more steps have brought; `at` deltas came before."""
+    """Deltas of one or more steps; `at` deltas came before."""
 
     at: int
     deltas: list[Delta]
 
 
 class Ended(msgspec.Struct, array_like=True, tag="ended", frozen=True):
-    """Last of a stream: the request has ended, and so many deltas are all of it, those of the mailbox among them."""
+    """Last item of a stream: the request has ended after this many deltas, letters included."""
 
     num_deltas: int
 
 
 class Fault(msgspec.Struct, array_like=True, tag="fault", frozen=True):
-    """The request ended with an error: the name of a ServingError of contract.errors, the field if it has one."""
+    """The request ended with an error: the name of a ServingError of contract.errors, and its field if it has one."""
 
     kind: str
     text: str
@@ -131,7 +131,7 @@ def fault(error: ServingError) -> Fault:
 
 
 def error_of(item: Fault) -> ServingError:
-    """The error as it was raised at the replica; one that is not of contract.errors is a GenerationFailed."""
+    """The error as raised at the replica; one that is not in contract.errors becomes GenerationFailed."""
     if item.kind == "BadRequest":
         return BadRequest(item.field, item.text)
     kind = getattr(errors, item.kind, None)

@@ -13,7 +13,7 @@ _MODULES = {"Code": "codes", "Refused": "codes", "Request": "session", "Session"
 
 
 def __getattr__(name: str) -> Any:
-    """The binding is for apps: the daemon and its processes, which are below this package, do not load it."""
+    """Loads the binding on first use: the daemon and its processes, which live in this package too, do not need it."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

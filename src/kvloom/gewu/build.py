@@ -1,4 +1,4 @@
-"""libqos.so, and what programs are built with. Needs only `cc`."""
+"""Builds libqos.so, and gives the flags that programs are built with. Needs only `cc`."""
 
 from pathlib import Path
 

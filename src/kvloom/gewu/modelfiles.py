@@ -1,4 +1,4 @@
-"""The files of a model, opened: what was looked at is what is loaded, whatever happens to their paths meanwhile."""
+"""The open files of a model: what was examined is what is loaded, whatever happens to the paths meanwhile."""
 
 import fcntl
 import hashlib
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from kvloom.gewu.codes import Code, Refused
 
 SUFFIXES = (".json", ".jinja", ".safetensors", ".gguf")
-MAX_FILES = 250  # as many descriptors as one message carries
+MAX_FILES = 250  # the most descriptors that one message carries
 
 
 @dataclass(slots=True, eq=False)
 class ModelFiles:
     """Owns its descriptors."""
 
-    path: str  # as opened, for people
+    path: str  # the path as opened, for people
     fds: dict[str, int]  # by name within the folder; "" alone = the path is a file
 
     def close(self) -> None:
@@ -28,7 +28,7 @@ class ModelFiles:
         self.fds.clear()
 
     def identity(self) -> str:
-        """The same for every path to the same unchanged files. Another once one was written to. Raises OSError."""
+        """Equal for every path to the same unchanged files; different after one was written to. Raises OSError."""
         digest = hashlib.sha256()
         for name, fd in sorted(self.fds.items()):
             file = os.fstat(fd)
@@ -37,7 +37,7 @@ class ModelFiles:
 
     @contextmanager
     def lay_out(self) -> Iterator[str]:
-        """A path at which a process that inherits the descriptors finds the model while this lasts. Raises OSError."""
+        """A context with a path at which a process that inherits the descriptors finds the model. Raises OSError."""
         if "" in self.fds:
             yield _path_of(self.fds[""])
             return
@@ -48,10 +48,11 @@ class ModelFiles:
 
 
 def open_files(fd: int) -> ModelFiles:
-    """Those of an open folder, or the open file itself; `fd` stays the caller's. Raises Refused."""
+    """The files of an open folder, or the open file itself; `fd` stays the caller's. Raises Refused."""
     path = os.readlink(_path_of(fd))
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if flags & (os.O_PATH | os.O_WRONLY):  # opening it again would take this process's permissions, not the app's
+    # opening it by path again would use this process's permissions, not the app's
+    if flags & (os.O_PATH | os.O_WRONLY):
         raise Refused(Code.NOPERM, f"{path} was not opened to be read")
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode):
@@ -77,7 +78,7 @@ def open_files(fd: int) -> ModelFiles:
 
 
 def _add(files: ModelFiles, name: str, fd: int) -> None:
-    """A folder, a pipe or a device of such a name is none of the model's."""
+    """Add a file; folders, pipes and devices are not part of a model and are skipped."""
     if stat.S_ISREG(os.fstat(fd).st_mode):
         files.fds[name] = fd
     else:

@@ -1,4 +1,4 @@
-"""QoS levels, and the choice of what an engine step computes: always the highest class, nobody starved.
+"""QoS levels, and the planner that serves the highest class first but starves no class.
 
 Pure: time comes in through `clock`.
 """
@@ -13,11 +13,11 @@ from kvloom.engine.schedule.commit import release_seq
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 
-STARVED_AFTER_S = 10.0  # without a step: one is granted
-STARVED_EARLY_S = 9.5  # the same while nobody of the highest class prefills, so that it costs no first token
-LOW_STEP_S = 0.15  # a prefill chunk of a class below USER_INITIATED should not take longer: others wait for its end
-MIN_CHUNK = 16  # tokens; smaller ones would mostly read weights
-RISE_EVERY_S = 30.0  # of being paused: one class up
+STARVED_AFTER_S = 10.0  # seconds without a step after which a paused sequence is granted one
+STARVED_EARLY_S = 9.5  # the same while the highest class is not prefilling, so that it delays no first token
+LOW_STEP_S = 0.15  # seconds that a prefill chunk below USER_INITIATED should take at most: others wait for its end
+MIN_CHUNK = 16  # tokens; smaller chunks would spend most time on reading weights
+RISE_EVERY_S = 30.0  # seconds of being paused that raise a request by one class
 
 
 class Level(IntEnum):
@@ -31,7 +31,7 @@ class Level(IntEnum):
     USER_INTERACTIVE = 5
 
 
-NICE = {  # of the compute threads while this class is served: the platform's table, foreground
+NICE = {  # nice value of compute threads while this class is served (the platform's foreground table)
     Level.BACKGROUND: 10,
     Level.UTILITY: 5,
     Level.DEFAULT: 0,
@@ -42,25 +42,25 @@ NICE = {  # of the compute threads while this class is served: the platform's ta
 
 
 def effective_level(of_session: Level | None, of_thread: int) -> Level:
-    """The level of a request. `of_thread` is as frames carry it: level + 1, 0 = none was set."""
+    """The level of a request. `of_thread` is encoded as in frames: level + 1, 0 = not set."""
     if of_session is not None:
         return of_session
     return Level(of_thread - 1) if 1 <= of_thread <= len(Level) else Level.DEFAULT
 
 
 def risen(level: Level, paused_s: float) -> Level:
-    """The class after having been paused for so long: rises up to USER_INITIATED, never falls."""
+    """The class after being paused for `paused_s`: rises up to USER_INITIATED, never falls."""
     if level >= Level.USER_INITIATED:
         return level
     return Level(min(level + int(paused_s // RISE_EVERY_S), Level.USER_INITIATED))
 
 
 class ClassPlanner:
-    """A planner for `Engine`: plan_step over the sequences of the highest class, plus those that starve.
+    """A planner for `Engine`: plan_step over the sequences of the highest class, plus those that would starve.
 
-    `floor` is the class that is served elsewhere on this device: lower ones wait, but do not starve. Below
-    `hard_floor` nothing runs at all (power, memory). A paused sequence keeps its blocks until a higher class needs
-    them. A sequence's level is its `priority`.
+    `floor` is the class that is served elsewhere on this device: lower ones wait, but do not starve. Below `hard_floor`
+    nothing runs at all (power, memory). A paused sequence keeps its blocks until a higher class needs them. A
+    sequence's level is its `priority`.
     """
 
     def __init__(
@@ -69,13 +69,14 @@ class ClassPlanner:
         on_serve: Callable[[Level], None] = lambda level: None,
         on_trim: Callable[[list[int]], object] = lambda blocks: None,
     ) -> None:
-        """`on_serve` is told the class of each plan before the plan is carried out, `on_trim` the blocks that are free
-        when `is_trimming` was set."""
+        """`on_serve` gets the class of each plan before it is carried out; `on_trim` the free blocks when `is_trimming`
+        was set.
+        """
         self.floor = Level.BACKGROUND
         self.hard_floor = Level.BACKGROUND
-        self.is_dropping = False  # paused sequences below hard_floor lose their blocks at the next step
-        self.is_trimming = False  # prefixes that nobody holds are forgotten at the next step
-        self.has_steps = False  # the last plan had any
+        self.is_dropping = False  # paused sequences below hard_floor release their blocks at the next step
+        self.is_trimming = False  # cached prefixes that no sequence holds are forgotten at the next step
+        self.has_steps = False  # whether the last plan had steps
         self._clock = clock
         self._on_serve = on_serve
         self._on_trim = on_trim
@@ -110,7 +111,7 @@ class ClassPlanner:
         return plan
 
     def held_tokens(self) -> dict[str, int]:
-        """Tokens of KV cache that the sequences of the last plan hold by now, by their salt."""
+        """KV cache tokens that the sequences of the last plan hold, by salt."""
         held: dict[str, int] = {}
         for seq in self._seqs:
             if seq.block_table:
@@ -118,7 +119,7 @@ class ClassPlanner:
         return held
 
     def wait_s(self) -> float:
-        """After an empty plan: how long until a sequence starves, at most 1 s."""
+        """After an empty plan: seconds until a sequence would starve, at most 1."""
         now_s = self._clock()
         waits = (last + STARVED_AFTER_S - now_s for last in self._last_step_s.values())
         return min(1.0, max(0.01, min(waits, default=1.0)))
@@ -145,7 +146,9 @@ class ClassPlanner:
         return sorted(chosen, key=lambda seq: -classes[seq.id])  # stable: arrival order within a class
 
     def _make_room(self, chosen: Sequence[Seq], paused: Sequence[Seq], pool: BlockPool, limits: Limits) -> None:
-        """Preempt paused sequences, lowest class and youngest first, until the chosen ones surely find their blocks."""
+        """Preempt paused sequences, lowest class and youngest first, until the chosen ones are sure to find their
+        blocks.
+        """
         victims = sorted((seq for seq in paused if seq.block_table), key=lambda seq: (-seq.priority, seq.id))
         if self.is_dropping:
             self.is_dropping = False
@@ -166,17 +169,17 @@ class ClassPlanner:
 
 
 class _ChunkSize:
-    """How many prompt tokens a step may take within LOW_STEP_S, from how long steps took on this device."""
+    """How many prompt tokens fit into a step of LOW_STEP_S, by the measured time of steps on this device."""
 
     def __init__(self) -> None:
-        self._token_s: float | None = None  # the last chunk's time a token
-        self._begun: tuple[float, int] | None = None  # when the running step began, its tokens
+        self._token_s: float | None = None  # seconds a token of the last chunk
+        self._begun: tuple[float, int] | None = None  # start of the running step, and its tokens
 
     def step_begins(self, now_s: float, num_tokens: int) -> None:
         self._begun = (now_s, num_tokens)
 
     def step_ended(self, now_s: float) -> None:
-        """The next plan is asked for as soon as a step has ended. Decodes alone say nothing of chunks."""
+        """A step has ended, so the next plan is due. Steps that only decode say nothing about chunks."""
         if self._begun is not None:
             began_s, num_tokens = self._begun
             if num_tokens >= MIN_CHUNK:

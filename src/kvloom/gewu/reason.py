@@ -1,4 +1,4 @@
-"""Why a Create was refused, for people: the C call answers with a code alone."""
+"""Why a Create was refused, in words: the C call only returns a code."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from kvloom.gewu.status import ask_status
 
 
 def why_refused(code: Code, model: str, environ: Mapping[str, str] = os.environ) -> str:
-    """One sentence: what is wrong and, where somebody can do something about it, what."""
+    """One sentence: what is wrong and, where that helps, what to do."""
     if code is Code.NOSYS and (silence := _silence(environ)):
         return f"no service answers on {find_service(environ)} ({silence}): start it with `kvloom gewu daemon`"
     if code is Code.NOMEM:

@@ -40,12 +40,12 @@ def load_library() -> ctypes.CDLL:
     return loaded
 
 
-_callbacks: dict[int, tuple[int, OnReply]] = {}  # context -> session, callback; the C side holds only the context
+_callbacks: dict[int, tuple[int, OnReply]] = {}  # context -> session, callback; the C side only has the number
 _contexts = itertools.count(1)
 
 
 def _dispatch(context: int, response: bytes) -> None:
-    """Runs on a thread of the library."""
+    """Called on a thread of the library."""
     reply = msgspec.json.decode(response)
     found = _callbacks.get(context) if reply["finish_reason"] is None else _callbacks.pop(context, None)
     if found is not None:
@@ -64,7 +64,7 @@ class Request:
         self._context = context
 
     def abort(self) -> None:
-        """No reply comes after this. Raises Refused (NOENT) when it was aborted before."""
+        """End the request; no reply follows. Raises Refused (NOENT) when it was aborted before."""
         code = Code(load_library().OH_QoS_GewuAbortRequest(self._session, self.handle))
         _callbacks.pop(self._context, None)
         if code is not Code.OK:
@@ -82,7 +82,7 @@ class Session:
         result = load_library().OH_QoS_GewuCreateSession(text)
         if result.error:
             code = Code(result.error)
-            reason = import_module("kvloom.gewu.reason")  # which knows much of the service
+            reason = import_module("kvloom.gewu.reason")  # it imports much of the service
             raise Refused(code, reason.why_refused(code, model))
         self.handle: int = result.handle
 
@@ -95,7 +95,7 @@ class Session:
         self.close()
 
     def submit(self, messages: Messages, on_reply: OnReply, *, stream: bool = True, **options: object) -> Request:
-        """`on_reply` gets each reply on a thread of the library, the last with a finish_reason that is not None."""
+        """`on_reply` gets each reply on a thread of the library; the last one has a finish_reason."""
         context = next(_contexts)
         _callbacks[context] = (self.handle, on_reply)
         text = msgspec.json.encode({"messages": messages, "stream": stream, **options})
@@ -108,7 +108,7 @@ class Session:
     def stream(self, messages: Messages, *, stream: bool = True, **options: object) -> Iterator[str]:
         """Pieces of the answer, one when `stream` is false. Leaving the loop early aborts.
 
-        Raises Refused when the service fails under it.
+        Raises Refused when the service fails meanwhile.
         """
         replies: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         request = self.submit(messages, replies.put, stream=stream, **options)

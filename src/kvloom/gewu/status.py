@@ -1,4 +1,4 @@
-"""What a daemon says of itself: a client of the frames without libqos.so."""
+"""A daemon's status, read by a client of the frames without libqos.so."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ _READ_BYTES = 1 << 16
 
 
 def ask_status(path: Path) -> dict[str, Any]:
-    """The status of the daemon that listens on `path`. Raises OSError when none does that speaks this protocol."""
+    """The status of the daemon that listens on `path`. Raises OSError when there is none with this protocol."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(_TIMEOUT_S)
         sock.connect(str(path))

@@ -1,1 +1,1 @@
-"""Deltas on their way from a replica to an ingress: all of its requests share one stream of items."""
+"""Deltas on their way from a replica to an ingress: all requests of the ingress share one stream of items."""

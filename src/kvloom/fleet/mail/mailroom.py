@@ -1,7 +1,7 @@
-"""Mailroom: at an ingress, the mailboxes that replicas fill with what its requests bring, and who gets which letter.
+"""Mailroom: an ingress's mailboxes, which replicas fill with deltas, and the delivery of each letter to its request.
 
-A request's own call is its life: it ends when the request does, and is lost when the replica is. Its deltas after the
-first come as letters, which are numbered: the two ways may overtake each other.
+A request's own call lasts as long as the request: it ends with it, and fails when the replica is lost. Deltas after the
+first come as letters. Both are numbered, because either may overtake the other.
 """
 
 import asyncio
@@ -25,20 +25,20 @@ _LOST = "its mailbox was lost"
 
 
 class Visit:
-    """One request at one replica. Owned by the ingress's loop."""
+    """One request on one replica. Owned by the ingress's loop."""
 
     def __init__(self, journey: Journey, feed: Feed) -> None:
         self.journey = journey
-        self.num_told = 0  # deltas of this replica
-        self.is_over = False  # its last delta was told
+        self.num_told = 0  # deltas of this replica delivered so far
+        self.is_over = False  # its last delta was delivered
         self._feed = feed
-        self._early: dict[int, Sequence[Delta]] = {}  # what overtook others, by how many come before
-        self._wanted = 0  # deltas that somebody waits for
+        self._early: dict[int, Sequence[Delta]] = {}  # deltas that arrived early, by the number of deltas before them
+        self._wanted = 0  # number of deltas that a caller waits for
         self._changed: asyncio.Future[None] | None = None
         self._is_lost = False
 
     def take(self, at: int, deltas: Sequence[Delta]) -> None:
-        """Tell what is next, and keep what is later."""
+        """Deliver deltas that are next in order, and keep later ones."""
         if at != self.num_told:
             self._early[at] = deltas
             return
@@ -53,12 +53,12 @@ class Visit:
             self._change()
 
     def lose(self) -> None:
-        """Its letters will not come."""
+        """Its letters will not arrive."""
         self._is_lost = True
         self._change()
 
     async def until_told(self, num_deltas: int) -> None:
-        """Raises ReplicaLost when they do not come."""
+        """Wait until `num_deltas` are delivered. Raises ReplicaLost when they do not arrive."""
         self._wanted = num_deltas
         while self.num_told < num_deltas:
             self._check()
@@ -66,7 +66,7 @@ class Visit:
             await self._changed
 
     async def beside(self, item: Awaitable[bytes | None]) -> bytes | None:
-        """Wait for an item of its own call. Raises ReplicaLost when the letters do not come meanwhile."""
+        """Wait for an item of its own call. Raises ReplicaLost when letters fail meanwhile."""
         waiting: asyncio.Future[bytes | None] = asyncio.ensure_future(item)
         try:
             while not waiting.done():
@@ -97,10 +97,10 @@ class Mailroom:
         self._keys = itertools.count()
         self._visits: dict[int, Visit] = {}
         self._boxes: dict[str, asyncio.Task[None]] = {}  # by replica
-        self._full: set[asyncio.Task[None]] = set()  # those that bring their last letters
+        self._full: set[asyncio.Task[None]] = set()  # mailboxes that only finish their last letters
 
     def enter(self, visit: Visit) -> int:
-        """Its key in letters, until `leave`."""
+        """Register a visit. Returns its key in letters, valid until `leave`."""
         key = next(self._keys)
         self._visits[key] = visit
         return key
@@ -109,9 +109,9 @@ class Mailroom:
         del self._visits[key]
 
     def open(self, replica: str) -> None:
-        """Have a mailbox there, soon."""
+        """Open a mailbox at the replica, in the background."""
         if replica not in self._boxes:
-            # in no request's context: it outlives the request that it was opened for
+            # without the context of the request that opened it, which it outlives
             task = asyncio.get_running_loop().create_task(self._read(replica), context=contextvars.Context())
             self._boxes[replica] = task
 
@@ -120,7 +120,7 @@ class Mailroom:
             box.cancel()
 
     async def _read(self, replica: str) -> None:
-        """Until the replica has had nothing to send for a while."""
+        """Deliver the mailbox's letters until the replica has had none for a while."""
         has_brought = False
         try:
             hint = Hint("", 0, only=replica)
@@ -141,13 +141,13 @@ class Mailroom:
             if self._boxes.get(replica) is task:
                 del self._boxes[replica]
             self._full.discard(cast("asyncio.Task[None]", task))
-        if has_brought and self._visits_at(replica):  # they came while it ended
+        if has_brought and self._visits_at(replica):  # letters arrived while it ended
             self.open(replica)
 
     def _hand_out(self, letters: Sequence[Letter]) -> None:
         for letter in letters:
             visit = self._visits.get(letter.key)
-            if visit is not None:  # else it has moved, or nobody wants it any more
+            if visit is not None:  # otherwise it has moved, or its caller is gone
                 visit.take(letter.at, letter.deltas)
 
     def _visits_at(self, replica: str) -> list[Visit]:

@@ -1,4 +1,4 @@
-"""Outbox: at a replica, what the requests of one ingress bring, on its way into that ingress's mailbox."""
+"""Outbox: a replica's deltas for the requests of one ingress, on their way into that ingress's mailbox."""
 
 import asyncio
 import time
@@ -10,15 +10,15 @@ from kvloom.contract.request import Delta
 from kvloom.engine.feed import Feed
 from kvloom.fleet.wire import Letter, encode
 
-ITEM_S = 0.01  # between two items; what comes faster goes together
-_LINGER_S = 1.0  # a mailbox without requests ends, for a replica that is to stop waits for it
-MAX_ITEMS = 10_000  # of one mailbox: Ray keeps the id of each item while a stream lasts
+ITEM_S = 0.01  # seconds between two items; faster deltas are joined
+_LINGER_S = 1.0  # seconds; a mailbox without requests ends, because a stopping replica waits for it
+MAX_ITEMS = 10_000  # items of one mailbox: Ray keeps the id of each item while a stream lasts
 _LOST = "its mailbox was lost"
 
 
 @dataclass(slots=True)
 class _Carried:
-    """One request: `num_deltas` have been told or are in `unsent`. `ended`: with that number, or the feed's error."""
+    """One request: `num_deltas` were sent or are in `unsent`. `ended`: that number at the end, or the feed's error."""
 
     key: int
     feed: Feed
@@ -28,19 +28,19 @@ class _Carried:
 
 
 class Outbox:
-    """Owned by the replica's loop; filled from the moment that it is made."""
+    """Owned by the replica's loop; filled from its creation on."""
 
     def __init__(self) -> None:
         self._carried: dict[int, _Carried] = {}
-        self._unsent: list[_Carried] = []  # those that have something
-        self.is_full = False  # it takes no more requests, and ends when those that it has do
-        self._is_urgent = False  # an end is not held back
+        self._unsent: list[_Carried] = []  # requests with unsent deltas
+        self.is_full = False  # accepts no more requests, and ends with those that it has
+        self._is_urgent = False  # an end is sent at once
         self._reader: asyncio.Future[None] | None = None
 
     async def carry(self, key: int, feed: Feed, num_told: int) -> int:
-        """Send what the feed brings behind `num_told` deltas, until its end; how many there were then, all together.
+        """Send the feed's deltas after the first `num_told` until its end. Returns how many there were in all.
 
-        Raises what the feed does; Unavailable when the mailbox is gone.
+        Raises what the feed raises; Unavailable when the mailbox is gone.
         """
         carried = _Carried(key, feed, num_told, asyncio.get_running_loop().create_future())
         self._carried[key] = carried
@@ -53,9 +53,9 @@ class Outbox:
             self._wake()  # the linger begins
 
     async def items(self) -> AsyncGenerator[bytes]:
-        """Letters, those of ITEM_S in one item, until nobody has been carried for a while.
+        """Items of letters, each with those of ITEM_S, until there has been no request for a while.
 
-        An item without letters says that the mailbox is full: another one is to be opened.
+        An item without letters says that the mailbox is full and another one must be opened.
         """
         sent_s, num_items = -ITEM_S, 0
         try:
@@ -100,7 +100,7 @@ class Outbox:
         return letters
 
     async def _wait_for_letters(self) -> bool:
-        """False when nobody has had one to send, nor will soon."""
+        """False when no request has letters, or will have soon."""
         while not self._unsent:
             if self._carried:
                 await self._wait(None)
@@ -109,7 +109,7 @@ class Outbox:
         return True
 
     async def _wait(self, limit_s: float | None) -> bool:
-        """Until something changes; False: nothing has."""
+        """Wait until something changes; False when nothing has."""
         self._reader = asyncio.get_running_loop().create_future()
         done, _ = await asyncio.wait([self._reader], timeout=limit_s)
         return bool(done)

@@ -1,6 +1,6 @@
-"""Board: where the router and the engine of one ingress meet. They are in one process, each on a loop of its own.
+"""Board: shared by the router and the engine of one ingress, which are in one process, each on a loop of its own.
 
-The router owns what it knows and publishes a copy; the engine sends it messages.
+The router owns its data and publishes copies; the engine sends it messages.
 """
 
 import queue
@@ -11,16 +11,16 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """One replica as the router sees it; `stats` as the replica said last, empty before."""
+    """One replica as the router sees it; `stats` as last reported, empty before."""
 
     id: str
-    load: int = 0  # tokens before a new prompt
+    load: int = 0  # estimated tokens before a new prompt
     num_keys: int = 0  # blocks that it is believed to hold
     stats: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Board:
-    """`views` is replaced, never changed."""
+    """`views` is replaced as a whole, never changed in place."""
 
     def __init__(self) -> None:
         self.views: Sequence[View] = ()
@@ -31,5 +31,5 @@ _boards: dict[str, Board] = {}
 
 
 def board_of(deployment: str) -> Board:
-    """Of this process, for one deployment. Safe from any thread."""
+    """The board of a deployment in this process. May be called from any thread."""
     return _boards.setdefault(deployment, Board())

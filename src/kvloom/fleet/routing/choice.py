@@ -1,9 +1,9 @@
-"""Which replica a prompt goes to: the one that gives its first token soonest, by what is known. Pure.
+"""Which replica gets a prompt: the one expected to produce its first token soonest. Pure.
 
-What a replica has before it is counted in tokens: those it has been given and not computed, those of the prompt that it
-does not hold. The guard bounds what a wrong guess costs: nobody gets a prompt who has more before him than `factor`
-times the least loaded has, and `slack_tokens`. The choice of two random replicas takes the less loaded of them, which
-has no less than the least loaded: so no prompt is put behind more than the guard allows over what that choice finds.
+A replica's load is counted in tokens: those assigned to it and not computed yet, plus those of the prompt that it does
+not hold. The guard bounds the cost of a wrong estimate: no prompt goes to a replica whose load exceeds `factor` times
+the smallest load plus `slack_tokens`. (The common choice of the less loaded of two random replicas finds no less than
+the smallest load, so the guard's bound holds relative to it as well.)
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How much more than the least loaded a replica may have before it, for the sake of what it holds."""
+    """How much more than the least loaded replica another one may have, because of the prefix that it holds."""
 
     factor: float = 2.0
     slack_tokens: int = 2048
@@ -20,12 +20,12 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One replica as a prompt would find it; all in tokens."""
+    """One replica as a prompt would find it; all fields in tokens."""
 
     id: str
     load: int  # to be computed before the prompt
-    num_known: int = 0  # of the prompt, in its prefix cache
-    num_loadable: int = 0  # behind those, in the outer pool
+    num_known: int = 0  # tokens of the prompt in its prefix cache
+    num_loadable: int = 0  # tokens after those in the outer pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +37,14 @@ class Rules:
 
 
 def cost(candidate: Candidate, num_tokens: int, rules: Rules) -> float:
-    """Tokens that are computed before the first one of an answer to a prompt of `num_tokens`."""
+    """Tokens that are computed before the first answer token of a prompt of `num_tokens`."""
     loaded = min(candidate.num_loadable, num_tokens - candidate.num_known)
     computed = num_tokens - candidate.num_known - loaded
     return candidate.load + computed + rules.load_cost * loaded
 
 
 def choose(candidates: Sequence[Candidate], num_tokens: int, rules: Rules, turn: int = 0) -> list[str]:
-    """The ids of all candidates, the best first. `turn` settles who is first among equals."""
+    """The ids of all candidates, the best first. `turn` breaks ties."""
     if not candidates:
         return []
     least = min(candidate.load for candidate in candidates)

@@ -1,46 +1,46 @@
-"""Knowledge: which blocks of which replica's prefix cache a prompt would find. Pure bookkeeping of guesses.
+"""Knowledge: which blocks of a prompt each replica's prefix cache probably holds. Pure bookkeeping of estimates.
 
-It is fed by what was routed where, and corrected by what replicas report: how many blocks they hold by hash, and how
-many they have evicted. A block's hash names its whole prefix (engine.schedule.blocks), so a chain of hashes is a path
-of a trie, and a set of them is all that is needed. Hashes are cut to KEY_BYTES: what a collision costs is one
-prompt that is computed elsewhere than it might have been.
+It records which prompts were routed where, and is corrected by replicas' reports of how many blocks they have published
+and evicted. A block's hash identifies its whole prefix (engine.schedule.blocks), so a chain of hashes is a path in a
+trie, and a set of hashes is enough. Hashes are cut to KEY_BYTES: a collision costs one prompt that is computed where it
+might not have been.
 """
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-KEY_BYTES = 8  # of a block's hash
-UNREPORTED_BLOCKS = 4096  # that a replica is believed to hold at most, until it has said how many it has
+KEY_BYTES = 8  # bytes of a block's hash
+UNREPORTED_BLOCKS = 4096  # assumed bound of a replica's blocks until it has reported one
 
 
 def keys_of(prefix: bytes) -> list[bytes]:
-    """The keys of a chain, as `packed` has joined them."""
+    """The keys of a chain, from the bytes of `packed`."""
     return [prefix[at : at + KEY_BYTES] for at in range(0, len(prefix), KEY_BYTES)]
 
 
 def packed(hashes: Iterable[bytes]) -> bytes:
-    """The keys of a chain of block hashes, one behind the other."""
+    """The keys of a chain of block hashes, concatenated."""
     return b"".join(key[:KEY_BYTES] for key in hashes)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica says of its prefix cache."""
+    """A replica's figures of its prefix cache."""
 
-    num_blocks: int  # that it has
-    num_cached: int  # of them found by hash
-    total_evicted: int  # found by hash once, and given away
-    epoch: int = 0  # another one: all that it held is gone
+    num_blocks: int  # all its blocks
+    num_cached: int  # blocks published under a hash
+    total_evicted: int  # published blocks that were reused for other contents
+    epoch: int = 0  # id of the cache: another id means that all blocks are gone
 
 
 @dataclass(slots=True)
 class _Held:
-    """What one replica is believed to hold, least recently used first."""
+    """Keys that one replica is believed to hold, least recently used first."""
 
     keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     report: Report | None = None
-    num_added: int = 0  # keys since the last report
+    num_added: int = 0  # keys added since the last report
 
     def drop(self, count: int) -> None:
         for _ in range(min(count, len(self.keys))):
@@ -48,11 +48,11 @@ class _Held:
 
 
 class Knowledge:
-    """Bounded: of each replica as many keys as it has blocks, of the pool `max_pooled`. Owned by one router."""
+    """Bounded: of each replica as many keys as it has blocks, of the outer pool `max_pooled`. Owned by one router."""
 
     def __init__(self, max_pooled: int = 1 << 20) -> None:
         self._held: dict[str, _Held] = {}
-        self._pooled: OrderedDict[bytes, None] = OrderedDict()  # what some replica has given to the outer pool
+        self._pooled: OrderedDict[bytes, None] = OrderedDict()  # keys that any replica saved to the outer pool
         self._max_pooled = max_pooled
 
     def num_known(self, replica: str, keys: Sequence[bytes]) -> int:
@@ -76,7 +76,7 @@ class Knowledge:
         held.drop(len(held.keys) - limit)
 
     def saved(self, keys: Sequence[bytes]) -> None:
-        """Blocks that the outer pool is given."""
+        """These blocks are saved to the outer pool."""
         for key in reversed(keys):
             self._pooled[key] = None
             self._pooled.move_to_end(key)
@@ -84,7 +84,7 @@ class Knowledge:
             self._pooled.popitem(last=False)
 
     def reported(self, replica: str, report: Report) -> None:
-        """Believe no more than the replica says; what was routed to it since its last report may not be in that yet."""
+        """Correct the estimate by a report; keys routed since the last report may be missing from it."""
         held = self._held.setdefault(replica, _Held())
         before, held.report = held.report, report
         if before is not None and (before.epoch != report.epoch or report.total_evicted < before.total_evicted):
@@ -96,7 +96,7 @@ class Knowledge:
         held.num_added = 0
 
     def keep(self, replicas: Iterable[str]) -> None:
-        """Only these exist."""
+        """Forget all other replicas."""
         wanted = set(replicas)
         self._held = {replica: held for replica, held in self._held.items() if replica in wanted}
 

@@ -1,9 +1,9 @@
-"""Ledger: what each replica has been given and not done, in tokens, as the router of one ingress sees it. Pure."""
+"""Ledger: tokens assigned to each replica and not computed yet, as the router of one ingress sees it. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass
 
-STREAM_TOKENS = 16  # what one who decodes adds to the wait for a first token
+STREAM_TOKENS = 16  # tokens that a decoding request adds to the wait for a first token
 
 
 @dataclass(slots=True)
@@ -13,12 +13,12 @@ class _Entry:
 
 
 class Ledger:
-    """Owned by one router. Keys are requests; a key that is unknown, or has ended, is ignored."""
+    """Owned by one router. Keys are requests; unknown and ended keys are ignored."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._own: Counter[str] = Counter()
-        self._others: dict[str, int] = {}  # what other ingresses have given
+        self._others: dict[str, int] = {}  # tokens that other ingresses have assigned
 
     def routed(self, key: str, replica: str, num_tokens: int) -> None:
         """The replica has to compute so many tokens of its prompt."""
@@ -39,7 +39,7 @@ class Ledger:
             self._own[entry.replica] -= entry.num_tokens
 
     def reported(self, replica: str, num_queued: int) -> None:
-        """Tokens of prompts that the replica says it has not answered yet, whoever gave them."""
+        """Prompt tokens that the replica reports as unanswered, whoever sent them."""
         self._others[replica] = max(0, num_queued - self._own[replica])
 
     def load(self, replica: str) -> int:
@@ -47,5 +47,5 @@ class Ledger:
         return self._own[replica] + self._others.get(replica, 0)
 
     def keep(self, replicas: set[str]) -> None:
-        """Only these exist; requests of the others end when their streams do."""
+        """Forget all other replicas; their requests end with their streams."""
         self._others = {replica: load for replica, load in self._others.items() if replica in replicas}

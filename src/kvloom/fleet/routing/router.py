@@ -1,4 +1,4 @@
-"""KvRouter: Serve's router before the engines. What it decides is in choice.py, what it knows in knowledge.py."""
+"""KvRouter: Ray Serve's router in front of the engines. Decides by choice.py, with the data of knowledge.py."""
 
 import random
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from kvloom.fleet.wire import Hint, decode_hint
 
 
 class KvRouter(RequestRouter):
-    """Runs on the router's loop of an ingress; the hint is the second argument of each call that streams."""
+    """Runs on the router's loop of an ingress; the hint is the second argument of each streaming call."""
 
     def initialize_state(
         self,
@@ -24,14 +24,14 @@ class KvRouter(RequestRouter):
         is_alone: bool = True,
         is_of_two: bool = False,
     ) -> None:
-        """`is_alone`: there is one ingress, so that replicas have nothing but what this router gave them.
+        """`is_alone`: there is one ingress, so replicas have no load that this router did not assign.
 
-        `is_of_two`: as Serve's own router: two at random, of which Serve takes the one with fewer requests.
+        `is_of_two`: as Serve's own router: two random replicas, of which Serve takes the one with fewer requests.
         """
         self._rules = Rules(Guard(factor, slack_tokens), load_cost)
         self._is_alone, self._is_of_two = is_alone, is_of_two
         self._knowledge, self._ledger = Knowledge(), Ledger()
-        self._keys: dict[str, str] = {}  # of the ledger, by Serve's id of a call
+        self._keys: dict[str, str] = {}  # ledger keys by Serve's id of a call
         self._stats: dict[str, Mapping[str, Any]] = {}  # as last reported, by replica
         self._turn = 0
         self._board = board_of(self._deployment_id.name)
@@ -39,9 +39,9 @@ class KvRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """A list of one for each replica, the best first; or of the two that were drawn.
+        """One list a replica, the best first; or the two that were drawn.
 
-        Empty where no replica has the form of weights that an answer began with: the request waits for one that does.
+        Empty where no replica has the layout that an answer began with: the request waits for one.
         """
         self._learn_begun()
         self._turn += 1
@@ -93,7 +93,7 @@ class KvRouter(RequestRouter):
         self._publish()
 
     def _learn(self, id: str, stats: Mapping[str, Any]) -> None:
-        """Serve tells the same report again whenever any replica has a new one."""
+        """Take a report. Serve repeats all reports whenever any replica has a new one."""
         if not stats or stats == self._stats.get(id):
             return
         self._stats[id] = stats
@@ -113,7 +113,7 @@ class KvRouter(RequestRouter):
             self._ledger.begun(self._board.begun.get())
 
     def _is_alike(self, id: str, hint: Hint) -> bool:
-        """Whether it may go on with the answer, for all that is known of it."""
+        """Whether the replica may continue the answer, as far as is known."""
         return not hint.layout or self._stats.get(id, {}).get("layout", hint.layout) == hint.layout
 
     def _candidate(self, id: str, hint: Hint) -> Candidate:
@@ -121,7 +121,7 @@ class KvRouter(RequestRouter):
         block_size = -(-hint.num_tokens // max(1, len(keys))) if not stats else stats["block_size"]
         num_known = self._knowledge.num_known(id, keys)
         num_pooled = self._knowledge.num_pooled(keys) if stats.get("has_tier") else 0
-        most = max(0, hint.num_tokens - 1)  # the last token is always computed
+        most = max(0, hint.num_tokens - 1)  # the last prompt token is always computed
         known = min(num_known * block_size, most)
         return Candidate(id, self._ledger.load(id), known, max(0, min(num_pooled * block_size, most) - known))
 
@@ -137,7 +137,7 @@ def _name(replica_id: ReplicaID) -> str:
 
 
 def _hint_of(pending: PendingRequest | None) -> Hint:
-    """An empty one for calls that are no requests of a client."""
+    """The hint of a call; an empty one for calls that are not requests of a client."""
     if pending is None or len(pending.args) < 2:
         return Hint("", 0)
     return decode_hint(pending.args[1])

@@ -1,1 +1,1 @@
-"""The daemon's ends of other processes: workers, the prober, and a fake host for tests."""
+"""The daemon's side of other processes: workers, the prober, and a fake host for tests."""

@@ -10,7 +10,7 @@ from kvloom.gewu.modelfiles import ModelFiles
 from kvloom.gewu.protocol.messages import Abort, Event, Host, Job, Listeners, Open, Order, Ready
 
 _MAX_SEQ_LEN = 4096
-_HOLD_S = 0.01  # between two looks
+_HOLD_S = 0.01  # pause between two turns
 _TOKENS = ("LLM ", "is ", "a ", "model.", "\n", "It ", "predicts ", "tokens", ".")
 
 
@@ -20,8 +20,8 @@ class FakeSettings(msgspec.Struct, forbid_unknown_fields=True):
     tokens: list[str] = msgspec.field(default_factory=lambda: list(_TOKENS))
     rate: float = 0.0  # tokens a second; 0 = as fast as the loop turns
     load_s: float = 0.0
-    error: str = ""  # loading fails with this
-    hold: str = ""  # a path: while a file is there, answers do not end
+    error: str = ""  # the error that loading fails with
+    hold: str = ""  # a path: while that file exists, answers do not end
 
 
 class FakeHost:

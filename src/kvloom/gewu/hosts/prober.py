@@ -1,4 +1,4 @@
-"""Prober: the daemon's end of the process that looks at model files. One at a time, each for a limited time."""
+"""Prober: the daemon's side of the process that examines model files. One file at a time, each for a limited time."""
 
 import asyncio
 import contextlib
@@ -13,14 +13,14 @@ from kvloom.gewu.modelfiles import MAX_FILES, ModelFiles
 from kvloom.gewu.prober.main import MAX_MESSAGE_BYTES, Answer, Question
 from kvloom.gewu.prober.probe import Found
 
-_LOOK_S = 3.0  # a model takes a millisecond
+_LOOK_S = 3.0  # a model takes about a millisecond
 _START_S = 30.0
 _END_S = 1.0
 _Packet = tuple[bytes, list[int]]
 
 
 class Prober:
-    """Starts the process when it is needed, and again when it has died or was killed."""
+    """Starts the process on demand, and again after it has died or was killed."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -34,7 +34,9 @@ class Prober:
         return [] if self._process is None else [self._process.pid]
 
     async def look(self, fd: int, pid: int) -> tuple[Found, ModelFiles]:
-        """What is at the descriptor that process `pid` passed; the files are the caller's. Raises Refused."""
+        """Examine the descriptor that process `pid` passed; the files in the answer are the caller's. Raises
+        Refused.
+        """
         async with self._lock:
             sock = self._sock or await self._start()
             try:
@@ -57,14 +59,14 @@ class Prober:
         raise Refused(Code.NOMEM, "the service is out of descriptors")
 
     async def start(self) -> None:
-        """Ahead of the first question."""
+        """Start the process before the first question."""
         async with self._lock:
             if self._sock is None:
-                with contextlib.suppress(Refused):  # the question will say so
+                with contextlib.suppress(Refused):  # the question will report it
                     await self._start()
 
     async def close(self) -> None:
-        """End the process; the next question starts another."""
+        """End the process; the next question starts another one."""
         process, self._process = self._process, None
         if self._sock is not None:
             self._sock.close()
@@ -72,7 +74,7 @@ class Prober:
         if process is not None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            with contextlib.suppress(TimeoutError):  # a dead file system may hold it
+            with contextlib.suppress(TimeoutError):  # a dead file system may block it
                 await asyncio.wait_for(process.wait(), _END_S)
 
     async def _start(self) -> socket.socket:

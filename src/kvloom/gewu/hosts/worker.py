@@ -1,4 +1,4 @@
-"""WorkerHost: the daemon's end of a worker process, which holds one model."""
+"""WorkerHost: the daemon's side of a worker process, which holds one model."""
 
 import asyncio
 import contextlib
@@ -27,14 +27,14 @@ from kvloom.gewu.protocol.messages import (
 )
 
 _CLOSE_S = 1.0
-_START_FACTOR = 4  # the engine's libraries are imported before the first sign of life
+_START_FACTOR = 4  # the engine's libraries are imported before its first message
 _READ_BYTES = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Any = msgspec.msgpack.Decoder(Report).decode
 
 
 class WorkerProcess:
-    """A worker and the daemon's end of its socket."""
+    """A worker, and the daemon's end of its socket."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -65,16 +65,16 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; minus the signal's number when one ended it."""
+        """None while it runs; minus the signal's number when a signal ended it."""
         return self._process.returncode
 
     def send(self, message: Open | Order) -> None:
-        """Never waits; what is sent to a process that has ended is lost."""
+        """Never waits; messages to a process that has ended are lost."""
         if not self._writer.is_closing():
             self._writer.write(frame(_encode(message)))
 
     async def receive(self) -> Report:
-        """The next report. Raises EOFError when there will be none."""
+        """The next report. Raises EOFError when there will be no more."""
         while not self._received.is_whole:
             try:
                 data = await self._reader.read(_READ_BYTES)
@@ -87,12 +87,12 @@ class WorkerProcess:
         return report
 
     def kill(self) -> None:
-        """At once; `end` still has to be awaited."""
+        """Kill it at once; `end` must still be awaited."""
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
 
     async def end(self) -> None:
-        """Close the socket, which ends a worker between two steps; kill one that does not listen."""
+        """Close the socket, which ends a worker between two steps; kill it if it does not end."""
         self._writer.close()
         try:
             await asyncio.wait_for(self._process.wait(), _CLOSE_S)
@@ -108,7 +108,7 @@ class WorkerHost:
         """Ends the process when it answers nothing for `silence_s`."""
         self.info = info
         self._max_silence_s = silence_s
-        self._silence_s: float | None = None  # since it was asked; None = it was not
+        self._silence_s: float | None = None  # seconds since a ping without an answer; None = no ping is open
         self.pid: int | None = worker.pid
         self.held_tokens: dict[str, int] = {}
         self._worker = worker
@@ -118,7 +118,7 @@ class WorkerHost:
         self._worker.send(order)
 
     def watch(self, interval_s: float) -> None:
-        """See Host. Time counts in calls: while the daemon itself is stopped, nobody is silent."""
+        """See Host. Time is counted in calls, so that a pause of the daemon itself makes no worker look silent."""
         if self._silence_s is None:
             self._silence_s = 0.0
             self.send(Ping())
@@ -128,7 +128,7 @@ class WorkerHost:
             self._worker.kill()
 
     async def close(self) -> None:
-        """End the process; when this returns its memory is free."""
+        """End it; afterwards its memory is free."""
         self._task.cancel()
         await self._worker.end()
 
@@ -152,7 +152,7 @@ class WorkerHost:
 
 
 class WorkerOpener:
-    """Implements Opener. A process that gives no sign of life for `silence_s` is ended."""
+    """Implements Opener. A process that sends nothing for `silence_s` is ended."""
 
     has_processes = True
 
@@ -189,7 +189,7 @@ class WorkerOpener:
         raise ModelError(why.replace(setup.model, files.path))
 
     async def _loaded(self, worker: WorkerProcess) -> Report:
-        """The first report that is more than a sign of life. Raises TimeoutError, EOFError."""
+        """The first report that is not Loading. Raises TimeoutError, EOFError."""
         limit_s = self._silence_s * _START_FACTOR
         while True:
             report = await asyncio.wait_for(worker.receive(), limit_s)

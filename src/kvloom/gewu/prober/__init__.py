@@ -1,1 +1,1 @@
-"""The process that looks at model files, so that a hostile one harms nobody else."""
+"""The process that examines model files, so that a hostile file harms nobody else."""

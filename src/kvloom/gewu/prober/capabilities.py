@@ -1,4 +1,4 @@
-"""Files opened on behalf of an app: a privileged service sets aside the capabilities that the app has not."""
+"""Files opened on behalf of an app: a privileged service drops the capabilities that the app lacks."""
 
 import ctypes
 import os
@@ -21,7 +21,11 @@ class _Word(ctypes.Structure):
 
 @contextmanager
 def only_those_of(pid: int) -> Iterator[None]:
-    """Root alone has something to set aside: others run with the app's own user. Raises Refused: the app is gone."""
+    """A context with only the capabilities of process `pid`. Does nothing unless root: others run as the app's user
+    anyway.
+
+    Raises Refused when the app is gone.
+    """
     if os.geteuid() != 0:
         yield
         return
@@ -41,7 +45,7 @@ def only_those_of(pid: int) -> Iterator[None]:
 
 
 def _effective_of(pid: int) -> int:
-    """The process's effective capabilities, a bit each."""
+    """The process's effective capabilities as a bit mask."""
     try:
         with open(f"/proc/{pid}/status") as file:
             lines = dict(line.split(":", 1) for line in file.read().splitlines() if ":" in line)
@@ -51,6 +55,6 @@ def _effective_of(pid: int) -> int:
 
 
 def _call(function: "ctypes._NamedFuncPointer", words: "ctypes.Array[_Word]") -> None:
-    """capget or capset of this thread. Raises OSError."""
+    """Call capget or capset for this thread. Raises OSError."""
     if function(ctypes.byref(_Header(_VERSION, 0)), words) != 0:
         raise OSError(ctypes.get_errno(), "capabilities")

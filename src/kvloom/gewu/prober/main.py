@@ -1,6 +1,6 @@
-"""The prober: `python -m kvloom.gewu.prober.main FD` opens and looks at model files for the daemon.
+"""The prober: `python -m kvloom.gewu.prober.main FD` opens and examines model files for the daemon.
 
-Nobody knows what is in them. Here it costs neither the daemon's time nor its memory, and this process can be killed.
+The files are untrusted. Here they cost neither the daemon's time nor its memory, and this process can be killed.
 """
 
 import os
@@ -18,18 +18,18 @@ from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.prober.probe import Found, probe
 
 MAX_MESSAGE_BYTES = 128 << 10
-_MAX_BYTES = 512 << 20  # of address space; Python and what it reads take 100 to 300 MiB of it
+_MAX_BYTES = 512 << 20  # bytes of address space, of which Python and its libraries take 100 to 300 MiB
 
 
 class Question(msgspec.Struct, array_like=True):
-    """A descriptor of the path comes with it."""
+    """Sent together with a descriptor of the path."""
 
-    pid: int  # of the app
-    backend: str  # of EngineConfig
+    pid: int  # process id of the app
+    backend: str  # a backend of EngineConfig
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """The descriptors of the files come with it, in the order of `names`, when there is something found."""
+    """If a model was found, the descriptors of its files come with it, in the order of `names`."""
 
     found: Found | None
     names: list[str] = []
@@ -55,7 +55,7 @@ def _judge(files: ModelFiles, backend: str) -> Answer:
         return Answer(probe(files, backend), list(files.fds))
     except Refused as refused:
         return Answer(None, code=refused.code, reason=str(refused))
-    except Exception as error:  # files may hold anything; whatever it is, the app gets its answer
+    except Exception as error:  # files may hold anything: whatever goes wrong, the app gets its answer
         why = f"{files.path} cannot be read: {type(error).__name__}: {error!s:.200}"
         return Answer(None, code=Code.FAULT, reason=why)
 

@@ -1,4 +1,4 @@
-"""What opened model files hold, found out without loading them: which model, what it will cost, whether it can run."""
+"""Examines opened model files without loading them: which model it is, what it will take, whether it can run."""
 
 import errno
 import os
@@ -17,9 +17,9 @@ from kvloom.contract.errors import ModelError
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.modelfiles import ModelFiles
 
-_UNKNOWN_KV_BYTES = 128 << 10  # a token, where the shape is not known: a model of some 4 billion weights
-_KEPT = 1.15  # memory of a quantised file to its size: scales are kept in 16 bits
-_VOCAB_SIZE = 152_000  # where the file does not say
+_UNKNOWN_KV_BYTES = 128 << 10  # bytes a token where the shape is unknown: that of a model with about 4 billion weights
+_KEPT = 1.15  # memory of a quantised file relative to its size: scales are kept in 16 bits
+_VOCAB_SIZE = 152_000  # tokens, where the file does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Found:
 
 
 def probe(files: ModelFiles, backend: str = "auto") -> Found:
-    """Raises Refused: INVAL when it is no model, NOSYS when the engine cannot run it. `backend`: of EngineConfig."""
+    """Raises Refused: INVAL when it is not a model, NOSYS when the engine cannot run it. `backend`: of EngineConfig."""
     try:
         arch, config = _configuration(files)
     except ModelError as error:
@@ -64,17 +64,19 @@ def probe(files: ModelFiles, backend: str = "auto") -> Found:
 
 
 def _weight_bytes(files: ModelFiles, unquantised: int, backend: str) -> int:
-    """What the CPU kernels take: 8 bits a weight, `unquantised`, or what a file of fewer bits takes as it is."""
+    """Bytes of weights in the CPU kernels: 8 bits a weight, `unquantised`, or fewer where the file's own form is
+    kept.
+    """
     return min(unquantised, int(_KEPT * _num_bytes(files))) if backend == "cpu" else unquantised
 
 
 def _num_bytes(files: ModelFiles) -> int:
-    """Of the files with weights."""
+    """Total size of the files with weights."""
     return sum(os.fstat(fd).st_size for name, fd in files.fds.items() if not name.endswith((".json", ".jinja")))
 
 
 def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:
-    """Architecture, None where the files name none, and configuration. Raises ModelError, Refused."""
+    """Architecture (None where the files name none) and configuration. Raises ModelError, Refused."""
     name: str | None = ""
     if "" not in files.fds and not any(name.endswith(".safetensors") for name in files.fds):
         name = only_gguf(list(files.fds), files.path)
@@ -95,8 +97,8 @@ def _configuration(files: ModelFiles) -> tuple[str | None, Mapping[str, Any]]:
 
 
 def _with_names(text: str, files: ModelFiles) -> str:
-    """The descriptors' paths as the app knows them."""
-    for name, fd in sorted(files.fds.items(), key=lambda item: -item[1]):  # 12 before 1
+    """`text` with descriptors' paths replaced by names that the app knows."""
+    for name, fd in sorted(files.fds.items(), key=lambda item: -item[1]):  # replace 12 before 1
         text = text.replace(str(_path_of(fd)), os.path.join(files.path, name) if name else files.path)
     return text
 
@@ -110,5 +112,5 @@ def _positive(value: object) -> int | None:
 
 
 def code_of_errno(number: int) -> Code:
-    """What Create answers when the path could not be opened."""
+    """The error code of Create when the path could not be opened with this errno."""
     return Code.NOPERM if number in (errno.EACCES, errno.EPERM) else Code.INVAL

@@ -1,4 +1,4 @@
-"""Frames between libqos.so and the daemon: a header line `op a b c d length` and `length` bytes. No I/O.
+"""Frames between libqos.so and the daemon: a header line `op a b c d length`, then `length` bytes. No I/O.
 
 a to d are unsigned 32-bit numbers. Who sends what:
 
@@ -14,8 +14,8 @@ a to d are unsigned 32-bit numbers. Who sends what:
                                         when asked for. A client that has given the call up ends what it names
           e session request is_final -  JSON   a reply to a request
 
-Protocol 1 had no hello, and the daemon asked for a path to be opened. Who hears another number than his own, or a call
-before a hello, says so in one line, answers NOSYS, and does nothing else.
+Protocol 1 had no hello, and the daemon opened the path. A side that receives another protocol number, or a call before
+a hello, logs that in one line, answers NOSYS, and does nothing else.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _MAX_NUMBER = 2**32 - 1
 
 
 class FrameError(Exception):
-    """The other side does not speak this protocol; nothing after it can be read."""
+    """The peer does not speak this protocol; its stream cannot be read any further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +55,24 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameDecoder:
-    """Bytes in any pieces in, frames out."""
+    """Takes bytes cut anywhere, returns whole frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
-        self._header: tuple[Frame, int] | None = None  # read, its payload not yet complete
+        self._header: tuple[Frame, int] | None = None  # header of a frame whose payload is not complete yet
 
     @property
     def is_inside(self) -> bool:
-        """A frame has begun and is not whole."""
+        """Whether a frame has begun and is not complete."""
         return self._header is not None or bool(self._buffer)
 
     @property
     def length(self) -> int:
-        """Of its payload; 0 until its header is whole."""
+        """Length of its payload; 0 until its header is complete."""
         return 0 if self._header is None else self._header[1]
 
     def feed(self, data: bytes) -> None:
-        """Bytes in any pieces, as they arrive."""
+        """Add bytes, cut anywhere."""
         self._buffer += data
 
     def next_frame(self) -> Frame | None:

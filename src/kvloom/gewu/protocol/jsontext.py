@@ -1,4 +1,4 @@
-"""JSON from apps, of up to 16 MiB: only the fields that are known are built, the rest is skipped. Pure."""
+"""JSON from apps, of up to 16 MiB: only known fields are decoded, the rest is skipped. Pure."""
 
 import re
 from typing import Any, TypeVar
@@ -8,15 +8,15 @@ import msgspec
 from kvloom.gewu.codes import Code, Refused
 
 MAX_DEPTH = 64
-MAX_CONTAINERS = 1 << 14  # arrays and objects: more messages than any context holds
-_MAX_TOKENS = 1 << 18  # brackets and strings that are looked at
-_MAX_VALUE_BYTES = 1 << 16  # of a field that is no text
+MAX_CONTAINERS = 1 << 14  # arrays and objects; more messages than any context holds
+_MAX_TOKENS = 1 << 18  # matches the brackets and strings that are examined
+_MAX_VALUE_BYTES = 1 << 16  # bytes of a field that is not a text
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _Fields = TypeVar("_Fields")
 
 
 def read_fields(data: bytes, fields: type[_Fields]) -> _Fields:
-    """An object's fields; those of type Raw are not looked into. Raises Refused (INVAL)."""
+    """The fields of an object; those of type Raw are not decoded. Raises Refused (INVAL)."""
     _check_nesting(data)
     try:
         data.decode()
@@ -26,7 +26,9 @@ def read_fields(data: bytes, fields: type[_Fields]) -> _Fields:
 
 
 def read_value(name: str, raw: msgspec.Raw, kind: Any = Any) -> Any:
-    """What a Raw field holds, None where it is absent. Raises Refused (INVAL), also for a long one of no known type."""
+    """The value of a Raw field, None when absent. Raises Refused (INVAL), also when a field of unknown type is too
+    long.
+    """
     data = bytes(raw)
     if not data:
         return None
@@ -39,7 +41,7 @@ def read_value(name: str, raw: msgspec.Raw, kind: Any = Any) -> Any:
 
 
 def _check_nesting(data: bytes) -> None:
-    """Raises Refused for what is nested too deep or holds too many arrays and objects."""
+    """Raises Refused for JSON that is nested too deeply or has too many arrays and objects."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return
     depth = num_containers = 0

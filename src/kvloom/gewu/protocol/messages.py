@@ -1,4 +1,4 @@
-"""Messages between the daemon and the engine host of a model (MessagePack), and what a host is."""
+"""Messages between the daemon and the host of a model (MessagePack), and the interface of a host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class Open(msgspec.Struct, array_like=True):
 
     model: str  # a path valid in the worker
     backend: str  # of EngineConfig
-    kv_bytes: int  # budget of the KV cache
-    kv_tokens: int  # tokens it need not exceed
+    kv_bytes: int  # bytes of the KV cache
+    kv_tokens: int  # tokens; a larger cache is useless
 
 
 class Job(msgspec.Struct, array_like=True, tag="job"):
     """Answer these messages. `salt` keys the prefix cache, `level` is the QoS class.
 
-    `answer`: its first tokens, which a worker that is gone has told; this one goes on behind them.
+    `answer`: the first tokens of the answer, delivered by a worker that has died; this worker continues behind them.
     """
 
     key: str
@@ -33,7 +33,7 @@ class Job(msgspec.Struct, array_like=True, tag="job"):
     top_p: float = 1.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    max_ctx: int | None = None  # tokens of prompt and answer; None = as many as the model has
+    max_ctx: int | None = None  # tokens of prompt and answer; None = the model's maximum
     answer: list[int] = []
 
 
@@ -44,8 +44,9 @@ class Abort(msgspec.Struct, array_like=True, tag="abort"):
 
 
 class Floor(msgspec.Struct, array_like=True, tag="floor"):
-    """See ClassPlanner: `floor` waits, below `hard_floor` nothing runs, `is_dropping` takes its blocks too, and
-    `is_trimming` the kept KV of idle sessions."""
+    """See ClassPlanner: levels below `floor` wait, below `hard_floor` nothing runs; `is_dropping` frees those
+    sequences' blocks too, `is_trimming` frees the cached KV of idle sessions.
+    """
 
     floor: int
     hard_floor: int
@@ -54,11 +55,11 @@ class Floor(msgspec.Struct, array_like=True, tag="floor"):
 
 
 class Ping(msgspec.Struct, array_like=True, tag="ping"):
-    """Answered between two steps."""
+    """The worker answers it between two steps."""
 
 
 class Loading(msgspec.Struct, array_like=True, tag="loading"):
-    """A sign of life while the model is loaded."""
+    """Sent while the model is loaded, to show that the worker is alive."""
 
     done_bytes: int
     total_bytes: int
@@ -71,36 +72,38 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     weight_bytes: int
     kv_bytes: int
     max_seq_len: int
-    kv_tokens: int  # that the KV cache holds
+    kv_tokens: int  # tokens that the KV cache holds
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The model cannot be loaded, or failed in a step; the worker ends after this."""
+    """The model cannot be loaded, or failed in a step; the worker ends after this message."""
 
     error: str
 
 
 class Event(msgspec.Struct, array_like=True):
-    """More text of a job. `finish` None, "stop" or "length"; exactly one event a job has one, unless it is aborted."""
+    """More text of a job. `finish` is None, "stop" or "length"; exactly one event of a job has one, unless it is
+    aborted.
+    """
 
     key: str
     text: str
     finish: str | None = None
     num_prompt: int = 0
     num_cached: int = 0
-    num_output: int = 0  # tokens so far
-    error: str | None = None  # with finish "abort": this job failed, the others did not
-    token_ids: list[int] = []  # of the answer, those that this brings
+    num_output: int = 0  # tokens of the answer so far
+    error: str | None = None  # with finish "abort": this job failed, others did not
+    token_ids: list[int] = []  # tokens of the answer that this event adds
 
 
 class Events(msgspec.Struct, array_like=True, tag="events"):
-    """What one step brought."""
+    """The events of one step."""
 
     events: list[Event]
 
 
 class Held(msgspec.Struct, array_like=True, tag="held"):
-    """Tokens of KV cache that each session's running requests hold now, by salt; sent when it changes."""
+    """KV cache tokens that each session's running requests hold, by salt; sent when they change."""
 
     tokens: dict[str, int]
 
@@ -114,35 +117,35 @@ Report = Loading | Ready | Failed | Events | Held | Pong
 
 
 class Host(Protocol):
-    """A loaded model. What it says arrives on the daemon's loop, see Listeners."""
+    """A loaded model. Its messages arrive on the daemon's loop, see Listeners."""
 
     info: Ready
     pid: int | None  # None: in this process
     held_tokens: dict[str, int]  # see Held
 
     def send(self, order: Order) -> None:
-        """Without waiting. An order to a host that has died is dropped: `Listeners.death` tells of it."""
+        """Send an order without waiting. Orders to a dead host are dropped: `Listeners.death` reports it."""
         ...
 
     def watch(self, interval_s: float) -> None:
-        """Called every `interval_s` while it has work: one that gives no sign of life for too long is ended."""
+        """Called every `interval_s` while the host has work; ends a host that is silent for too long."""
 
     async def close(self) -> None:
-        """End it; when this returns its memory is free. No listener is called any more."""
+        """End the host; afterwards its memory is free, and no listener is called."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who hears of a host."""
+    """Callbacks for a host's messages."""
 
-    events: Callable[[list[Event]], None]  # what a step brought
-    death: Callable[[str], None]  # once, with the reason, when it ends by itself
+    events: Callable[[list[Event]], None]  # the events of a step
+    death: Callable[[str], None]  # called once, with the reason, when the host ends by itself
 
 
 class Opener(Protocol):
     """Loads a model; `files` stay the caller's, `setup.model` is filled in here. Raises ModelError."""
 
-    has_processes: bool  # hosts are processes, which take memory of their own
+    has_processes: bool  # hosts are processes with memory of their own
 
     async def __call__(self, setup: Open, files: ModelFiles, on: Listeners) -> Host: ...

@@ -9,20 +9,20 @@ from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.protocol.jsontext import read_fields, read_value
 from kvloom.gewu.qos import Level
 
-_PATH_MAX = 4096  # bytes, of Linux
+_PATH_MAX = 4096  # bytes; Linux's PATH_MAX
 ROLES = ("developer", "user", "assistant")
-# The platform's names of accelerators are wishes: the engine takes what the device has.
+# The platform's accelerator names are hints: the engine takes what the device has.
 BACKEND_WISHES = ("auto", "cpu", "gpu", "cuda", "npu", "knpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """Of a session."""
+    """Attributes of a session."""
 
-    model: str  # path, in the caller's words
+    model: str  # path, as the app gave it
     level: Level | None = None
     max_ctx: int | None = None  # tokens
-    keep_alive_s: float | None = None  # replaces the service's idle time for this session's model
+    keep_alive_s: float | None = None  # overrides the service's idle time for this session's model
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def parse_attributes(data: bytes) -> Attributes:
 
 
 def _read_settings(raw: msgspec.Raw) -> _Settings:
-    """An object, or a string that holds one."""
+    """`raw` as an object: it is one, or a string that holds one."""
     data = bytes(raw)
     if data.lstrip().startswith(b'"'):
         text = read_value("eval_settings", raw)
@@ -120,7 +120,9 @@ def parse_chat(data: bytes) -> Chat:
 
 
 def reply(content: str, finish_reason: str | None, error: tuple[Code, str] | None = None) -> bytes:
-    """A reply as the callback gets it: raw UTF-8, `content` always a string, both keys always there."""
+    """The JSON of a reply as the callback gets it: raw UTF-8; `content` is always a string, both keys are always
+    present.
+    """
     body: dict[str, Any] = {"message": {"role": "assistant", "content": content}, "finish_reason": finish_reason}
     if error is not None:
         body["error"] = {"code": int(error[0]), "message": error[1]}
@@ -128,7 +130,7 @@ def reply(content: str, finish_reason: str | None, error: tuple[Code, str] | Non
 
 
 def waiting(why: str | None) -> bytes:
-    """A reply without text: the request is paused, and why; None = it goes on."""
+    """A reply without text: the request is paused because of `why`; None = it continues."""
     message = {"role": "assistant", "content": ""}
     return msgspec.json.encode({"message": message, "finish_reason": None, "waiting": why})
 

@@ -1,6 +1,6 @@
-"""Company: which requests a model's process has beside each other. Pure.
+"""Company: which requests a model's process runs together. Pure.
 
-Whatever a process has when it dies is a suspect, and goes alone from then on, until it is cleared (repute.py).
+All requests in a process that dies become suspects, and run alone from then on until they are cleared (repute.py).
 """
 
 from collections.abc import Collection, Sequence
@@ -10,9 +10,10 @@ from kvloom.gewu.service.sessions import Request
 
 
 def company(started: Sequence[Request], sent: Collection[str], hard_floor: Level) -> list[Request]:
-    """Those of a model's started requests that its process should have now; `sent`: keys of those that it has.
+    """The started requests of a model that its process should have now; `sent`: keys of those that it has.
 
-    Suspects come first, the highest class before others; one below `hard_floor` would not run, so nobody waits for it.
+    Suspects come first, alone, the highest class before others. A suspect below `hard_floor` would not run, so others
+    do not wait for it.
     """
     suspects = [request for request in started if request.is_suspect and request.level >= hard_floor]
     if not suspects:

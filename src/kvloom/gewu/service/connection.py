@@ -1,4 +1,4 @@
-"""One client's socket on the daemon's loop: its hello, then frames and passed descriptors in, frames out."""
+"""One client's socket on the daemon's loop: a hello, then frames and passed descriptors in, frames out."""
 
 import asyncio
 import logging
@@ -15,16 +15,16 @@ from kvloom.gewu.service.room import Rooms
 log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 16
-_FRAME_S = 10.0  # a frame that has begun is whole by then
+_FRAME_S = 10.0  # seconds in which a frame that has begun must be complete
 _MAX_FDS = 16
-_LOST_FD = -1  # came, but this process is out of descriptors
+_LOST_FD = -1  # stands for a descriptor that arrived while this process had no free ones
 _CALLS_OF_PROTOCOL_1 = frozenset("CSDQ")
 
 
 class Connection:
     """Calls `on_frame` for each frame after the hello, in order, and `on_end` once. Owns the socket.
 
-    A client of another protocol is told and logged, once; nothing of it reaches `on_frame`.
+    A client with another protocol gets an error and one log line; none of its frames reaches `on_frame`.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class Connection:
         rooms: Rooms,
         frame_s: float = _FRAME_S,
     ) -> None:
-        """A client whose frame is not whole `frame_s` after it began is cut off."""
+        """A client whose frame is not complete `frame_s` after its beginning is disconnected."""
         self.pid, self.uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        self.id = 0  # given by the daemon
+        self.id = 0  # assigned by the daemon
         self._sock = sock
         self._on_frame = on_frame
         self._on_end = on_end
         self._decoder = FrameDecoder()
-        self._fds: deque[int] = deque()  # received, not taken
+        self._fds: deque[int] = deque()  # descriptors received and not taken
         self._unsent = bytearray()
         self._rooms = rooms
         self._frame_s = frame_s
-        self._deadline: asyncio.TimerHandle | None = None  # of the frame that has begun
-        self._has_room = False  # for it
+        self._deadline: asyncio.TimerHandle | None = None  # timeout of the frame that has begun
+        self._has_room = False  # waits for memory to read it
         self._loop = asyncio.get_running_loop()
         self.is_open = True
         self._is_greeted = False
@@ -56,14 +56,14 @@ class Connection:
         self._loop.add_reader(sock, self._read)
 
     def take_fd(self) -> int | None:
-        """The oldest descriptor that came in; the caller closes it. Raises Refused when there was no room for it."""
+        """The oldest descriptor received; the caller closes it. Raises Refused when it arrived while none were free."""
         fd = self._fds.popleft() if self._fds else None
         if fd == _LOST_FD:
             raise Refused(Code.NOMEM, "the service is out of descriptors")
         return fd
 
     def send(self, frame: Frame) -> None:
-        """Send at once, or when the client reads again. A client that never does is cut off."""
+        """Send at once, or when the client reads again. A client that never reads is disconnected."""
         if not self.is_open:
             return
         data = encode(frame)
@@ -107,7 +107,7 @@ class Connection:
             self.close()
             return
         self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:  # a client sends one a frame: the next Create's must not be taken for it
+        if flags & socket.MSG_CTRUNC:  # a client sends one a frame; it must not be taken for the next Create's
             self._fds.append(_LOST_FD)
         if not data or len(self._fds) > _MAX_FDS:
             self.close()
@@ -126,7 +126,7 @@ class Connection:
             self._await_rest()
 
     def _await_rest(self) -> None:
-        """A frame has begun. One that is long waits, unread, until there is room for it."""
+        """A frame has begun. A long one is left unread until there is memory for it."""
         length = self._decoder.length
         if length > _READ_BYTES and not self._has_room:
             self._has_room = self._rooms.unread.take(self, length, self._resume)
@@ -147,7 +147,7 @@ class Connection:
         self.close()
 
     def _end_frame(self) -> None:
-        """It is whole, or will never be."""
+        """The frame is complete, or never will be: free its timer and memory."""
         self._has_room = False
         self._stop_clock()
         self._rooms.unread.leave(self)
@@ -158,7 +158,7 @@ class Connection:
             self._deadline = None
 
     def _greet(self, frame: Frame) -> None:
-        """Answer a hello. Raises FrameError for what is neither that nor a call of protocol 1, which had none."""
+        """Answer a hello. Raises FrameError for anything but a hello or a call of protocol 1, which had none."""
         is_hello = frame.op == "H"
         if is_hello and frame.a == PROTOCOL:
             self._is_greeted = True

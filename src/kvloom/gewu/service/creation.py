@@ -1,4 +1,4 @@
-"""Create, from its frame to the session. Looking at a model takes time, which passes beside the daemon's loop."""
+"""Create, from its frame to the session. Examining a model takes time, and happens outside the daemon's loop."""
 
 import asyncio
 import logging
@@ -18,8 +18,8 @@ from kvloom.gewu.service.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_MAX_ERRNO = 4095  # of Linux
-_MAX_UNANSWERED = 16  # Creates of a client
+_MAX_ERRNO = 4095  # bytes; Linux's PATH_MAX
+_MAX_UNANSWERED = 16  # concurrent Creates of a client
 
 
 class Creation:
@@ -33,8 +33,8 @@ class Creation:
         self._tasks: dict[asyncio.Task[None], Connection] = {}
 
     def begin(self, connection: Connection, frame: Frame) -> None:
-        """Raises Refused, FrameError; else the answer comes later."""
-        fd = None if frame.c else connection.take_fd()  # whatever is refused below, it is this call's
+        """Begin a Create. Raises Refused, FrameError; otherwise the answer is sent later."""
+        fd = None if frame.c else connection.take_fd()  # refusals below answer this call
         if (fd is None and not frame.c) or frame.c > _MAX_ERRNO:
             raise FrameError("there is neither a descriptor nor a reason why")
         try:
@@ -65,7 +65,7 @@ class Creation:
         except Refused as refused:
             log.info("process %d: %s", connection.pid, refused)
             connection.send(Frame("r", frame.a, refused.code, payload=str(refused).encode()))
-        except Exception:  # no app waits for ever because of a mistake here
+        except Exception:  # a bug here must not leave the app waiting for ever
             log.exception("process %d: Create failed", connection.pid)
             connection.send(Frame("r", frame.a, Code.FAULT, payload=b"the service failed; its log says more"))
         finally:
@@ -83,9 +83,8 @@ class Creation:
         connection.send(Frame("r", frame.a, Code.OK, frame.b))
 
     def _stand_in(self, model: str, pid: int, fd: int | None, number: int) -> tuple[int, int]:
-        """What to load: what the client has opened, or what an alias of this service has there, in its stead.
-
-        With the process whose right it is. Raises Refused with the client's errno, or the service's own.
+        """The file to load: what the client opened, or what an alias of this service names instead; and the process
+        whose permissions apply. Raises Refused with the client's errno or the service's own.
         """
         path = self._settings.resolve(model)
         if path == model and fd is not None:

@@ -91,7 +91,7 @@ class Daemon:
             connection.close()
 
     def _end(self, connection: Connection) -> None:
-        """The client is gone: all its sessions are destroyed."""
+        """The client has disconnected: destroy all its sessions."""
         del self._connections[connection.id]
         for session in self._sessions.of_owner(connection.id):
             self._drop(session)
@@ -108,7 +108,7 @@ class Daemon:
                 connection.send(Frame("r", frame.a, refused.code, payload=str(refused).encode()))
         except FrameError:
             raise
-        except Exception:  # no app waits for ever because of a mistake here
+        except Exception:  # a bug here must not leave an app waiting for ever
             log.exception("process %d: operation %r failed", connection.pid, frame.op)
             if frame.op != "A":
                 connection.send(Frame("r", frame.a, Code.FAULT, payload=b"the service failed; its log says more"))
@@ -149,13 +149,13 @@ class Daemon:
         self._models.released(session.model)
 
     def _advance(self, session: Session) -> None:
-        """Start the session's next request, if it is its turn."""
+        """Start the session's next request, unless one is running."""
         request = self._sessions.start_next(session)
         if request is not None:
             self._models.start(request)
 
     def _take_events(self, events: list[Event]) -> None:
-        """Text from a model; events of requests that were aborted meanwhile, and tokens told twice, are dropped."""
+        """Deliver a model's events; those of aborted requests, and tokens delivered before, are dropped."""
         for event in events:
             request = self._sessions.request(event.key)
             if request is None or (event.token_ids and event.num_output <= len(request.answer)):
@@ -180,7 +180,7 @@ class Daemon:
             self._reply(request, reply(event.text, event.finish, error), event.finish is not None)
 
     def _fail(self, requests: list[Request], code: Code, why: str) -> None:
-        """These requests end with an error. Their sessions live on."""
+        """End these requests with an error; their sessions stay."""
         sessions = {request.session.salt: request.session for request in requests}
         for request in requests:
             if request.phase is not Phase.ENDED:
@@ -214,7 +214,7 @@ class Daemon:
                 log.exception("a look at memory and models failed")
 
     def _tell_waiting(self) -> None:
-        """Say to streamed requests that they wait for power or memory, and why, and that they no longer do."""
+        """Tell streamed requests that they wait for power or memory and why, and when they no longer do."""
         for request in self._sessions.unfinished():
             why = self._models.why_waiting(request.level)
             if why != request.waits_for:

@@ -1,33 +1,33 @@
-"""Ledger: what the processes of the service take of memory, as foretold and as measured."""
+"""Ledger: memory that the service's processes take, estimated and measured."""
 
 from collections.abc import Callable, Iterable
 
 from kvloom.gewu.service.memory import Readings, budget_bytes
 from kvloom.gewu.service.model import Model
 
-WORKER_BYTES = 260 << 20  # of a model's process besides weights and KV cache, until one was measured
-_SLACK_BYTES = 40 << 20  # what a process takes more while it loads or computes
+WORKER_BYTES = 260 << 20  # estimated bytes of a model's process besides weights and KV cache, until one was measured
+_SLACK_BYTES = 40 << 20  # additional bytes of a process while it loads or computes
 
 
 class Ledger:
-    """Estimates until something was measured; measured numbers from then on."""
+    """Uses estimates until something was measured, then measured numbers."""
 
     def __init__(self, has_processes: bool, service_pids: Callable[[], Iterable[int]]) -> None:
         """`service_pids`: the processes that hold no model."""
         self._service_pids = service_pids
         self._has_processes = has_processes
         self._worker_bytes = WORKER_BYTES if has_processes else 0
-        self._measured: dict[int, int] = {}  # bytes, by process
+        self._measured: dict[int, int] = {}  # process id -> bytes
 
     def take(self, measured: dict[int, int], models: list[Model]) -> None:
-        """What was measured now. A model never counts less than its process takes."""
+        """Take measured sizes. A model counts with at least the size of its process."""
         self._measured = measured
         for model in models:
             if model.host is not None and model.host.pid is not None:
                 model.held_bytes = max(model.held_bytes, measured.get(model.host.pid, 0))
 
     def loaded(self, model: Model, process_bytes: int) -> None:
-        """A model was loaded, its KV cache is untouched, and its process takes so much (0 = not known)."""
+        """A model was loaded; its KV cache is untouched, and its process takes `process_bytes` (0 = unknown)."""
         assert model.host is not None
         info = model.host.info
         if process_bytes and info.weight_bytes:
@@ -38,11 +38,11 @@ class Ledger:
             model.held_bytes = fixed + info.kv_bytes
 
     def fixed_bytes(self, model: Model) -> int:
-        """What a model takes without KV cache."""
+        """Bytes of a model without its KV cache."""
         return model.fixed_bytes or model.found.weight_bytes + self._worker_bytes
 
     def budget(self, readings: Readings, configured_bytes: int | None, held_bytes: int) -> int:
-        """Bytes for models. `held_bytes` counts where nothing was measured."""
+        """Bytes for models. `held_bytes` replaces measured sizes where there are none."""
         if not self._has_processes:
             return budget_bytes(readings, configured_bytes, held_bytes)
         own = sum(self._measured.get(pid, 0) for pid in self._service_pids())

@@ -1,4 +1,6 @@
-"""The socket that apps connect to: one daemon has it, and running out of descriptors does not make it spin."""
+"""The socket that apps connect to. Only one daemon has it, and running out of descriptors does not make the daemon
+spin.
+"""
 
 import asyncio
 import contextlib
@@ -20,8 +22,8 @@ _PAUSE_S = 0.5
 class Listener:
     """A listening socket: systemd's, or a new one at `path`, for this user only.
 
-    A locked file beside the socket says that a daemon lives; what a killed one left is taken over. Raises OSError when
-    another daemon listens there.
+    A locked file beside the socket shows that a daemon is alive; a killed daemon's socket is taken over. Raises OSError
+    when another daemon listens there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +44,7 @@ class Listener:
         self._inode = _inode_of(path)
 
     def close(self) -> None:
-        """Nobody else's socket is removed, should somebody have put one there."""
+        """Close and remove the socket, unless another process has replaced it."""
         self.socket.close()
         with contextlib.suppress(OSError):
             if self._inode is not None and _inode_of(self._path) == self._inode:
@@ -52,7 +54,7 @@ class Listener:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the lock as long as it is open. The file stays: to remove it would be a race."""
+    """A descriptor that holds the lock while it is open. The file is never removed, which would be a race."""
     fd = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +65,7 @@ def _lock(path: Path) -> int:
 
 
 def _clear(path: Path) -> None:
-    """Remove the socket of a daemon that was killed. Raises OSError when something that takes no lock listens there."""
+    """Remove the socket of a killed daemon. Raises OSError when a process without the lock listens there."""
     with socket.socket(socket.AF_UNIX) as old:
         try:
             old.connect(str(path))
@@ -95,7 +97,7 @@ def _inode_of(path: Path) -> tuple[int, int]:
 
 
 class Acceptor:
-    """Calls `on_client` with each socket that was accepted. Without descriptors it waits, and says so once."""
+    """Calls `on_client` with each accepted socket. When out of descriptors it pauses, and logs so once."""
 
     def __init__(self, listener: socket.socket, on_client: Callable[[socket.socket], None]) -> None:
         self._listener = listener
@@ -131,7 +133,7 @@ class Acceptor:
 
 
 def raise_descriptor_limit() -> None:
-    """As many descriptors as this user may have: a client takes one, a model one for each of its files."""
+    """Raise the limit of descriptors as far as this user may: each client takes one, each model one a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

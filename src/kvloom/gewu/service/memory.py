@@ -1,4 +1,4 @@
-"""Memory: the budget, who fits into it, who is evicted, and the pressure ladder. Pure: readings are arguments."""
+"""Memory: the budget, which models fit, which are evicted, and the pressure ladder. Pure: readings are arguments."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,26 +7,26 @@ from kvloom.gewu.qos import Level
 
 MIN_RESERVE_BYTES = 256 << 20
 MIN_KV_TOKENS = 256
-LEAVE_AFTER_S = 10.0  # a level is left after so long below it
+LEAVE_AFTER_S = 10.0  # seconds below a level before it is left
 PSI_WINDOW_S = 2.0
-_BYTES_PER_TOKEN = 4  # of a prompt before it is tokenised: English text
+_BYTES_PER_TOKEN = 4  # bytes a token of a prompt that is not tokenised yet: English text
 SOME_STALL_US, FULL_STALL_US = 150_000, 100_000  # within the window
 
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """What the system says, in bytes and microseconds. None: unlimited, or not known."""
+    """Figures of the system, in bytes and microseconds. None: unlimited or unknown."""
 
     available_bytes: int
     total_bytes: int
-    limit_bytes: int | None = None  # of the control group
-    used_bytes: int = 0  # by the control group
-    some_stall_us: int | None = None  # PSI counters, ever growing
+    limit_bytes: int | None = None  # limit of the control group
+    used_bytes: int = 0  # bytes used by the control group
+    some_stall_us: int | None = None  # PSI counters, monotonic
     full_stall_us: int | None = None
 
 
 def budget_bytes(readings: Readings, configured_bytes: int | None, held_bytes: int) -> int:
-    """What models may take in all, `held_bytes` (taken already) included."""
+    """Bytes that all models together may take, `held_bytes` (already taken) included."""
     reserve = max(readings.total_bytes // 10, MIN_RESERVE_BYTES)
     free = readings.available_bytes - reserve
     if readings.limit_bytes is not None:
@@ -46,7 +46,7 @@ class Holder:
 
 
 def _reclaim_order(holder: Holder) -> tuple[int, float]:
-    """Idle ones first, then low classes; the least recently used first within."""
+    """Sort key of eviction: idle models first, then low classes; within these the least recently used."""
     return (-1 if holder.level is None else int(holder.level), holder.last_used_s)
 
 
@@ -72,10 +72,10 @@ def kv_tokens(bytes_per_token: int, free_bytes: int, wanted_tokens: int) -> int:
 
 
 def kv_need(num_prompt_bytes: int, max_tokens: int | None, max_seq_len: int | None) -> int:
-    """Tokens of KV cache that a request may take, in a context of `max_seq_len` (None = not known).
+    """KV cache tokens that a request may need, in a context of `max_seq_len` (None = unknown).
 
-    An answer without a limit counts MIN_KV_TOKENS. A prompt too long for the context ends with "length"; it needs no
-    more than all of it.
+    An answer without a limit counts as MIN_KV_TOKENS. A prompt too long for the context ends with "length", so it needs
+    no more than the whole context.
     """
     need = num_prompt_bytes // _BYTES_PER_TOKEN + (MIN_KV_TOKENS if max_tokens is None else max_tokens)
     return need if max_seq_len is None else min(need, max_seq_len)
@@ -83,14 +83,15 @@ def kv_need(num_prompt_bytes: int, max_tokens: int | None, max_seq_len: int | No
 
 @dataclass(slots=True)
 class Ladder:
-    """The pressure level: 0 none, 1 shed what is idle, 2 shed what is low. Rises at once, falls after 10 s below."""
+    """The pressure level: 0 none, 1 drop idle models, 2 drop low classes. Rises at once, falls after 10 s below."""
 
     level: int = 0
     _below_since_s: float | None = None
-    _history: list[tuple[float, int, int]] = field(default_factory=list)  # time, some, full
+    # time of a reading, and its some and full counters
+    _history: list[tuple[float, int, int]] = field(default_factory=list)
 
     def update(self, readings: Readings, now_s: float, fired: int = 0) -> int:
-        """`fired`: the level whose trigger the kernel has fired just now, 0 for none."""
+        """`fired`: level whose kernel trigger fired just now, 0 = none."""
         seen = max(fired, self._seen(readings, now_s))
         if seen >= self.level:
             self.level = seen
@@ -103,7 +104,7 @@ class Ladder:
         return self.level
 
     def _seen(self, readings: Readings, now_s: float) -> int:
-        """The level that this reading alone asks for."""
+        """The level of this reading by itself."""
         some, full = readings.some_stall_us or 0, readings.full_stall_us or 0
         self._history.append((now_s, some, full))
         while len(self._history) > 1 and self._history[1][0] <= now_s - PSI_WINDOW_S:

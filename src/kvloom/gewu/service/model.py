@@ -1,4 +1,4 @@
-"""A model that the daemon knows: its files, its state, its process, what it takes."""
+"""A model that the daemon knows: its files, state, process and memory."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,8 @@ from kvloom.gewu.protocol.messages import Floor, Host, Job
 from kvloom.gewu.service.memory import kv_need
 from kvloom.gewu.service.sessions import Request
 
-KV_TOKENS = 8_192  # KV cache of a model, all sessions together, when there is room and no session asks for more
+# KV cache bytes of a model, all its sessions together, when there is room and no session asks for more
+KV_TOKENS = 8_192
 
 
 class State(Enum):
@@ -26,36 +27,36 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Model:
-    """A model that some session uses or used a moment ago, in memory or not."""
+    """A model that a session uses or has used recently, loaded or not."""
 
     found: Found
-    files: ModelFiles  # open as long as the model is known: nothing else can come to lie at their paths
+    files: ModelFiles  # open while the model is known, so that no other file can take their place
     state: State = State.ABSENT
     host: Host | None = None
     task: asyncio.Task[None] | None = None  # while LOADING
     wanted_tokens: int = KV_TOKENS  # of KV cache, when there is room
-    kv_tokens: int = 0  # that its KV cache holds, or will
+    kv_tokens: int = 0  # tokens that its KV cache holds, or will
     sent: set[str] = field(default_factory=set)  # keys of the requests that the host has
-    is_growing: bool = False  # takes no more requests: when it has none it is loaded again, with a larger KV cache
-    held_bytes: int = 0  # what it takes, or will when its KV cache is full
-    fixed_bytes: int = 0  # of that what is no KV cache, measured once it was loaded; 0 = never
+    is_growing: bool = False  # takes no more requests: once idle it is loaded again with a larger KV cache
+    held_bytes: int = 0  # bytes with a full KV cache
+    fixed_bytes: int = 0  # of these, without the KV cache, measured after loading; 0 = not measured
     num_loads: int = 0
     last_used_s: float = 0.0
     load_s: float = 0.0
     floor: Floor | None = None  # as the host knows it
-    died_s: float | None = None  # when its process died, until the next one is there
+    died_s: float | None = None  # when its process died, until it is replaced
 
     @property
     def key(self) -> str:
-        """The same for the same files, whoever opens them."""
+        """Equal for the same files, whoever opens them."""
         return self.found.key
 
     def context(self, max_ctx: int | None) -> int | None:
-        """Tokens of a context of a session that asks for `max_ctx`; None = not known."""
+        """Context length in tokens for a session that asks for `max_ctx`; None = unknown."""
         return min((n for n in (max_ctx, self.found.max_seq_len) if n is not None), default=None)
 
     def forget_host(self) -> None:
-        """Its process has ended: it is ABSENT."""
+        """Its process has ended: set it to ABSENT."""
         self.state, self.host, self.held_bytes, self.floor = State.ABSENT, None, 0, None
         self.kv_tokens, self.is_growing, self.died_s = 0, False, None
         self.sent.clear()
@@ -66,11 +67,11 @@ class Model:
         return kv_need(request.num_prompt_bytes, request.chat.max_tokens, context)
 
     def patience_left_s(self, patience_s: float) -> float:
-        """How long its requests wait yet for a process in the stead of one that died; 0 = none died, or too long."""
+        """Seconds that its requests still wait for a successor of the dead process; 0 = none died, or time is up."""
         return 0.0 if self.died_s is None else max(0.0, self.died_s + patience_s - time.monotonic())
 
     def is_unchanged(self) -> bool:
-        """Whether its files still are what was looked at."""
+        """Whether its files are still those that were examined."""
         try:
             return self.files.identity() == self.found.key
         except OSError:
@@ -92,7 +93,7 @@ class Model:
 
 
 def job_of(request: Request) -> Job:
-    """What the host is told of a request."""
+    """The Job for a request."""
     chat, session = request.chat, request.session
     return Job(
         request.key,

@@ -35,21 +35,21 @@ from kvloom.gewu.service.system import measure_processes, read_memory
 
 log = logging.getLogger(__name__)
 
-LINGER_S = 10.0  # a model without sessions is kept so long
-SHED_AFTER_S = 5.0  # of pressure level 2: running BACKGROUND requests are given up
+LINGER_S = 10.0  # seconds that a model without sessions is kept
+SHED_AFTER_S = 5.0  # seconds of pressure level 2 after which running BACKGROUND requests end
 _GUILTY = "the model's process died twice while it computed this request, the second time of this request alone"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Who hears what becomes of requests."""
+    """Callbacks for what becomes of requests."""
 
-    events: Callable[[list[Event]], None]  # answers, in part or whole
-    failed: Callable[[list[Request], Code, str], None]  # requests that end together, and why
+    events: Callable[[list[Event]], None]  # answers, partial or whole
+    failed: Callable[[list[Request], Code, str], None]  # requests that end together, and the reason
 
 
 class Models:
-    """Owned by the daemon's loop. `sessions` is read, never changed; what ends is reported to `on`."""
+    """Owned by the daemon's loop. `sessions` is only read; ended requests are reported to `on`."""
 
     def __init__(self, opener: Opener, settings: Settings, sessions: Sessions, ledger: Ledger, on: Outcomes) -> None:
         self._opener = opener
@@ -68,7 +68,9 @@ class Models:
     # -- sessions come and go
 
     def admit(self, found: Found, files: ModelFiles, max_ctx: int | None, level: Level) -> Model:
-        """The model for a new session, loading unless that should wait. Takes `files`. Raises Refused (NOMEM)."""
+        """The model for a new session; loads it unless that should wait. Takes ownership of `files`. Raises Refused
+        (NOMEM).
+        """
         model = self._models.get(found.key)
         if model is None:
             model = Model(found, files, last_used_s=time.monotonic())
@@ -89,7 +91,7 @@ class Models:
         return model
 
     def reserve(self, request: Request) -> None:
-        """See that there is KV cache for a request that comes. Raises Refused (NOMEM)."""
+        """Make sure that a coming request finds KV cache. Raises Refused (NOMEM)."""
         model = self._models[request.session.model]
         need = model.kv_need(request)
         if need > model.wanted_tokens and need > model.kv_tokens:
@@ -98,7 +100,7 @@ class Models:
             self._plan(model, request.level, need)
 
     def start(self, request: Request) -> None:
-        """A request's turn has come: give it to the host, or load the model for it."""
+        """Give a request to the host, or load the model for it."""
         model = self._models[request.session.model]
         model.last_used_s = time.monotonic()
         if model.state is State.READY:
@@ -123,24 +125,26 @@ class Models:
         self._send_all(model)
 
     def progressed(self, request: Request) -> None:
-        """A request that a process died under has brought more: it may be no suspect any more, whom others wait for."""
+        """A request that was in a process when it died has progressed: it may be cleared, and others need not wait for
+        it.
+        """
         self._send_all(self._models[request.session.model])
 
     def _started(self, model: Model) -> list[Request]:
         return [request for request in self._sessions.started() if request.session.model == model.key]
 
     def _send_all(self, model: Model) -> None:
-        """Whatever its process should have now; what it should not have is called back, and goes on later."""
+        """Send the host all requests that it should have now; abort those that it should not, which continue later."""
         started = self._started(model)
         wanted = company(started, model.sent, self._hard_floor)
         for request in [request for request in started if request.key in model.sent and request not in wanted]:
             self._abandon(request)
         for request in wanted:
-            if model.state is State.READY and request.key not in model.sent:  # whoever goes first may change both
+            if model.state is State.READY and request.key not in model.sent:  # sending the first may change both
                 self._send(model, request)
 
     def _send(self, model: Model, request: Request) -> None:
-        """To a model that is READY. One that needs a larger KV cache waits, and those behind it, until it is there."""
+        """Send a request to a READY model. One that needs a larger KV cache waits for it, as do those behind it."""
         if model.kv_need(request) > model.kv_tokens:
             model.is_growing = True
         if model.is_growing:
@@ -151,7 +155,7 @@ class Models:
             model.host.send(job_of(request))
 
     def _grow(self, model: Model) -> None:
-        """Load a model again that waits for a larger KV cache, once nothing runs on it."""
+        """Reload a model that needs a larger KV cache, once it has no requests."""
         if not model.is_growing or model.sent:
             return
         waiting = self._started(model)
@@ -184,12 +188,12 @@ class Models:
         return max((request.level for request in self._sessions.unfinished(model.key)), default=None)
 
     def _budget(self) -> int:
-        """Bytes for models now. Memory of hosts that are still closing counts as used."""
+        """Bytes for models now; hosts that are still closing count as used."""
         held = sum(model.held_bytes for model in self._models.values())
         return self._ledger.budget(read_memory(self._settings.psi_file), self._settings.budget_bytes, held)
 
     def _plan(self, model: Model, level: Level, num_kv_tokens: int = MIN_KV_TOKENS) -> list[str]:
-        """Which models to evict for this one. Raises Refused (NOMEM)."""
+        """The models to evict for this one. Raises Refused (NOMEM)."""
         if self.ladder.level >= 2 and level == Level.BACKGROUND:
             raise Refused(Code.NOMEM, "memory is short: background work must wait")
         need = self._ledger.fixed_bytes(model) + max(MIN_KV_TOKENS, num_kv_tokens) * model.found.kv_bytes_per_token
@@ -199,7 +203,7 @@ class Models:
         return victims
 
     def _load(self, model: Model, level: Level, closing: Sequence[asyncio.Task[None]] = ()) -> None:
-        """ABSENT -> LOADING, after evicting what must go; or its requests fail."""
+        """ABSENT -> LOADING, after evictions; if there is no room its requests fail."""
         waiting = [model.kv_need(request) for request in self._sessions.unfinished(model.key)]
         try:
             victims = self._plan(model, level, min(max(waiting, default=0), model.wanted_tokens))
@@ -243,7 +247,7 @@ class Models:
                 self._ledger.loaded(model, measured.get(host.pid or 0, 0))
 
     def _died(self, model: Model, why: str) -> None:
-        """Its requests wait for the next process; what killed two ends."""
+        """Its requests wait for the next process; a request that killed two ends."""
         if model.host is None:
             return
         sent = [request for request in self._started(model) if request.key in model.sent]
@@ -267,7 +271,7 @@ class Models:
         return task
 
     def _unload(self, model: Model) -> asyncio.Task[None]:
-        """READY or LOADING -> ABSENT. The task ends when the memory has been returned."""
+        """READY or LOADING -> ABSENT. The task ends when the memory has been freed."""
         host, loading = model.host, model.task
         model.task = None
         model.forget_host()
@@ -279,7 +283,9 @@ class Models:
     # -- time passes
 
     def take_measured(self, measured: dict[int, int]) -> None:
-        """What processes take now. Idle models go when all together are promised more than the budget that was set."""
+        """Take measured process sizes. Unloads idle models when all models together may exceed the configured
+        budget.
+        """
         self._ledger.take(measured, list(self._models.values()))
         if self._settings.budget_bytes is None:
             return
@@ -293,7 +299,9 @@ class Models:
         return bool(self._sessions.unfinished(model.key))
 
     def tick(self, interval_s: float = 0.0, fired: int = 0) -> None:
-        """Unload what is idle, follow the pressure ladder. Called a few times a second, and when a trigger fires."""
+        """Unload idle models and follow the pressure ladder. Called several times a second, and when a trigger
+        fires.
+        """
         now_s = time.monotonic()
         for model in list(self._models.values()):
             if self._is_busy(model):
@@ -315,12 +323,14 @@ class Models:
         self._follow(level, now_s)
 
     def _keep_s(self, kept_s: list[float | None]) -> float:
-        """How long an idle model stays; its sessions ask for `kept_s` (None = the default), without any it lingers."""
+        """Seconds that an idle model is kept: its sessions' `kept_s` (None = the default), or a short time without
+        sessions.
+        """
         idle_s = self._settings.idle_unload_s
         return max(idle_s if asked_s is None else asked_s for asked_s in kept_s) if kept_s else min(LINGER_S, idle_s)
 
     def _follow(self, level: int, now_s: float) -> None:
-        """Level 2 pauses BACKGROUND and UTILITY, and gives BACKGROUND up when that did not help."""
+        """Level 2 pauses BACKGROUND and UTILITY, and ends BACKGROUND requests when that did not help."""
         if level < 2:
             self._shed_at_s = None
         elif self._shed_at_s is None:
@@ -371,13 +381,13 @@ class Models:
         }
 
     def why_waiting(self, level: Level) -> str | None:
-        """Why requests of this class are paused, None = they are not."""
+        """Why requests of this class are paused; None = they are not."""
         if level >= self._hard_floor:
             return None
         return "memory is short" if self.ladder.level >= 2 else self.power_reason
 
     def kv_bytes(self, session: Session) -> int:
-        """KV cache that the session's running request holds; what its earlier ones left may be overwritten."""
+        """KV cache bytes of the session's running request; what earlier requests left may be overwritten."""
         host = self._models[session.model].host
         if host is None or not host.info.kv_tokens:
             return 0

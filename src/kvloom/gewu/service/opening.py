@@ -1,4 +1,4 @@
-"""Opening: a process for a model, of the files that were looked at; patiently where one died before."""
+"""Opening: starts a process for a model from the examined files, with retries after the death of an earlier one."""
 
 import asyncio
 import logging
@@ -14,13 +14,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
 
 
 class FilesChanged(ModelError):
-    """Trying again does not help."""
+    """The files have changed: trying again does not help."""
 
 
 async def open_host(model: Model, opener: Opener, setup: Open, on: Listeners, patience_s: float) -> Host:
-    """Raises ModelError, also when the files are, or become, others than those that were looked at.
+    """Raises ModelError, also when the files are not, or no longer, those that were examined.
 
-    Where a process died, and its requests wait, it is tried again until `patience_s` have passed since then.
+    After the death of a process whose requests wait, it retries until `patience_s` have passed since then.
     """
     pause_s = _FIRST_PAUSE_S
     while True:

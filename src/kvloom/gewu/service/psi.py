@@ -1,7 +1,7 @@
-"""Triggers on the kernel's pressure file: the daemon learns of a stall when it happens, not at its next look.
+"""Triggers on the kernel's pressure file: the daemon learns of a stall at once, not at its next tick.
 
-Where triggers are not permitted, or the file is no pressure file (tests), the counters read at every tick suffice.
-A thread of its own waits for them: asyncio watches for no priority events, and an epoll within another swallows them.
+Where triggers are not permitted, or the file is not a pressure file (tests), the counters read at every tick suffice. A
+thread of its own waits for them, because asyncio has no priority events, and an epoll inside another one loses them.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from pathlib import Path
 
 from kvloom.gewu.service.memory import FULL_STALL_US, PSI_WINDOW_S, SOME_STALL_US
 
-_STALLS = {1: ("some", SOME_STALL_US), 2: ("full", FULL_STALL_US)}  # by level of the ladder
+_STALLS = {1: ("some", SOME_STALL_US), 2: ("full", FULL_STALL_US)}  # level of the ladder -> trigger
 _WINDOW_US = int(PSI_WINDOW_S * 1e6)  # unprivileged triggers need a multiple of 2 s
 
 
 def open_triggers(psi_file: Path) -> dict[int, int]:
-    """{descriptor with a trigger: level it means}, empty where there can be none. The caller closes them."""
+    """{descriptor with a trigger: its level}, empty where triggers are not available. The caller closes them."""
     found = {}
     for level, (kind, stall_us) in _STALLS.items():
         with contextlib.suppress(OSError):  # no such file, no PSI in this kernel, no permission
@@ -34,13 +34,15 @@ def open_triggers(psi_file: Path) -> dict[int, int]:
 
 
 def _refuse_plain_file(fd: int) -> None:
-    """Raises OSError for a file without events, which a trigger would overwrite."""
+    """Raises OSError for a file without events, which writing a trigger would overwrite."""
     with select.epoll() as epoll:
         epoll.register(fd, 0)
 
 
 class Watcher:
-    """Calls `on_fired` with a level, on a thread of its own, whenever a descriptor has a priority event. Owns them."""
+    """Calls `on_fired` with a level, on a thread of its own, when a descriptor has a priority event. Owns the
+    descriptors.
+    """
 
     def __init__(self, level_of: Mapping[int, int], on_fired: Callable[[int], object]) -> None:
         self._level_of = dict(level_of)
@@ -57,7 +59,7 @@ class Watcher:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._stop_fd, 0)  # its end is an event that needs no asking
+        poll.register(self._stop_fd, 0)  # its end is an event of its own
         for fd in self._level_of:
             poll.register(fd, select.POLLPRI)
         while True:

@@ -1,4 +1,4 @@
-"""Room: memory that all clients share for frames that are not whole yet, and for replies that are not read. No I/O."""
+"""Room: memory that all clients share for incomplete frames and unread replies. No I/O."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,17 +7,18 @@ _MAX_BYTES = 64 << 20
 
 
 class Room:
-    """Bytes held for others, each by somebody (any hashable), up to a number in all."""
+    """Bytes held by holders (any hashable), bounded in total."""
 
     def __init__(self, max_bytes: int) -> None:
         self._free = max_bytes
         self._held: dict[object, int] = {}
-        self._waiting: dict[object, tuple[int, Callable[[], None]]] = {}  # oldest first
+        self._waiting: dict[object, tuple[int, Callable[[], None]]] = {}  # waiting holders, oldest first
 
     def take(self, holder: object, num_bytes: int, on_room: Callable[[], None]) -> bool:
-        """Whether `holder` has them now, besides what it had; else `on_room` is called once it has, in turn.
+        """Whether `holder` gets the bytes now, in addition to its others; if not, `on_room` is called when it does, in
+        turn.
 
-        A holder waits for one piece at a time. Who asks for more than there is in all waits for ever.
+        A holder waits for one piece at a time. A request larger than the total waits for ever.
         """
         if self._waiting or num_bytes > self._free:
             self._waiting[holder] = (num_bytes, on_room)
@@ -26,14 +27,14 @@ class Room:
         return True
 
     def set(self, holder: object, num_bytes: int) -> object | None:
-        """`holder` holds so many now. Returns the one that holds most when all together hold too much."""
+        """`holder` holds `num_bytes` now. Returns the largest holder when the total is exceeded."""
         self._give(holder, num_bytes - self._held.get(holder, 0))
         if self._free < 0:
             return max(self._held, key=lambda one: self._held[one])
         return None
 
     def leave(self, holder: object) -> None:
-        """It holds nothing and waits for nothing any more."""
+        """Free what it holds, and stop waiting."""
         self._waiting.pop(holder, None)
         self._free += self._held.pop(holder, 0)
         while self._waiting:
@@ -53,7 +54,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """Of all clients."""
+    """The rooms that all clients share."""
 
-    unread: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # frames that are not whole
-    unsent: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # replies that clients do not read
+    unread: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # for incomplete frames
+    unsent: Room = field(default_factory=lambda: Room(_MAX_BYTES))  # for replies that clients have not read

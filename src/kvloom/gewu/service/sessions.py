@@ -1,7 +1,7 @@
-"""Sessions and requests of all clients. Pure bookkeeping: who may submit, who is next, what ends with what.
+"""Sessions and requests of all clients. Pure bookkeeping: who may submit, which request is next, what ends with what.
 
-A request is QUEUED behind the earlier ones of its session, or STARTED: handed to the model, loaded or not. Of a session
-one request is started at a time, the oldest.
+A request is QUEUED behind the earlier ones of its session, or STARTED: handed to the model, loaded or not. Each session
+has one started request at a time, the oldest.
 """
 
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ from kvloom.gewu.qos import Level
 
 MAX_PER_SESSION = 64
 MAX_REQUESTS = 512
-MAX_SESSIONS = 1024  # a client
-MAX_PROMPT_BYTES = 64 << 20  # of all unfinished requests
+MAX_SESSIONS = 1024  # requests of a client
+MAX_PROMPT_BYTES = 64 << 20  # bytes of all unfinished requests
 
 
 class Phase(Enum):
@@ -29,19 +29,19 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What an app created; its requests run one after another."""
+    """What an app has created; its requests run one after another."""
 
     owner: int  # the connection
     id: int  # the client's handle
     model: str  # key of the model
-    level: Level | None  # explicit one
+    level: Level | None  # set explicitly
     keep_alive_s: float | None = None
     max_ctx: int | None = None  # tokens of prompt and answer
-    requests: list["Request"] = field(default_factory=list)  # not ended, oldest first
+    requests: list["Request"] = field(default_factory=list)  # unfinished requests, oldest first
 
     @property
     def salt(self) -> str:
-        """Prefix-cache salt: the KV of a session is its own."""
+        """Salt of the prefix cache: no session finds another one's KV."""
         return f"{self.owner}.{self.id}"
 
 
@@ -53,14 +53,14 @@ class Request:
     id: int
     chat: Chat
     level: Level
-    seed: int = 0  # the chat's, or drawn for it: whoever goes on with the answer draws the same tokens
+    seed: int = 0  # the request's, or drawn: any process that continues the answer samples the same tokens
     phase: Phase = Phase.QUEUED
-    answer: list[int] = field(default_factory=list)  # tokens so far
+    answer: list[int] = field(default_factory=list)  # tokens of the answer so far
     repute: Repute = field(default_factory=Repute)
     num_prompt: int = 0  # tokens
     num_cached: int = 0
     num_output: int = 0
-    waits_for: str | None = None  # why it is paused, as the app was told
+    waits_for: str | None = None  # the reason for a pause that the app was told
     num_prompt_bytes: int = 0
     parts: list[str] = field(default_factory=list)  # text so far, when not streamed
 
@@ -79,7 +79,7 @@ class Request:
 
 
 class Sessions:
-    """The table. Methods that end requests return what the caller must stop or start."""
+    """The table. Methods that end requests return those that the caller must stop or start."""
 
     def __init__(self) -> None:
         self._sessions: dict[tuple[int, int], Session] = {}
@@ -102,7 +102,7 @@ class Sessions:
         self._sessions[key] = session
 
     def find(self, owner: int, id: int) -> Session:
-        """Raises Refused: another client's session is as unknown as one that never was."""
+        """Raises Refused: another client's session counts as unknown."""
         try:
             return self._sessions[owner, id]
         except KeyError:
@@ -123,7 +123,7 @@ class Sessions:
         self._num_prompt_bytes += request.num_prompt_bytes
 
     def start_next(self, session: Session) -> Request | None:
-        """The session's oldest request, now STARTED, unless it already was or there is none."""
+        """The session's oldest request, now STARTED; None if it was started already or there is none."""
         if not session.requests or session.requests[0].phase is not Phase.QUEUED:
             return None
         request = session.requests[0]
@@ -135,7 +135,7 @@ class Sessions:
         return self._requests.get(key)
 
     def end(self, request: Request) -> bool:
-        """Forget a request; whether it was started, so that the engine must drop it if it has not ended there."""
+        """Forget a request. Returns whether it was started, so that the engine must abort it unless it ended there."""
         if request.phase is Phase.ENDED:
             return False
         was_started = request.phase is Phase.STARTED

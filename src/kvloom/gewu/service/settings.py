@@ -1,4 +1,4 @@
-"""The daemon's knobs: environment variables for what tests and devices set, options for what people set."""
+"""The daemon's settings: environment variables for tests and devices, options for people."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -29,19 +29,17 @@ class Settings:
     socket: Path
     budget_bytes: int | None = None
     idle_unload_s: float = _IDLE_UNLOAD_S
-    worker_silence_s: float = (
-        _WORKER_SILENCE_S  # a model process that is asked and gives no sign of life for so long is ended
-    )
-    crash_patience_s: float = _CRASH_PATIENCE_S  # requests wait so long for a model process in the stead of a dead one
-    psi_file: Path = _PSI_FILE  # its folder's "cpu" is the processor's
-    backend: str = "auto"  # of the engine
+    worker_silence_s: float = _WORKER_SILENCE_S  # a model process that does not answer a ping for this long is ended
+    crash_patience_s: float = _CRASH_PATIENCE_S  # how long requests wait for a successor of a dead model process
+    psi_file: Path = _PSI_FILE  # its "cpu" file is the processor's
+    backend: str = "auto"  # backend of the engine
     fake: FakeSettings | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)  # path prefix -> what stands there
+    aliases: Mapping[str, str] = field(default_factory=dict)  # path prefix -> replacement
 
     def resolve(self, path: str) -> str:
-        """What stands at a path: the longest alias that is a prefix, at a slash, is replaced. Without one, the path.
+        """The path with the longest matching alias, a prefix that ends at a slash, replaced; without one, unchanged.
 
-        A path that climbs out of an alias is none of it.
+        A path that leaves the alias's folder by ".." is not replaced.
         """
         for prefix in sorted(self.aliases, key=len, reverse=True):
             rest = path.removeprefix(prefix)
@@ -52,7 +50,7 @@ class Settings:
 
 
 def find_socket(environ: Mapping[str, str]) -> Path:
-    """Where the service listens: $GEWU_SOCKET, else the user's, else the system's."""
+    """Where the service listens: $GEWU_SOCKET, else the user's path, else the system's."""
     if environ.get("GEWU_SOCKET"):
         return Path(environ["GEWU_SOCKET"])
     if environ.get("XDG_RUNTIME_DIR"):
@@ -61,7 +59,7 @@ def find_socket(environ: Mapping[str, str]) -> Path:
 
 
 def find_service(environ: Mapping[str, str]) -> Path:
-    """Where a client finds the service, as libqos.so does: the system's when this user has none of his own."""
+    """Where a client finds the service, as libqos.so does: the system's when this user runs none."""
     path = find_socket(environ)
     return path if environ.get("GEWU_SOCKET") or path.exists() else SYSTEM_SOCKET
 
@@ -69,7 +67,7 @@ def find_service(environ: Mapping[str, str]) -> Path:
 def read_settings(
     aliases: Mapping[str, str], backend: str = "auto", environ: Mapping[str, str] = os.environ
 ) -> Settings:
-    """Raises BadRequest naming the variable or option that is wrong."""
+    """Raises BadRequest that names the wrong variable or option."""
     if backend not in BACKENDS:
         raise BadRequest("backend", f"must be one of {', '.join(BACKENDS)}, got {backend!r}")
     return Settings(

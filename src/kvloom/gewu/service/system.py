@@ -1,4 +1,4 @@
-"""What the system says about memory, pressure and power."""
+"""Memory, pressure and power as the system reports them."""
 
 import os
 from collections.abc import Iterable
@@ -22,9 +22,9 @@ def read_memory(psi_file: Path) -> Readings:
 
 
 def measure_processes() -> dict[int, int]:
-    """Bytes that this process and each of its children take, by process id; shared pages count in parts.
+    """Bytes of this process and each child, by process id; shared pages are divided among their users.
 
-    Takes milliseconds for processes of gigabytes: not for an event loop.
+    Takes milliseconds for processes of gigabytes, so not for an event loop.
     """
     tasks = Path("/proc/self/task")
     children = [int(pid) for task in _children(tasks) for pid in _text(task / "children").split()]
@@ -32,7 +32,7 @@ def measure_processes() -> dict[int, int]:
 
 
 def _process_bytes(process: Path) -> int:
-    """Proportional set size; where that cannot be read, the resident one; 0 when the process is gone."""
+    """Proportional set size; the resident one where that cannot be read; 0 when the process is gone."""
     for line in _text(process / "smaps_rollup").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""What a worker takes of the processor: by nice values where it may lower them again, else by the number of cores."""
+"""A worker's share of the processor: by nice values where it may lower them again, else by the number of cores."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from kvloom.gewu.qos import NICE, Level
 
 
 def may_lower_nice() -> bool:
-    """Whether this process may take back a nice value (CAP_SYS_NICE, or the limit allows it)."""
+    """Whether this process may lower its nice value again (CAP_SYS_NICE, or the limit allows it)."""
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, nice + 1)
@@ -19,16 +19,16 @@ def may_lower_nice() -> bool:
 
 
 def cores_for(level: Level, cores: Iterable[int]) -> set[int]:
-    """Of these cores those for a class: the upper half, at least one, for BACKGROUND and UTILITY, else all."""
+    """The cores for a class: for BACKGROUND and UTILITY the upper half, at least one; else all."""
     found = sorted(cores)
     return set(found[len(found) // 2 :]) if level <= Level.UTILITY else set(found)
 
 
 class CpuShare:
-    """Gives all threads of this process the share of the class that is served."""
+    """Gives all threads of this process the share of the class that is being served."""
 
     def __init__(self, is_able: bool | None = None) -> None:
-        """`is_able`: whether nice values may be lowered; None = found out."""
+        """`is_able`: whether nice values may be lowered; None = find out."""
         self._is_able = may_lower_nice() if is_able is None else is_able
         self._base = self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         self._all = self._cores = os.sched_getaffinity(0)

@@ -1,4 +1,4 @@
-"""What a model's files say of a worker's sizes. It needs torch, which a worker of the fake model does without."""
+"""Sizes that a worker takes from a model's files. Needs torch, which a worker of the fake model runs without."""
 
 from dataclasses import replace
 
@@ -9,9 +9,8 @@ from kvloom.rank.loading import choose_backend
 
 
 def fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
-    """`config` with its back end, the bytes of a token's keys and values, and the model's longest sequence.
-
-    Raises ModelError.
+    """`config` with its back end, bytes of a token's keys and values, and the model's maximum length. Raises
+    ModelError.
     """
     spec = open_checkpoint(config.model).spec
     config = replace(config, backend=choose_backend(config, spec))

@@ -1,6 +1,6 @@
 """The worker process: `python -m kvloom.gewu.worker.main FD` holds one model until its socket closes.
 
-One thread: it reads orders between two steps and sends what each step brought.
+One thread: it reads orders between two steps and sends the events of each step.
 """
 
 import importlib
@@ -44,10 +44,10 @@ from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.main import open_runner
 from kvloom.rank.pages import release_blocks
 
-_STEP_TOKENS = 64  # a prefill chunk: an interactive request waits no longer than one
+_STEP_TOKENS = 64  # tokens of a prefill chunk: an interactive request waits for one at most
 _MAX_BATCH = 32
-_BLOCK_SIZE = 16  # tokens, of every back end
-_LONG_TOKEN = 64  # bytes: what a tokenizer drops or joins before it cuts counts for something
+_BLOCK_SIZE = 16  # block size in tokens, for every back end
+_LONG_TOKEN = 64  # bytes; covers what a tokenizer drops or merges before it splits
 _FINISH = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
@@ -66,18 +66,18 @@ class Worker:
         self._planner = planner
         self._tokenizer = tokenizer
         self._counts: dict[str, _Counts] = {}
-        self._held: dict[str, int] = {}  # as the daemon knows it
-        self._is_asked = False  # for a sign of life
-        self._early: list[Event] = []  # of jobs that never reach the engine
+        self._held: dict[str, int] = {}  # job key -> request
+        self._is_asked = False  # time of the last sign of life
+        self._early: list[Event] = []  # events of jobs that never reach the engine
 
     def serve(self, channel: Channel) -> None:
-        """Until the daemon closes the socket, which raises EOFError."""
+        """Run until the daemon closes the socket, which raises EOFError."""
         while True:
             patience_s = self._patience_s()
             while channel.is_readable(patience_s):
                 self._take(order := channel.receive())
                 patience_s = 0.0
-                if isinstance(order, Job):  # there is a step between two prompts: whoever streams goes on
+                if isinstance(order, Job):  # a step between two prompts, so that streams go on
                     break
             deltas = self._engine.start_step()
             self._engine.finish_step()
@@ -95,7 +95,7 @@ class Worker:
                 channel.send(Pong())
 
     def _patience_s(self) -> float | None:
-        """How long to wait for orders before the next step: for ever without work, not at all while steps are made."""
+        """Seconds to wait for orders before the next step: for ever without work, 0 while there are steps."""
         if self._early:
             return 0.0
         if not self._engine.has_work:
@@ -122,7 +122,7 @@ class Worker:
             messages = [{"role": _ROLES.get(role, role), "content": content} for role, content in job.messages]
             text = self._tokenizer.apply_chat_template(messages)
             context = min(job.max_ctx or self._engine.max_seq_len, self._engine.max_seq_len)
-            if self._is_endless(text, context):  # everybody would wait while it is tokenised
+            if self._is_endless(text, context):  # tokenising it would delay all others
                 self._early.append(Event(job.key, "", "length"))
                 return
             prompt = self._tokenizer.encode(text, add_special_tokens=False)
@@ -143,7 +143,9 @@ class Worker:
             self._early.append(Event(job.key, "", "abort", error=str(error)))
 
     def _is_endless(self, text: str, context: int) -> bool:
-        """Whether the longest of tokens would be too many. All are looked at for a long text only, which few have."""
+        """Whether the text exceeds the context even if every token is the longest one. Only long texts are checked,
+        which are rare.
+        """
         return len(text) > context * _LONG_TOKEN and len(text) > context * self._longest_token()
 
     def _event(self, delta: Delta) -> Event | None:
@@ -158,7 +160,7 @@ class Worker:
         return Event(delta.request_id, delta.text, finish, *told, token_ids=list(delta.token_ids))
 
 
-_ROLES = {"developer": "system"}  # chat templates know the older word
+_ROLES = {"developer": "system"}  # chat templates know only the older name
 
 
 def open_worker(setup: Open, progress: Progress) -> tuple[Worker, Ready]:
@@ -181,7 +183,7 @@ def open_worker(setup: Open, progress: Progress) -> tuple[Worker, Ready]:
 
 
 def _sizes(setup: Open) -> tuple[EngineConfig, int]:
-    """The engine's configuration, and the tokens that its KV cache holds. Raises ModelError when those are too few."""
+    """The engine's configuration, and the tokens that its KV cache holds. Raises ModelError when these are too few."""
     config = EngineConfig(
         model="" if setup.backend == "fake" else setup.model,
         backend=setup.backend,
@@ -207,7 +209,7 @@ def _fit(config: EngineConfig) -> tuple[EngineConfig, int, int]:
 
 def main() -> None:
     leave_signals_to_the_parent()
-    sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest number that is free: select has a limit
+    sock = socket.socket(fileno=os.dup(int(sys.argv[1])))  # the lowest free number: select has a limit
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):
         channel = Channel(sock, Open)
         setup: Open = channel.receive()
@@ -217,7 +219,7 @@ def main() -> None:
         except ServingError as error:
             channel.send(Failed(str(error)))
             return
-        except Exception as error:  # whatever a file made of it, the app is told
+        except Exception as error:  # whatever a file caused, the app is told
             traceback.print_exc()
             channel.send(Failed(f"{type(error).__name__}: {error}"))
             return
