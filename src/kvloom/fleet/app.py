@@ -31,7 +31,7 @@ from kvloom.fleet.scaling import MAILBOXES, METRIC
 from kvloom.fleet.wire import About, decode_about, encode
 
 ENGINES, PREFILL, INGRESS = "engines", "prefill", "ingress"
-_NAMESPACE = "kvloom"  # prefix of names that we give in Ray
+_NAMESPACE = "kvloom"  # Ray namespace of our actors
 _ID_CHARS = 8  # characters of a node's id that are shown
 _DRAIN_POLL_S = 0.2
 _STATS_S = 1.0  # seconds between replicas' reports to routers

@@ -82,7 +82,7 @@ class FleetArgs(msgspec.Struct, forbid_unknown_fields=True, frozen=True, rename=
     patience_s: Amount = 120.0
     grace_s: Amount = 30.0
     kv_pool: bool = False  # an EMS agent on each node holds blocks for all replicas there; found or started
-    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # bytes of an agent that is started
+    kv_pool_gb: Annotated[float, msgspec.Meta(gt=0)] = 1.0  # memory of an agent that is started
     mock: Mock | None = None
     host: str | None = None  # these two: address of Ray's proxy, for `kvloom fleet run`
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] | None = None

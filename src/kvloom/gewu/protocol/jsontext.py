@@ -9,7 +9,7 @@ from kvloom.gewu.codes import Code, Refused
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 1 << 14  # arrays and objects; more messages than any context holds
-_MAX_TOKENS = 1 << 18  # matches the brackets and strings that are examined
+_MAX_TOKENS = 1 << 18  # brackets and strings that are scanned
 _MAX_VALUE_BYTES = 1 << 16  # bytes of a field that is not a text
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _Fields = TypeVar("_Fields")

@@ -47,7 +47,7 @@ class Connection:
         self._rooms = rooms
         self._frame_s = frame_s
         self._deadline: asyncio.TimerHandle | None = None  # timeout of the frame that has begun
-        self._has_room = False  # waits for memory to read it
+        self._has_room = False  # whether there is memory for it
         self._loop = asyncio.get_running_loop()
         self.is_open = True
         self._is_greeted = False

@@ -18,7 +18,7 @@ from kvloom.gewu.service.settings import Settings
 
 log = logging.getLogger(__name__)
 
-_MAX_ERRNO = 4095  # bytes; Linux's PATH_MAX
+_MAX_ERRNO = 4095  # the largest of Linux
 _MAX_UNANSWERED = 16  # concurrent Creates of a client
 
 

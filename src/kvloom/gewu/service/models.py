@@ -68,9 +68,7 @@ class Models:
     # -- sessions come and go
 
     def admit(self, found: Found, files: ModelFiles, max_ctx: int | None, level: Level) -> Model:
-        """The model for a new session; loads it unless that should wait. Takes ownership of `files`. Raises Refused
-        (NOMEM).
-        """
+        """The model for a new session; loads it unless that should wait. Owns `files` then. Raises Refused (NOMEM)."""
         model = self._models.get(found.key)
         if model is None:
             model = Model(found, files, last_used_s=time.monotonic())
@@ -125,9 +123,7 @@ class Models:
         self._send_all(model)
 
     def progressed(self, request: Request) -> None:
-        """A request that was in a process when it died has progressed: it may be cleared, and others need not wait for
-        it.
-        """
+        """A request whose process had died has progressed: it may be cleared, and others need not wait for it."""
         self._send_all(self._models[request.session.model])
 
     def _started(self, model: Model) -> list[Request]:
@@ -283,9 +279,7 @@ class Models:
     # -- time passes
 
     def take_measured(self, measured: dict[int, int]) -> None:
-        """Take measured process sizes. Unloads idle models when all models together may exceed the configured
-        budget.
-        """
+        """Take measured process sizes. Unloads idle models if all models may exceed the configured budget."""
         self._ledger.take(measured, list(self._models.values()))
         if self._settings.budget_bytes is None:
             return
@@ -299,9 +293,7 @@ class Models:
         return bool(self._sessions.unfinished(model.key))
 
     def tick(self, interval_s: float = 0.0, fired: int = 0) -> None:
-        """Unload idle models and follow the pressure ladder. Called several times a second, and when a trigger
-        fires.
-        """
+        """Unload idle models, follow the pressure ladder. Called several times a second, and when a trigger fires."""
         now_s = time.monotonic()
         for model in list(self._models.values()):
             if self._is_busy(model):
@@ -323,9 +315,7 @@ class Models:
         self._follow(level, now_s)
 
     def _keep_s(self, kept_s: list[float | None]) -> float:
-        """Seconds that an idle model is kept: its sessions' `kept_s` (None = the default), or a short time without
-        sessions.
-        """
+        """Seconds that an idle model is kept: its sessions' `kept_s` (None = default), or LINGER_S without any."""
         idle_s = self._settings.idle_unload_s
         return max(idle_s if asked_s is None else asked_s for asked_s in kept_s) if kept_s else min(LINGER_S, idle_s)
 

@@ -59,7 +59,7 @@ class Watcher:
 
     def _run(self) -> None:
         poll = select.poll()
-        poll.register(self._stop_fd, 0)  # its end is an event of its own
+        poll.register(self._stop_fd, 0)  # a hang-up is reported in any case
         for fd in self._level_of:
             poll.register(fd, select.POLLPRI)
         while True:

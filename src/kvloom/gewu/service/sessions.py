@@ -15,7 +15,7 @@ from kvloom.gewu.qos import Level
 
 MAX_PER_SESSION = 64
 MAX_REQUESTS = 512
-MAX_SESSIONS = 1024  # requests of a client
+MAX_SESSIONS = 1024  # of a client
 MAX_PROMPT_BYTES = 64 << 20  # bytes of all unfinished requests
 
 

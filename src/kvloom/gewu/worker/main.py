@@ -66,8 +66,8 @@ class Worker:
         self._planner = planner
         self._tokenizer = tokenizer
         self._counts: dict[str, _Counts] = {}
-        self._held: dict[str, int] = {}  # job key -> request
-        self._is_asked = False  # time of the last sign of life
+        self._held: dict[str, int] = {}  # as last reported to the daemon
+        self._is_asked = False  # whether a ping waits for its answer
         self._early: list[Event] = []  # events of jobs that never reach the engine
 
     def serve(self, channel: Channel) -> None:
