@@ -10,7 +10,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 def content_of(items: Sequence[str | ImageSource]) -> Content:
-    """Texts alone are one, a line each; where there are images, each item stays as it is."""
+    """Texts alone are joined by newlines; if there are images, the items stay as they are."""
     texts = [item for item in items if isinstance(item, str)]
     return "\n".join(texts) if len(texts) == len(items) else list(items)
 
@@ -21,7 +21,7 @@ def text_of(content: Content) -> str:
 
 
 def joined(*contents: Content) -> Content:
-    """One behind the other, with nothing in between."""
+    """All texts concatenated."""
     found: list[str | ImageSource] = []
     for content in contents:
         for item in (content,) if isinstance(content, str) else content:
@@ -35,19 +35,19 @@ def joined(*contents: Content) -> Content:
 
 
 def sources_of(messages: Messages) -> tuple[ImageSource, ...]:
-    """All images, in order."""
+    """All images of the messages, in order."""
     contents = (message.get("content") for message in messages)
     items = (item for content in contents if isinstance(content, list) for item in content)
     return tuple(item for item in items if isinstance(item, ImageSource))
 
 
 def with_parts(messages: Messages) -> list[dict[str, Any]]:
-    """For a chat template that takes parts: every content is a list of them."""
+    """For chat templates that take parts: every content as a list."""
     return [{**message, "content": _parts(message.get("content") or "")} for message in messages]
 
 
 def with_texts(messages: Messages, image_text: str) -> list[dict[str, Any]]:
-    """For a template that takes texts: `image_text` stands for each image, on a line of its own."""
+    """For templates that take texts: `image_text` stands for each image, on a line of its own."""
     return [{**message, "content": _text(message.get("content") or "", image_text)} for message in messages]
 
 

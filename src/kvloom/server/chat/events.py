@@ -1,4 +1,4 @@
-"""What a chat answer consists of, whatever protocol shows it: text, reasoning, and calls of tools, piece by piece."""
+"""The events of a chat answer in any protocol: text, reasoning and tool calls, piece by piece."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ class TextDelta:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """Call number `index` (0, 1, ... within one answer) begins; its id is made up by the dialect."""
+    """Call number `index` (0, 1, ... within one answer) begins; the dialect makes up its id."""
 
     index: int
     name: str

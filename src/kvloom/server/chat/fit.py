@@ -1,4 +1,4 @@
-"""A chat that is too long without its oldest messages: as few of them are left out as makes it fit."""
+"""Shortens a chat that is too long, by as few of its oldest messages as possible."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kvloom.server.chat.request import ChatRequest, PreparedChat, prepare
 from kvloom.server.errors import PromptTooLong
 from kvloom.server.serving.service import GenerationService
 
-_SHARE = 8  # where the answer's length is open, an eighth of the context is kept for it
+_SHARE = 8  # if the answer's length is open, an eighth of the context is reserved for it
 Message = Mapping[str, Any]
 
 
@@ -24,7 +24,7 @@ def prepare_fitting(
     with them. A chat that is too long for `context` all the same comes back whole. Raises BadRequest naming the field,
     PromptTooLong of the whole chat; a chat with images is never shortened.
     """
-    if sources_of(request.messages):  # what leaving out a message would give is known when they were looked at
+    if sources_of(request.messages):  # the tokens of images are known only after the engine has seen them
         return prepare(service, request, params)
     chat, problem = _prepared(service, request, params)
     asked = min(params.max_tokens or 1, context // 2)
@@ -34,7 +34,7 @@ def prepare_fitting(
     limit = min(service.max_input_tokens, context - room)
     kept, groups = _parts(request.messages)
     fitting = None
-    low, high = 1, len(groups) - 1  # how many groups are left out
+    low, high = 1, len(groups) - 1  # number of groups that are dropped
     while low <= high:
         middle = (low + high) // 2
         shorter = replace(request, messages=[*kept, *chain.from_iterable(groups[middle:])])
@@ -53,7 +53,7 @@ def prepare_fitting(
 def _prepared(
     service: GenerationService, request: ChatRequest, params: SamplingParams
 ) -> tuple[PreparedChat | None, PromptTooLong | None]:
-    """The chat, or how it is too long."""
+    """The prepared chat, or the error that says how long it is."""
     try:
         return prepare(service, request, params), None
     except PromptTooLong as problem:
@@ -61,7 +61,7 @@ def _prepared(
 
 
 def _parts(messages: Sequence[Message]) -> tuple[list[Message], list[list[Message]]]:
-    """What always stays, and the rest in groups that stay or go together, oldest first."""
+    """Messages that are always kept, and the others in groups that stay or go together, oldest first."""
     num_kept = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
     groups: list[list[Message]] = []
     for message in messages[num_kept:]:

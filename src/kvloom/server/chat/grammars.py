@@ -1,6 +1,6 @@
 """What an answer must match: JSON, a JSON schema, a regular expression, one of several texts, or a grammar.
 
-Every form becomes the one that the engine takes (llguidance's), checked here, so that a mistake is the caller's 400.
+Every form is translated into the engine's (llguidance's) and checked here, so that a mistake is the caller's 400.
 """
 
 import json
@@ -13,14 +13,14 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.chat.regexes import ascii_lark, ascii_regex
 from kvloom.server.serving.inline import may_take_long
 
-# one space after commas and colons, none elsewhere: small models would else write spaces until their limit
+# one space after commas and colons, none elsewhere: otherwise small models write spaces up to their limit
 _JSON_FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_CHARS = 200_000
-_INLINE_CHARS = 2000  # so much of a schema, an expression or a list of texts is read within a few milliseconds
+_INLINE_CHARS = 2000  # characters of a schema, an expression or a list of texts that compile within a few milliseconds
 
 
 def json_grammar(schema: dict[str, Any] | str | bool, field: str) -> str:
-    """Of a JSON schema (draft 2020-12 as far as llguidance goes), as an object or as text. Raises BadRequest."""
+    """From a JSON schema (draft 2020-12 as far as llguidance supports it), as object or text. Raises BadRequest."""
     try:
         known = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(known, dict | bool):
@@ -54,27 +54,27 @@ def choice_grammar(choices: list[str], field: str) -> str:
 
 def text_grammar(grammar: str, field: str) -> str:
     """A grammar in Lark's form, or in GBNF (llama.cpp's), which has `::=`. Raises BadRequest."""
-    may_take_long()  # 300 characters of rules that double reach llguidance's limits, which takes a second
+    may_take_long()  # 300 characters of rules that double reach llguidance's limits after a second
     check_size(grammar, field)
     if grammar.lstrip().startswith("{"):
         raise BadRequest(field, "must be a grammar in Lark's form or in GBNF, not JSON")
     try:
         lark = any_to_lark(grammar) if "::=" in grammar else grammar
-    except Exception as error:  # the converter raises plain exceptions of several kinds
+    except Exception as error:  # the converter raises several kinds of exceptions
         raise BadRequest(field, f"is no GBNF grammar: {error}") from None
     return checked_grammar(llguidance.LLMatcher.grammar_from_lark(ascii_lark(lark)), field)
 
 
 def check_size(text: str, field: str) -> None:
-    """Raises BadRequest; NotInline where reading it may take long."""
+    """Raises BadRequest; NotInline where compiling may take long."""
     if len(text) > MAX_CHARS:
         raise BadRequest(field, f"must have at most {MAX_CHARS} characters, got {len(text)}")
-    if len(text) > _INLINE_CHARS or '"allOf"' in text:  # of allOf every combination may be tried
+    if len(text) > _INLINE_CHARS or '"allOf"' in text:  # every combination of allOf may be tried
         may_take_long()
 
 
 def inner_schema(schema: Any, field: str) -> Any:
-    """A JSON schema as a part of a Lark grammar, after `%json`: written in the same form. Raises BadRequest."""
+    """A JSON schema as part of a Lark grammar, after `%json`: serialised in the same form. Raises BadRequest."""
     grammar: dict[str, Any] = json.loads(json_grammar(schema, field))
     return grammar["grammars"][0]["json_schema"]
 

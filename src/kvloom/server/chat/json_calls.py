@@ -1,4 +1,4 @@
-"""One tool call written as a JSON object, `{"name": ..., "arguments": {...}}`, read as it arrives."""
+"""Incremental parser of one tool call written as a JSON object, `{"name": ..., "arguments": {...}}`."""
 
 import json
 from collections.abc import Collection
@@ -17,7 +17,7 @@ class _At(Enum):
 
 
 class _Value:
-    """Finds the end of one JSON value; does not check what is inside of it."""
+    """Finds the end of one JSON value; does not validate its inside."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -25,7 +25,7 @@ class _Value:
         self._is_string = self._is_escaped = False
 
     def add(self, char: str) -> bool:
-        """Whether the value ends with this character. A number or word ends before one that is_delimiter."""
+        """Whether the value ends with this character. Numbers and words end before one that is_delimiter."""
         self.text += char
         if self._is_string:
             if self._is_escaped:
@@ -45,19 +45,19 @@ class _Value:
         return False
 
     def is_before(self, char: str) -> bool:
-        """Whether the value ended before `char`: it is a number or a word."""
+        """Whether the value ended before `char`: numbers and words do."""
         return bool(self.text) and not self._depth and not self._is_string and char in ",}]" + _SPACE
 
 
 class CallScanner:
-    """Takes characters until the object ends (`is_done`) or turns out to be no call (`is_failed`).
+    """Takes characters until the object ends (`is_done`) or proves not to be a call (`is_failed`).
 
-    `name` is set once the call is sure: its arguments have begun, or the object is complete. What `take` returns is
-    the part of the arguments that became known, as JSON text. `raw` is all that was taken while `name` was not set.
+    `name` is set once the call is certain: its arguments have begun, or the object is complete. `take` returns the
+    newly known part of the arguments, as JSON text. `raw` is everything taken while `name` was not set.
     """
 
     def __init__(self, names: Collection[str] | None = None, needs_arguments: bool = False) -> None:
-        """`names`: the only ones that make a call; None = any."""
+        """`names`: the only names that make a call; None = any."""
         self.name: str | None = None
         self.raw = ""
         self.is_done = self.is_failed = False
@@ -65,7 +65,7 @@ class CallScanner:
         self._at = _At.OBJECT
         self._key = ""
         self._value = _Value()
-        self.found_name: str | None = None  # given, but the call is not sure yet
+        self.found_name: str | None = None  # read, but the call is not certain yet
         self._early: str | None = None  # arguments that came before the name
         self._is_streaming = self._has_arguments = False
 
@@ -113,7 +113,7 @@ class CallScanner:
         return out + self._finish_value() if is_end else out
 
     def _begins_arguments(self, char: str) -> bool:
-        """Arguments after the name are given out as they come."""
+        """Whether arguments begin here; if the name is known they are returned as they come."""
         if self._key not in _ARGUMENTS or self._has_arguments or self.found_name is None or char != "{":
             return False
         self._has_arguments = True
@@ -121,7 +121,7 @@ class CallScanner:
         return True
 
     def _finish_value(self) -> str:
-        """The value is complete; the arguments when they are only now given out."""
+        """The value is complete. Returns arguments that were not returned before."""
         text, self._value, self._at = self._value.text, _Value(), _At.COMMA
         if self._is_streaming:
             self._is_streaming = False
@@ -159,7 +159,7 @@ class CallScanner:
 
 
 def _text(literal: str) -> str | None:
-    """The string that a JSON literal means; None when it is none."""
+    """The string of a JSON literal; None when it is not one."""
     try:
         value = json.loads(literal, strict=False)
     except ValueError:
@@ -168,7 +168,7 @@ def _text(literal: str) -> str | None:
 
 
 def _object(text: str) -> str | None:
-    """Arguments as text of an object: as they are, out of a string that holds one, `{}` for null."""
+    """Arguments as JSON text of an object: unchanged, unpacked from a string that contains one, or `{}` for null."""
     if text.startswith("{"):
         return text
     if text == "null":

@@ -7,7 +7,7 @@ from kvloom.server.chat.tool_calls import CallParser
 
 
 class ChatOutput:
-    """Takes the deltas of one choice; the last one, which has a finish_reason, gives out what was held back."""
+    """Takes the deltas of one choice; the last one, which has a finish_reason, releases the text held back."""
 
     def __init__(
         self,
@@ -16,9 +16,9 @@ class ChatOutput:
         max_calls: int | None = None,
         has_text: bool = True,
     ) -> None:
-        """Without `reasoning`, or `calls`, there are none. Calls after `max_calls` are left out.
+        """`reasoning`, `calls`: parsers, or None where there are none. Calls after `max_calls` are dropped.
 
-        `has_text`: false of an answer that a grammar makes calls and nothing else.
+        `has_text`: False for an answer whose grammar allows calls only.
         """
         self.num_calls = 0
         self.num_reasoning_tokens = 0

@@ -1,4 +1,4 @@
-"""Splits what a model thinks (`<think>...</think>`, before the answer) from what it says."""
+"""Separates a model's reasoning (`<think>...</think>`, before the answer) from its answer."""
 
 from kvloom.engine.text.stop import overlap
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta
@@ -7,17 +7,17 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class ReasoningSplitter:
-    """Takes an answer's text piece by piece; `finish` once, at its end. Pure: pieces make no difference.
+    """Takes an answer's text in pieces, cut anywhere; `finish` once, at its end. Pure.
 
-    White space around the reasoning, and before the answer after it, is left out.
+    White space around the reasoning, and between it and the answer, is dropped.
     """
 
     def __init__(self, is_open: bool) -> None:
         """`is_open`: the prompt ends with <think>, so the answer begins with reasoning."""
         self.is_open = is_open
-        self._is_undecided = not is_open  # whether the answer begins with <think> is not known yet
-        self._held = ""  # what may be a mark, or white space at the end of the reasoning
-        self._is_fresh = True  # nothing of this part has been given out
+        self._is_undecided = not is_open  # whether the answer begins with <think> is still open
+        self._held = ""  # a possible mark, or white space at the end of the reasoning
+        self._is_fresh = True  # no text of this part was returned yet
 
     def add(self, text: str) -> list[ChatEvent]:
         self._held += text

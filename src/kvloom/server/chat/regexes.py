@@ -9,7 +9,7 @@ _LARK_TOKEN = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|
 
 
 def ascii_regex(pattern: str) -> str:
-    """The same with its Unicode classes made ASCII; what is nested in a class is a class too, as llguidance has it."""
+    """The same expression with Unicode classes made ASCII; nested classes are kept, which llguidance supports."""
     return _ESCAPE.sub(_ascii_class, pattern)
 
 
@@ -19,7 +19,7 @@ def ascii_lark(grammar: str) -> str:
 
 
 def lark_regex(pattern: str) -> str:
-    """A regular expression as a terminal of a Lark grammar has it, made ASCII."""
+    """A regular expression as a terminal of a Lark grammar, made ASCII."""
     slashed = re.sub(r"\\.|/|\n", lambda found: _IN_LARK.get(found[0], found[0]), ascii_regex(pattern), flags=re.DOTALL)
     return f"/{slashed}/"
 

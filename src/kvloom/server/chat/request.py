@@ -1,4 +1,4 @@
-"""A chat, neutral of any protocol: what is asked becomes what the engine runs, and what it answers is read."""
+"""A chat, independent of any protocol: turns it into what the engine runs, and reads its answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from kvloom.server.serving.vision.sources import MAX_IMAGES, ImageSource
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """`messages` as OpenAI has them: role, content (a content.Content), tool_calls, and tool_call_id of a tool's.
+    """`messages` in OpenAI's form: role, content (a content.Content), tool_calls, and tool_call_id of a tool's.
 
     `tools` and `choice` have passed tools.check_tools. `template_values` go to the chat template.
     """
@@ -33,31 +33,31 @@ class ChatRequest:
     messages: Sequence[Mapping[str, Any]]
     tools: tuple[Tool, ...] = ()
     choice: ToolChoice = field(default_factory=lambda: ToolChoice("none"))
-    is_parallel: bool = True  # several calls in one answer
+    is_parallel: bool = True  # several calls in one answer are allowed
     template_values: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
-    max_reasoning_tokens: int | None = None  # then the reasoning is ended; None = no limit
-    is_continued: bool = False  # the answer goes on with the last message, which stays open
-    is_echoing: bool = False  # the answer begins with the last message's content, where that is of its role
-    field: str = "messages"  # whose errors name it
-    add_special_tokens: bool = False  # those around any text, beside the template's own
-    is_counted: bool = False  # only that: then its length is not the context's
+    max_reasoning_tokens: int | None = None  # tokens of reasoning before its end is forced; None = no limit
+    is_continued: bool = False  # the answer continues the last message, which stays open
+    is_echoing: bool = False  # the answer includes the last message's content, where it has the answer's role
+    field: str = "messages"  # the field named by errors
+    add_special_tokens: bool = False  # special tokens around any text, in addition to the template's
+    is_counted: bool = False  # the prompt alone is wanted: its length may fill the context
 
     @property
     def role(self) -> str:
-        """Of the answer: without a prompt for one, the last message's."""
+        """Role of the answer: without a generation prompt, the last message's."""
         return "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
 
     @property
     def echo(self) -> str:
-        """What the answer begins with."""
+        """The text that the answer begins with."""
         last = self.messages[-1]
         return text_of(last["content"]) if self.is_echoing and last["role"] == self.role else ""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """`params` have the grammar of the tools and the end of the reasoning in them."""
+    """`params` include the grammar of the tools and the end of the reasoning."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -66,12 +66,12 @@ class PreparedChat:
     choice: ToolChoice
     is_parallel: bool
     is_thinking: bool  # the prompt ends with <think>
-    role: str = "assistant"  # of the answer
+    role: str = "assistant"  # role of the answer
     echo: str = ""  # what the answer begins with
     sight: Sight | None = None  # the images of the prompt
 
     def output(self) -> ChatOutput:
-        """The reader of one choice."""
+        """A reader for one choice."""
         reasoning = ReasoningSplitter(self.is_thinking) if self.style.is_thinking else None
         if self.choice.mode == "none":
             return ChatOutput(reasoning)
@@ -81,7 +81,7 @@ class PreparedChat:
 
 
 def prepare(service: GenerationService, request: ChatRequest, params: SamplingParams) -> PreparedChat:
-    """`params.grammar` is of the answer's text. Raises BadRequest naming the field."""
+    """`params.grammar` is that of the answer's text. Raises BadRequest that names the field."""
     if not request.is_counted:
         service.check_writes(request.field)
     tools = request.tools if request.choice.mode != "none" else ()
@@ -102,7 +102,7 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
         text, is_thinking = (
             f"{text}{THINK}\n",
             True,
-        )  # where the reasoning ends matters, so where it begins must be known
+        )  # the end of the reasoning matters here, so its beginning must be known
     params = replace(params, grammar=grammar)
     if is_thinking and is_limited:
         params = replace(params, reasoning_end=END_THINK, max_reasoning_tokens=request.max_reasoning_tokens)
@@ -117,7 +117,7 @@ def prepare(service: GenerationService, request: ChatRequest, params: SamplingPa
 
 
 def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is_counted: bool = False) -> PreparedChat:
-    """The chat whose answer goes on from `text`. Raises PromptTooLong."""
+    """The chat whose answer continues `text`. Raises PromptTooLong."""
     limit = request_limit(service) if is_counted else service.max_input_tokens
     marks = _marks(service, text)
     more = encode_marked(service, Marked(marks.mark(text), marks.originals), "messages", limit)
@@ -125,7 +125,7 @@ def with_beginning(service: GenerationService, chat: PreparedChat, text: str, is
 
 
 def _sources(service: GenerationService, request: ChatRequest) -> tuple[ImageSource, ...]:
-    """The images of a chat. Raises BadRequest where the model sees none, or they are too many."""
+    """The images of a chat. Raises BadRequest when the model takes none, or there are too many."""
     sources = sources_of(request.messages)
     if sources and not service.engine.info.sees:
         raise BadRequest(sources[0].name, f"the model {service.name!r} takes no images")
@@ -135,7 +135,7 @@ def _sources(service: GenerationService, request: ChatRequest) -> tuple[ImageSou
 
 
 def _marks(service: GenerationService, *values: Any) -> Marks:
-    """Of what a user gave; none where special tokens in it are to be special."""
+    """Marks for users' texts; none where special tokens in them are allowed."""
     is_text = not service.card.parses_special_text
     return Marks(service.tokenizer.special_texts if is_text else frozenset(), values)
 
@@ -143,7 +143,7 @@ def _marks(service: GenerationService, *values: Any) -> Marks:
 def _render(
     service: GenerationService, style: ChatStyle, marks: Marks, request: ChatRequest, tools: Sequence[Tool]
 ) -> str:
-    """The prompt, marked. Templates want arguments of earlier calls as an object; those that want a text get it."""
+    """The prompt, marked. Most templates want arguments of earlier calls as an object; others get their text."""
     messages = marks.mark(request.messages)
     messages = _open_end(messages) if request.is_continued else messages
     known = [_with_arguments(message) for message in messages]
@@ -164,7 +164,7 @@ def _render(
 
 
 def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As the model's template takes them. Raises BadRequest when it takes no images."""
+    """The messages in the form that the model's template takes. Raises BadRequest when it takes no images."""
     info = service.engine.info
     if not info.sees:
         return [dict(message) for message in messages]
@@ -176,12 +176,12 @@ def _formed(service: GenerationService, messages: Sequence[Mapping[str, Any]]) -
 
 
 def _thinks_on(request: ChatRequest) -> bool:
-    """Whether the message that is continued ends in the middle of its reasoning."""
+    """Whether the message to be continued ends within its reasoning."""
     text = text_of(request.messages[-1]["content"])
     return request.is_continued and text.rfind(THINK) > text.rfind(END_THINK)
 
 
-# stands at the end of a message that is to be continued, so that it is found in what the template makes of it
+# put at the end of a message that is continued, in order to find it in the rendered prompt
 _OPEN_END = "\uf8ff\ue0c0\uf8fe"
 
 
@@ -190,7 +190,7 @@ def _open_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _continued(text: str) -> str:
-    """The prompt up to the end of its last message. Raises BadRequest when the template does not show that."""
+    """The prompt up to the end of its last message. Raises BadRequest when the template does not render that."""
     before, mark, _ = text.rpartition(_OPEN_END)
     if not mark:
         raise BadRequest("continue_final_message", "cannot be done: this model's chat template leaves out the message")

@@ -1,7 +1,7 @@
-"""Structural tags: answers of which some parts are of a form, as vLLM and SGLang take them for XGrammar.
+"""Structural tags: answers of which some parts follow a format, as vLLM and SGLang accept them for XGrammar.
 
-A format becomes a Lark grammar. Parts that are regular languages are put together into one terminal, because a lexer
-that takes the longest match could not tell where one of them ends; the rest are rules.
+A format becomes a Lark grammar. Adjacent parts that are regular languages are merged into one terminal, because a lexer
+that takes the longest match could not find the boundary between them; the others become rules.
 """
 
 import json
@@ -112,7 +112,7 @@ class Structure(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class StructuralTag(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A format; or, as it was before, structures and the beginnings that they are known by."""
+    """A format; or, in the older form, structures and the triggers that begin them."""
 
     type: Literal["structural_tag"] = "structural_tag"
     format: Format | None = None
@@ -122,7 +122,7 @@ class StructuralTag(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def tag_grammar(tag: str | dict[str, Any], field: str) -> str:
-    """Of a structural tag, as an object or as its JSON text. Raises BadRequest naming the part that is wrong."""
+    """From a structural tag, as object or JSON text. Raises BadRequest that names the wrong part."""
     try:
         text = tag if isinstance(tag, str) else json.dumps(tag)
         check_size(text, field)
@@ -158,14 +158,14 @@ def _schema_of(structure: Structure, field: str) -> bool | dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An expression of Lark; of a terminal when it `is_regular`."""
+    """An expression in Lark; part of a terminal when it `is_regular`."""
 
     text: str
     is_regular: bool
 
 
 class _Writer:
-    """Collects the rules of one grammar. `field`: where the caller gave it, for errors."""
+    """Collects the rules of one grammar. `field`: the caller's field, for errors."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -180,14 +180,14 @@ class _Writer:
         return checked_grammar(json.dumps({"grammars": grammars}), self._field)
 
     def _rule(self, part: _Part) -> str:
-        """The part as rules may have it: what is regular becomes a terminal."""
+        """The part as rules use it: a regular one becomes a terminal."""
         if not part.is_regular:
             return part.text
         self._terminals.append(part.text)
         return f"T{len(self._terminals) - 1}"
 
     def _part(self, format: Format, ends: Sequence[str] = ()) -> _Part:
-        """`ends`: texts one of which follows, so that any text stops before them."""
+        """`ends`: texts one of which follows, so that free text stops before them."""
         match format:
             case ConstString(value=value):
                 return _literal(value)
@@ -219,7 +219,7 @@ class _Writer:
         return _Part(f"@{name}", False)
 
     def _inside(self, tag: Tag) -> _Part:
-        """What follows a tag's beginning."""
+        """What follows a tag's begin text."""
         ends = [tag.end] if isinstance(tag.end, str) else tag.end
         if not ends:
             raise BadRequest(self._field, f"the tag {tag.begin!r} has no end; give a text, also an empty one")
@@ -227,7 +227,7 @@ class _Writer:
         return self._all([content, self._any([_literal(end) for end in ends])])
 
     def _triggered(self, format: TriggeredTags, ends: Sequence[str]) -> _Part:
-        """Text, until a trigger begins one of its tags; then text again."""
+        """Free text, until a trigger begins one of its tags; then free text again."""
         triggers = format.triggers
         if not triggers or not all(triggers) or not format.tags:
             raise BadRequest(self._field, "needs tags, and triggers that are not empty")
@@ -264,7 +264,7 @@ class _Writer:
         return tags if format.at_least_one else self._times(tags, "?")
 
     def _all(self, parts: Sequence[_Part]) -> _Part:
-        """One after the other; neighbours that are regular are one terminal."""
+        """Concatenation; adjacent regular parts become one terminal."""
         return self._joined(parts, " ", self._run)
 
     def _run(self, parts: Sequence[_Part]) -> list[str]:
@@ -300,7 +300,7 @@ def _literal(text: str) -> _Part:
 
 
 def _text_without(texts: Sequence[str]) -> _Part:
-    """Any text in which none of these is."""
+    """Any text that contains none of these."""
     found = "|".join(_escaped(text) for text in texts if text)
     return _Part(rf"({_ANY} & ~/(.|\n)*({found})(.|\n)*/)" if found else _ANY, True)
 

@@ -1,4 +1,4 @@
-"""What a model's chat template says of how it calls tools and how it thinks."""
+"""What a model's chat template reveals about its tool calls and its reasoning."""
 
 import re
 from collections.abc import Hashable
@@ -15,10 +15,10 @@ from kvloom.server.chat.xml_calls import FUNCTION
 
 @dataclass(frozen=True, slots=True)
 class ChatStyle:
-    """How a model writes tool calls and thoughts."""
+    """How a model writes tool calls and reasoning."""
 
     form: ToolForm = "hermes"
-    takes_tools: bool = False  # the template shows tools to the model; else a prompt of our own does
+    takes_tools: bool = False  # the template shows tools to the model; otherwise a prompt of ours does
     is_thinking: bool = False  # answers may begin with <think>
 
 
@@ -26,7 +26,7 @@ def style_of(template: str, tool_parser: str = "auto", reasoning_parser: str = "
     """`template`: its own text. A parser other than "auto" is a ToolForm, or "think" or "none" for reasoning."""
     form: ToolForm = "hermes"
     if tool_parser != "auto":
-        form = next(known for known in FORMS if known == tool_parser)  # config_keys.py knows the same
+        form = next(known for known in FORMS if known == tool_parser)  # config/keys.py lists the same
     elif FUNCTION in template:
         form = "qwen3_coder"
     elif OPEN not in template and (PYTHON_TAG in template or '{"name": function name, "parameters"' in template):
@@ -37,13 +37,13 @@ def style_of(template: str, tool_parser: str = "auto", reasoning_parser: str = "
     return ChatStyle(form, re.search(r"\btools\b", template) is not None, is_thinking)
 
 
-_TRACE = "\ue0c1"  # a character that no template writes by itself
+_TRACE = "\ue0c1"  # a character that no template contains
 
 
 def takes_parts(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template takes a content as a list of parts, and shows an image among them.
+    """Whether the chat template takes content as a list of parts, and renders an image among them.
 
-    It is tried out: templates say so in many ways.
+    It is found by trying, because templates express this in many ways.
     """
     return _takes_parts(cast("Hashable", tokenizer))
 

@@ -1,11 +1,11 @@
-"""Finds tool calls in what a model writes, in the form its chat template teaches it.
+"""Finds tool calls in a model's output, in the form that its chat template teaches.
 
-hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes
-qwen3_coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
-llama3       the whole answer is {"name": "f", "parameters": {...}}, or several of these after `;`
+  hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call>; Qwen2.5, Qwen3, Hermes
+  qwen3_coder  <tool_call><function=f><parameter=a>1</parameter></function></tool_call>
+  llama3       the whole answer is {"name": "f", "parameters": {...}}, or several of these after `;`
 
-The parsers are pure: any division of the text into pieces gives the same events, joined. Text that is no call comes out
-as text, all of it; white space around calls does not.
+The parsers are pure: however the text is cut, the joined events are the same. Text that is not a call is returned as
+text, completely; white space around calls is dropped.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class CallParser(Protocol):
-    """Takes an answer's text piece by piece; `finish` once, at its end.
+    """Takes an answer's text in pieces; `finish` once, at its end.
 
-    Of an answer that was cut (`is_cut`), a call under way is no text: it is told when its name is known, and else left
-    out with its mark.
+    In an answer that was cut (`is_cut`), an unfinished call is not text: it is reported if its name is known, and
+    otherwise dropped with its mark.
     """
 
     def add(self, text: str) -> list[ChatEvent]: ...
@@ -34,12 +34,12 @@ class CallParser(Protocol):
 
 
 def make_parser(form: ToolForm, schemas: Mapping[str, Mapping[str, Any]]) -> CallParser:
-    """For one answer. `schemas`: of the parameters, by tool."""
+    """A parser for one answer. `schemas`: of the parameters, by tool."""
     return BareCalls(schemas) if form == "llama3" else MarkedCalls(schemas)
 
 
 class _Events:
-    """Events of one `add`, neighbours of a kind joined; texts without the white space around calls."""
+    """Events of one `add`; neighbours of a kind are joined, and white space around calls is dropped."""
 
     def __init__(self) -> None:
         self.items: list[ChatEvent] = []
@@ -86,7 +86,7 @@ class _Events:
 
 
 class _Call:
-    """A call being read: its scanner, and whether its start was told."""
+    """A call being read: its scanner, and whether its start was reported."""
 
     def __init__(self, scanner: CallScanner | XmlCallScanner, events: _Events) -> None:
         self._scanner, self._events = scanner, events
@@ -113,7 +113,7 @@ class _Call:
             self._events.arguments(arguments)
 
     def cut(self) -> None:
-        """No more comes: tell of the call when it has a name."""
+        """No more text comes: report the call if it has a name."""
         if self._scanner.found_name is not None and not self.is_told:
             self.is_told = True
             self._events.start(self._scanner.found_name)
@@ -126,7 +126,7 @@ class MarkedCalls:
         self._schemas = schemas
         self._events = _Events()
         self._held = ""
-        self._lead: str | None = None  # white space between the mark and the call; None outside of a call
+        self._lead: str | None = None  # white space between the mark and the call; None outside a call
         self._call: _Call | None = None
         self._expects_close = False
 
@@ -147,7 +147,7 @@ class MarkedCalls:
         return self._events.drain()
 
     def _find_mark(self) -> bool:
-        """Give out text up to the next mark; whether there was one."""
+        """Return text up to the next mark. False when there is none."""
         marks = (OPEN, CLOSE) if self._expects_close else (OPEN,)
         found = min(((at, mark) for mark in marks if (at := self._held.find(mark)) >= 0), default=None)
         if found is None:
@@ -184,9 +184,9 @@ class MarkedCalls:
     def _end_call(self, call: _Call, char: str, rest: str) -> None:
         if not call.is_failed:
             self._held = rest
-        elif call.is_told:  # what breaks off a call that was told is text again
+        elif call.is_told:  # text that breaks off a reported call is text again
             self._held = char + rest
-        else:  # no call; there may be one in what was taken for it
+        else:  # not a call; its text may contain one
             self._events.text(OPEN)
             self._held = (self._lead or "") + call.raw + rest
         self._expects_close = call.is_told
@@ -194,12 +194,12 @@ class MarkedCalls:
 
 
 class BareCalls:
-    """An answer that is nothing but calls as JSON, of known tools; `<|python_tag|>` may stand before."""
+    """An answer that consists of JSON calls of known tools only; `< python_tag >` may precede them."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._names = frozenset(schemas)
         self._events = _Events()
-        self._lead = ""  # before the next call
+        self._lead = ""  # white space and `;` before the next call
         self._call: _Call | None = None
         self._is_text = False
 
@@ -212,7 +212,7 @@ class BareCalls:
         return self._events.drain()
 
     def finish(self, is_cut: bool = False) -> list[ChatEvent]:
-        """A bare object of a cut answer may be a JSON answer as well: without a mark, or a name, it is text."""
+        """A bare object in a cut answer may be a JSON answer: without a mark or a name it is text."""
         if is_cut and self._call is not None:
             self._call.cut()
         is_marked = bool(self._events.num_calls) or self._lead.strip() == PYTHON_TAG

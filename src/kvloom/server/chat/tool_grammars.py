@@ -14,9 +14,9 @@ _MARKS: dict[ToolForm, str] = {"hermes": OPEN, "qwen3_coder": OPEN, "llama3": ""
 
 
 def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_parallel: bool, answer: str) -> str:
-    """Of an answer's text; "" = anything. `answer`: the grammar of one that calls nothing, "" = anything.
+    """The grammar of an answer; "" = unrestricted. `answer`: grammar of an answer without calls, "" = unrestricted.
 
-    Raises BadRequest naming the tool whose schema cannot be used.
+    Raises BadRequest that names the tool whose schema cannot be used.
     """
     if choice.mode == "none" or not tools:
         return answer
@@ -44,9 +44,11 @@ def tool_grammar(form: ToolForm, tools: Sequence[Tool], choice: ToolChoice, is_p
 
 
 def _free_rules(form: ToolForm, is_parallel: bool) -> list[str]:
-    """Text in which every call is as its schema says. The mark of a call is a lexeme that ends as soon as it can."""
+    """Free text in which every call follows its schema. The mark of a call is a lexeme that ends as early as
+    possible.
+    """
     count = "*" if is_parallel else "?"
-    if form == "llama3":  # a call is the whole answer
+    if form == "llama3":  # the whole answer is a call
         more = f" ({_literal(_SEPARATORS[form])} call){count}" if is_parallel else ""
         return [f"start: call{more} | TEXT?", r"TEXT: /[^{](.|\n)*/"]
     return [
@@ -71,7 +73,7 @@ def _call_rules(form: ToolForm, place: int, tool: Tool, schema: dict[str, Any]) 
 
 
 def _xml_rules(rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
-    """Parameters one after the other, as the schema lists them; those not required may be left out."""
+    """Parameters one after the other in the schema's order; optional ones may be omitted."""
     lines = []
     parts = []
     required = schema.get("required") or ()
@@ -92,7 +94,7 @@ def _xml_rules(rule: str, tool: Tool, schema: dict[str, Any]) -> list[str]:
 
 
 def _text(schema: dict[str, Any]) -> str:
-    """A regular expression of a string that is written without quotes."""
+    """A regular expression for a string that is written without quotes."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         before = "" if pattern.startswith("^") else r"(.|\n)*"
@@ -116,7 +118,7 @@ def _literal(text: str) -> str:
 
 
 def _grammars_of(grammar: str) -> list[dict[str, Any]]:
-    """A grammar in its general form, a list of which the first is the beginning."""
+    """A grammar in its general form: a list whose first entry is the start."""
     text = grammar.lstrip()
     if text.startswith("{"):
         found: list[dict[str, Any]] = json.loads(text)["grammars"]

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: the system message describes them, in hermes form."""
+"""Tools for models whose chat template does not know them: the system message describes them, in hermes form."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ You will be given what it returned between <tool_response> and </tool_response>.
 def with_tools_in_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The same conversation without tool_calls and role tool: calls are text, results are the user's.
+    """The conversation without tool_calls and role tool: calls become text, results become user messages.
 
-    `tools` as chat templates take them.
+    `tools` in the form of chat templates.
     """
     found: list[dict[str, Any]] = []
-    is_result = False  # whether the message before was one
+    is_result = False  # whether the message before was a result
     for message in messages:
         was_result, is_result = is_result, message["role"] == "tool"
         if is_result:

@@ -1,4 +1,4 @@
-"""Tools that a chat may call, and which of them it may or must call. Neutral of any protocol."""
+"""The tools of a chat, and whether the model may or must call them. Independent of any protocol."""
 
 import json
 import re
@@ -14,9 +14,9 @@ MAX_TOOLS = 128
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function. `parameters`: the JSON schema of its arguments. `field`: where the caller gave it, for errors.
+    """A function. `parameters`: JSON schema of its arguments. `field`: the caller's field, for errors.
 
-    `is_strict`: arguments follow the schema even where the model is free to call or not.
+    `is_strict`: arguments follow the schema even where the model is free to call.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, always an object's. Without parameters there are none."""
+        """Schema of the arguments, always an object's; without parameters it allows none."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
@@ -42,14 +42,14 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """none: no calls. auto: the model decides. required: one call or more. named: one call, of `name`."""
+    """none: no calls. auto: the model decides. required: at least one call. named: exactly one call, of `name`."""
 
     mode: Literal["none", "auto", "required", "named"] = "auto"
     name: str = ""
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: str) -> ToolChoice:
-    """The choice, auto where none is given and there are tools. Raises BadRequest naming the field."""
+    """The choice; auto when none is given and there are tools. Raises BadRequest that names the field."""
     if len(tools) > MAX_TOOLS:
         raise BadRequest("tools", f"has {len(tools)} tools; there may be at most {MAX_TOOLS}")
     names: set[str] = set()
@@ -73,7 +73,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None, choice_field: 
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments of a call in the conversation as templates take them: an object, or what was given when it is none."""
+    """Arguments of an earlier call in the form of templates: an object, or unchanged if they are not one."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -9,12 +9,12 @@ _END_FUNCTION, _END_PARAMETER = "</function>", "</parameter>"
 
 
 class XmlCallScanner:
-    """As json_calls.CallScanner. Arguments are given out parameter by parameter, each as its schema says."""
+    """As json_calls.CallScanner. Arguments are returned parameter by parameter, typed by the schema."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
-        """`schemas`: of the tools' parameters, by tool; others' parameters are JSON where they are, else text."""
+        """`schemas`: of the tools' parameters; an unknown tool's parameters are JSON if valid, else text."""
         self.name: str | None = None
-        self.found_name: str | None = None  # known no earlier than the call is sure
+        self.found_name: str | None = None  # set as soon as the call is certain
         self.raw = ""
         self.is_done = self.is_failed = False
         self._schemas = schemas
@@ -51,7 +51,7 @@ class XmlCallScanner:
         body = self._held[len(PARAMETER) : -len(_END_PARAMETER)]
         key, is_named, value = body.partition(">")
         if not is_named:
-            return ""  # the end mark is part of a key so far
+            return ""  # the end mark is part of the key so far
         self._held = ""
         properties = self._schemas.get(self.name or "", {}).get("properties")
         schema = properties.get(key.strip()) if isinstance(properties, dict) else None
@@ -62,12 +62,12 @@ class XmlCallScanner:
 
 
 def _without_newlines(value: str) -> str:
-    """The template puts a newline before and after a value."""
+    """The value without the newlines that the template puts around it."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def _typed(value: str, schema: Any) -> Any:
-    """A text where the schema wants one; else JSON where it is some."""
+    """A text where the schema wants one; otherwise JSON if it is valid."""
     if isinstance(schema, dict) and schema.get("type") == "string":
         return value
     try:

@@ -36,15 +36,15 @@ Answer = Callable[[HttpRequest], Awaitable[Reply]]
 T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}\Z")
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # the client is gone: no one reads this status
 
 
 @dataclass(frozen=True, slots=True)
 class AppSettings:
     """`on_start` runs on the loop before the first request.
 
-    With a `management_port`, management routes exist on that port only, and the others everywhere else; the console's
-    page is on both. With a `metrics_port`, what Prometheus reads is there alone, and nothing else.
+    With a `management_port`, management routes exist on that port only and all others everywhere else; the console's
+    page is on both. With a `metrics_port`, the routes for Prometheus exist there alone, and no others.
     """
 
     max_body_bytes: int
@@ -55,7 +55,7 @@ class AppSettings:
 
 
 class FrameResponse(StreamingResponse):
-    """A stream of frames; their source is closed whatever ends the response, so that a disconnect cancels."""
+    """A stream of frames. Its source is closed however the response ends, so a disconnect cancels the request."""
 
     def __init__(
         self, first: bytes, frames: AsyncGenerator[bytes], media_type: str, headers: Mapping[str, str]
@@ -97,15 +97,15 @@ def make_app(
 
 
 class _App:
-    """The routes, and an answer where there is none. What an answer sends reaches the server directly: starlette's own
-    application puts three functions in between, each called for every event of a stream.
+    """The routes, and the answer where there is none. Responses call the server's `send` directly: starlette's own
+    application would put three functions in between, each called for every event of a stream.
     """
 
     def __init__(self, router: Router) -> None:
         self._router = router
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = self  # with one the router raises what it does not find
+        scope["app"] = self  # set so that the router raises for unknown paths
         try:
             await self._router(scope, receive, send)
         except HTTPException as error:
@@ -113,7 +113,7 @@ class _App:
 
 
 def _answer(endpoint: Endpoint, parsing: Parsing, looking: Looking) -> Answer:
-    """The endpoint's answer to a request: its body is parsed first, and gone then."""
+    """Parse the body, free it, and let the endpoint answer."""
     if endpoint.parse is None:
         assert endpoint.answer is not None, "an endpoint that parses nothing answers"
         return endpoint.answer
@@ -141,7 +141,7 @@ def _answer(endpoint: Endpoint, parsing: Parsing, looking: Looking) -> Answer:
 
 
 def _forgetful(error: ServingError) -> ServingError:
-    """The error without the frames that it has passed: they hold a body, and they and it hold each other."""
+    """The error without traceback frames: they hold the body, and form a cycle with the error."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
@@ -174,14 +174,14 @@ class _Handler:
         except ServingError as error:
             log.info("%s %s: %s", request.method, request.url.path, error)
             response = _error_response(self.dialect.error_reply(error))
-        except Exception as error:  # our mistake; answered here, since uvicorn would close the kept connection
+        except Exception as error:  # a bug of ours; answered here, since uvicorn would close the connection
             log.error("a request to %s failed", request.url.path, exc_info=error)
             response = _error_response(self.dialect.error_reply(ServingError(BUG_TEXT)))
         response.headers["X-Request-Id"] = request_id
         return response
 
     def _check_port(self, request: Request) -> None:
-        """Raises NoRoute when this route is not on the port that the request came in by."""
+        """Raises NoRoute when this route does not exist on the port that the request came to."""
         port, settings, endpoint = request.scope["server"][1], self.settings, self.endpoint
         if settings.metrics_port is not None and (endpoint.is_metrics or port == settings.metrics_port):
             is_here = endpoint.is_metrics and port == settings.metrics_port
@@ -199,7 +199,7 @@ class _Handler:
         received = await _receive(request, self.settings.max_body_bytes, request_id)
         is_cancelled = endpoint.is_generating or endpoint.parse is not None
         work = self.answer(received)
-        del received  # a large body is kept by nobody once it is parsed
+        del received  # a large body is freed once it is parsed
         reply = await (_unless_gone(request.receive, work) if is_cancelled else work)
         if reply.frames is not None:
             return FrameResponse(reply.body, reply.frames, reply.media_type, {**reply.headers, **sse.HEADERS})
@@ -215,9 +215,9 @@ async def _receive(request: Request, max_body_bytes: int, request_id: str) -> Ht
 
 
 async def _read(request: Request, max_bytes: int) -> bytes | bytearray:
-    """The body, unpacked; a large one is not copied.
+    """The body, decompressed; a large one is not copied.
 
-    Raises TooLarge as soon as it is known to be, WrongEncoding, BadRequest.
+    Raises TooLarge as soon as that is known, WrongEncoding, BadRequest.
     """
     too_large = TooLarge(f"the request body is larger than {max_bytes} bytes")
     if int(request.headers.get("content-length", "0")) > max_bytes:
@@ -231,14 +231,14 @@ async def _read(request: Request, max_bytes: int) -> bytes | bytearray:
             if len(body) > max_bytes:
                 raise too_large
             if unpacker is not None:
-                await asyncio.sleep(0)  # a small body may unpack into many pieces
+                await asyncio.sleep(0)  # a small body may decompress to many pieces
     if unpacker is not None:
         unpacker.finish()
     return bytes(body) if len(body) <= INLINE_BYTES else body
 
 
 async def _unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Await `work`, but cancel it when the client closes the connection. Raises ClientDisconnect then."""
+    """Await `work`; when the client disconnects, cancel it and raise ClientDisconnect."""
     answer = asyncio.ensure_future(work)
     gone = asyncio.create_task(_disconnect(receive))
     try:

@@ -1,14 +1,14 @@
-"""GET / for people: a browser is sent to the console; whoever else asks gets what the route answers."""
+"""GET / in a browser redirects to the console; other clients get the route's own answer."""
 
 from starlette.datastructures import Headers
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-PAGE = "console"  # relative, so that it is right behind a proxy's prefix too
+PAGE = "console"  # relative, so that it works behind a proxy's prefix
 
 
 class BrowserMiddleware:
-    """ASGI: a GET of / that accepts HTML is redirected. It stands before the API keys: browsers cannot send one."""
+    """ASGI: redirects a GET of / that accepts HTML. Comes before the API keys, because browsers cannot send one."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""DrainingServer: a server that answers while it loads, and stops without losing a request."""
+"""DrainingServer: answers while models load, and stops without losing a request."""
 
 import asyncio
 import math
@@ -14,14 +14,15 @@ from kvloom.server.serving.engine import Closing
 from kvloom.server.serving.health import Health
 
 _POLL_S = 0.05
-_FAREWELL_S = 1.0  # for the last events of requests that were cut off
+_FAREWELL_S = 1.0  # seconds for the last events of requests that were cut off
 
 
 class DrainingServer(uvicorn.Server):
-    """`load` is awaited while the sockets are served already; it returns what to print then. When it fails all ends.
+    """Awaits `load` while the sockets are already served, then prints what it returns. When `load` fails the server
+    ends.
 
-    On the first signal new requests are refused and running ones finish; then, or after `grace_s`, it stops.
-    A second signal ends what still runs, which clients are told; a third waits for nothing.
+    On the first signal new requests are refused and running ones finish; then, or after `grace_s`, it stops. A second
+    signal ends the running requests with an error; a third one waits for nothing.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class DrainingServer(uvicorn.Server):
         grace_s: float,
         load: Callable[[], Awaitable[str]],
     ) -> None:
-        """`engines`: those there are, more while it loads."""
+        """`engines`: those loaded so far; grows while loading."""
         super().__init__(config)
         self._health, self._engines = health, engines
         self._grace_s, self._load = grace_s, load
-        self._grace_ends_s = math.inf  # by time.monotonic
+        self._grace_ends_s = math.inf  # time.monotonic
         self._loading: asyncio.Task[None] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
@@ -46,7 +47,7 @@ class DrainingServer(uvicorn.Server):
         self._loading = asyncio.get_running_loop().create_task(self._finish_loading())
 
     def check(self) -> None:
-        """Raises what ended the loading."""
+        """Raises the error that ended loading."""
         if self._failure is not None:
             raise self._failure
 
@@ -59,7 +60,9 @@ class DrainingServer(uvicorn.Server):
             self._failure, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called by uvicorn on SIGTERM and SIGINT. Its own method would end the process by the signal, not with 0."""
+        """Called by uvicorn on SIGTERM and SIGINT, instead of its own method, after which the process would not exit
+        with 0.
+        """
         if not self._health.is_draining:
             self._begin(self._grace_s)
         elif time.monotonic() < self._grace_ends_s:
@@ -68,9 +71,8 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections that take nothing are not waited for; one whose answer is cut off instead logs a traceback.
-
-        So does the app, which is told of the end after a third signal, too.
+        """Does not wait for connections whose client reads nothing, because cutting off their answers would log
+        tracebacks. The same holds for the app, which is told to shut down after a third signal too.
         """
         for connection in list(self.server_state.connections):
             if isinstance(connection, GuardedProtocol):
@@ -80,7 +82,7 @@ class DrainingServer(uvicorn.Server):
             await self.lifespan.shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Begin to stop; returns when what ran has ended. The server exits soon after."""
+        """Stop, and return when running requests have ended. The server exits soon after."""
         self._begin(grace_s)
         await self._wait_idle(_FAREWELL_S)
 
@@ -93,13 +95,13 @@ class DrainingServer(uvicorn.Server):
 
     async def _stop_when_idle(self) -> None:
         await self._wait_idle()
-        for engine in self._engines:  # what still runs ends with an error, which clients are told
+        for engine in self._engines:  # requests still running end with an error for their clients
             await asyncio.to_thread(engine.close)
-        self._grace_ends_s = time.monotonic()  # the last events have as long from now on
+        self._grace_ends_s = time.monotonic()  # the last events get their time from now on
         await self._wait_idle(_FAREWELL_S)
         self.should_exit = True
 
     async def _wait_idle(self, more_s: float = 0.0) -> None:
-        """Until nothing runs, or `more_s` after the grace."""
+        """Wait until nothing runs, or `more_s` after the grace period."""
         while self._health.models.num_active and time.monotonic() < self._grace_ends_s + more_s:
             await asyncio.sleep(_POLL_S)

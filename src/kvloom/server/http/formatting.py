@@ -1,7 +1,7 @@
-"""Formatting: large answers are written as JSON on a thread of their own, so that streams go on meanwhile.
+"""Formatting: large answers are encoded as JSON on a thread of their own, so that streams go on meanwhile.
 
-The interpreter changes between threads every few milliseconds; what would take the loop a second takes a little longer
-there. One call of the encoder keeps the interpreter to itself: it is given a choice at a time.
+The interpreter switches threads every few milliseconds, so what would block the loop for a second only takes a little
+longer. One call of the encoder cannot be interrupted, so it encodes a choice at a time.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from typing import TypeVar
 
 INLINE_ITEMS = 1000  # tokens, log-probabilities or numbers: a few milliseconds
 
-_thread = ThreadPoolExecutor(1, "formatting")  # more of them would take turns with the loop, too
+_thread = ThreadPoolExecutor(1, "formatting")  # more threads would compete with the loop
 
 Formatted = TypeVar("Formatted")
 
 
 async def formatted(num_items: int, make: Callable[[], Formatted]) -> Formatted:
-    """What `make` returns, which is about so many items long. It touches nothing that the loop changes."""
+    """The result of `make`, which formats about `num_items` items. It must not touch anything that the loop changes."""
     if num_items <= INLINE_ITEMS:
         return make()
     return await asyncio.get_running_loop().run_in_executor(_thread, make)

@@ -1,4 +1,4 @@
-"""Job and Writer: what a dialect makes of a request, without I/O; `answer`: the one loop that runs the jobs of all."""
+"""Job and Writer: what a dialect makes of a request, without I/O; `answer`: the one loop that runs all jobs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
@@ -20,35 +20,35 @@ from kvloom.server.serving.service import GenerationService
 
 
 class Writer(Protocol):
-    """Writes one answer from the deltas of its choices; knows no socket, no engine and no task, and can be pickled.
+    """Writes one answer from the deltas of its choices; knows no socket, engine or task, and can be pickled.
 
-    A stream is add, add, ..., end; a whole answer is fold, fold, ..., whole. Of the same deltas, cut anywhere, the
-    frames of the one say what the body of the other says.
+    For a stream: add, add, ..., end; for a whole answer: fold, fold, ..., whole. From the same deltas, cut anywhere,
+    the frames of a stream and the body of a whole answer say the same.
     """
 
     def add(self, choice: int, delta: Delta) -> bytes:
-        """The frames that one more delta of a choice makes; b"" where there is nothing to say yet."""
+        """The frames for one more delta of a choice; b"" when there is nothing to send yet."""
         ...
 
     def end(self) -> bytes:
-        """What closes the stream after the last delta of every choice."""
+        """The end of the stream, after the last delta of every choice."""
         ...
 
     def error(self, error: ServingError) -> bytes:
-        """What closes the stream when an error ends it after its first frame."""
+        """The end of a stream that fails after its first frame."""
         ...
 
     def fold(self, choice: int, delta: Delta) -> None:
-        """Take one more delta of a choice into the whole answer."""
+        """Add one more delta of a choice to the whole answer."""
         ...
 
     def whole(self) -> Reply:
-        """The answer in one body, after the last delta of every choice. Raises ServingError."""
+        """The answer as one body, after the last delta of every choice. Raises ServingError."""
         ...
 
 
 class Folding(ABC):
-    """The part of a Writer that folds each choice into an Answer. Its streams have no end of their own."""
+    """The part of a Writer that folds each choice into an Answer. Its streams have no closing frame."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -65,7 +65,7 @@ class Folding(ABC):
 
 
 class WholeWriter(Folding):
-    """Of what is never streamed: its stream would be one frame, the body."""
+    """A Writer of answers that are never streamed: its stream is one frame, the body."""
 
     def add(self, choice: int, delta: Delta) -> bytes:
         self.fold(choice, delta)
@@ -75,16 +75,16 @@ class WholeWriter(Folding):
         return self.whole().body
 
     def error(self, error: ServingError) -> bytes:
-        return b""  # nothing was sent before: the error has a status
+        return b""  # nothing was sent before, so the error has a status
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request, parsed: what runs on which model, and who writes the answer.
+    """A parsed request: what runs on which model, and the Writer of its answer.
 
-    With `tells_prompt` the prompts are part of the answer.
-    `timing` is kept up to date while the job runs; its writer may read it. `beside` is entered while the deltas come:
-    it is left before the end is written, and may take a ServingError upon itself.
+    With `tells_prompt` the prompts are part of the answer. `timing` is kept up to date while the job runs; its writer
+    may read it. `beside` is a context around the deltas: it is left before the end is written, and may swallow a
+    ServingError.
     """
 
     service: GenerationService
@@ -92,16 +92,16 @@ class Job:
     writer: Writer
     is_streamed: bool = False
     tells_prompt: bool = False
-    media_type: str = sse.MEDIA_TYPE  # of a stream
-    keep_alive: bytes = sse.KEEP_ALIVE  # what a stream says that has begun and is silent; b"" = nothing
+    media_type: str = sse.MEDIA_TYPE  # media type of a stream
+    keep_alive: bytes = sse.KEEP_ALIVE  # sent by a stream that has begun and is silent; b"" = nothing
     timing: Timing = field(default_factory=Timing)
     beside: AbstractAsyncContextManager[object, bool | None] = field(default_factory=nullcontext)
 
 
 async def answer(job: Job) -> Reply:
-    """Run a job: its reply is whole, or a stream whose first frames are there already.
+    """Run a job. The reply is whole, or a stream whose first frames are ready.
 
-    Raises ServingError before anything is answered, so that the error has a status.
+    Raises ServingError before the reply, so that the error gets a status.
     """
     if job.is_streamed:
         return await begun(_frames(job), job.media_type)
@@ -115,12 +115,13 @@ async def answer(job: Job) -> Reply:
 
 
 async def _frames(job: Job) -> AsyncGenerator[bytes]:
-    """The answer as it comes: one item for all that an engine step brought. Closing it cancels the generation.
+    """The frames of the answer, one item for each engine step. Closing the generator cancels the generation.
 
     An error before the first item raises; a later one becomes the stream's end.
     """
     writer, has_begun = job.writer, False
-    untold = set(range(job.generation.num_choices)) if job.tells_prompt else set()  # choices whose prompt is to be told
+    # choices whose prompt was not written yet
+    untold = set(range(job.generation.num_choices)) if job.tells_prompt else set()
     try:
         silence_s = sse.KEEP_ALIVE_S if job.keep_alive else None
         async with job.beside, aclosing(job.service.steps(job.generation, job.timing, silence_s)) as steps:
@@ -139,7 +140,7 @@ async def _frames(job: Job) -> AsyncGenerator[bytes]:
                     has_begun = True
                     yield frames
         yield writer.end()
-    except Exception as problem:  # whatever it is, the client is told
+    except Exception as problem:  # whatever it is, the client gets an error
         yield last_frame(problem, has_begun, writer.error)
 
 

@@ -1,8 +1,8 @@
-"""Where bodies are parsed: a small one on the loop, a larger one, or a grammar, in a process of its own.
+"""Where bodies are parsed: small ones on the loop; large ones, and grammars, in another process.
 
-Decoding, a chat template, tokenising and compiling a grammar hold the interpreter for as long as the body is large;
-another process is the only one that they cannot stop, that can be ended in the midst of them, and whose memory is
-certainly given back. parse_process.py is that process's side.
+Decoding, chat templates, tokenising and compiling grammars hold the interpreter lock for a time that grows with the
+body. Another process cannot block the loop, can be killed at any moment, and is certain to give its memory back. Its
+side is parse_process.py.
 """
 
 import asyncio
@@ -32,31 +32,33 @@ from kvloom.server.serving.registry import AdapterNames, Models
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.seen import NotSeen, seeing
 
-INLINE_BYTES = 8 << 10  # a body up to this is parsed on the loop: about 10 ms of tokenising
-_LARGE_BYTES = 1 << 20  # the process of a larger one ends with it
-_MAX_BYTES = 256 << 20  # of bodies that are being parsed or wait for it
-_MAX_WAITING = 256  # such bodies
-_MAX_REPLY_BYTES = 8 << 20  # what is left of a body; more would take long to read here
-_MAX_FILES_BYTES = 64 << 20  # of the files of images in it, which are taken as they are
+INLINE_BYTES = 8 << 10  # bytes; smaller bodies are parsed on the loop: about 10 ms of tokenising
+_LARGE_BYTES = 1 << 20  # bytes; the worker of a larger body ends with it
+_MAX_BYTES = 256 << 20  # bytes of bodies that are being parsed or wait for it
+_MAX_WAITING = 256  # number of these
+_MAX_REPLY_BYTES = 8 << 20  # bytes of a result; reading more would block the loop
+_MAX_FILES_BYTES = 64 << 20  # bytes of images among it, which are taken without copying
 _LIMIT_S = 60.0
-_SIGHT = 0  # stands for the images that the server has kept
+_SIGHT = 0  # stands for images that stay in the server
 LENGTH = struct.Struct("<Q")
-CONTROL = struct.Struct("<cI")  # FORK with a socket, or KILL; the number of a worker
+CONTROL = struct.Struct("<cI")  # FORK with a socket, or KILL; number of a worker
 FORK, KILL = b"f", b"k"
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the process knows of the models, pickled after `paths`, which imports may need. One service a model."""
+    """What the process knows of the models; `paths`, which imports may need, come first, the rest is pickled. One
+    service a model.
+    """
 
     services: tuple[tuple[Any, int, Any, Any], ...]  # card, max_seq_len, RankInfo, tokenizer
     options: WireOptions
-    pictures: tuple[str, ...] = ()  # names of the models that make them
+    pictures: tuple[str, ...] = ()  # names of picture models
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One body to parse. The endpoint is known by its method and path; the body comes behind this."""
+    """One body to parse. Method and path identify the endpoint; the body follows as a message of its own."""
 
     endpoint: tuple[str, str]
     request: HttpRequest
@@ -64,14 +66,14 @@ class Work:
 
 
 class Pickler(pickle.Pickler):
-    """Services are known by their names on both sides; images that were looked at stay on the server's."""
+    """Pickles services as names that both sides know, and leaves images that were looked at in the server."""
 
     def persistent_id(self, obj: Any) -> str | int | None:
         return obj.name if isinstance(obj, GenerationService) else _SIGHT if isinstance(obj, Sight) else None
 
 
 class Unpickler(pickle.Unpickler):
-    """Raises NotFound when a service is gone meanwhile."""
+    """Raises NotFound when a service was removed meanwhile."""
 
     def __init__(self, parts: Sequence[bytes], models: Models, sight: Sight | None) -> None:
         super().__init__(io.BytesIO(parts[0]), buffers=parts[1:])
@@ -82,14 +84,14 @@ class Unpickler(pickle.Unpickler):
 
 
 def dumped(value: Any) -> list[bytes | memoryview]:
-    """The value, then the files in it."""
+    """The pickled value, then the files in it."""
     file, files = io.BytesIO(), list[pickle.PickleBuffer]()
     Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=files.append).dump(value)
     return [file.getvalue(), *(each.raw() for each in files)]
 
 
 def parsed(endpoint: Endpoint, request: HttpRequest) -> Any:
-    """What the endpoint makes of the request, or the Look that is to come before. Raises ServingError."""
+    """The endpoint's result for the request, or the Look that must come first. Raises ServingError."""
     assert endpoint.parse is not None
     with seeing(request.seen):
         try:
@@ -99,7 +101,7 @@ def parsed(endpoint: Endpoint, request: HttpRequest) -> Any:
 
 
 def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None:
-    """Messages behind their number."""
+    """Send the number of messages, then each of them."""
     sock.sendall(LENGTH.pack(len(parts)))
     for part in parts:
         sock.sendall(LENGTH.pack(len(part)))
@@ -107,7 +109,7 @@ def send_parts(sock: socket.socket, parts: Sequence[bytes | memoryview]) -> None
 
 
 def receive_parts(sock: socket.socket) -> list[bytes] | None:
-    """What send_parts has sent; None at the end. Raises TooLarge."""
+    """Receive what send_parts sent; None at the end. Raises TooLarge."""
     head = _read(sock, LENGTH.size)
     parts, left = list[bytes](), _MAX_REPLY_BYTES
     for number in range(0 if head is None else LENGTH.unpack(head)[0]):
@@ -142,13 +144,13 @@ def _read(sock: socket.socket, length: int) -> bytes | None:
 
 
 class _Worker:
-    """One child of the process, which parses a body at a time. Used by one thread at a time."""
+    """A child of the process; parses one body at a time. Used by one thread at a time."""
 
     def __init__(self, number: int, sock: socket.socket) -> None:
         self.number, self.sock = number, sock
 
     def exchange(self, work: Work, models: Models) -> Any:
-        """Blocks. Raises ServingError; EOFError when the child is gone."""
+        """Send a body and wait for its result; blocks. Raises ServingError; EOFError when the child is gone."""
         seen = work.request.seen
         [head] = dumped(replace(work, request=replace(work.request, body=b"")))
         try:
@@ -166,16 +168,16 @@ class _Worker:
         return value
 
     def close(self) -> None:
-        """A thread in `exchange` ends too."""
+        """Close the socket; a thread in `exchange` ends too."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
 
 class _Process:
-    """The process that has the models' tokenizers loaded and forks workers, which is quick.
+    """The process that has loaded the models' tokenizers and forks workers quickly.
 
-    Safe from any thread but the loop's: to start it takes a second, and others wait meanwhile.
+    May be called from any thread except the loop's: its start takes a second, and other threads wait for it.
     """
 
     def __init__(self, models: Models) -> None:
@@ -184,7 +186,7 @@ class _Process:
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._num_workers = 0
-        self._setup = b""  # what the process is told first; made once
+        self._setup = b""  # first message to the process; made once
 
     def fork(self) -> _Worker:
         """Starts the process when there is none. Raises OSError."""
@@ -194,7 +196,7 @@ class _Process:
             message = CONTROL.pack(FORK, self._num_workers)
             try:
                 socket.send_fds(self._started(), [message], [theirs.fileno()])
-            except OSError:  # it has died
+            except OSError:  # the process has died
                 self._end()
                 socket.send_fds(self._started(), [message], [theirs.fileno()])
             return _Worker(self._num_workers, ours)
@@ -234,7 +236,7 @@ class _Process:
 
     def _end(self) -> None:
         if self._control is not None:
-            self._control.close()  # it ends with this, and its children with it
+            self._control.close()  # closing it ends the process and its children
             self._control = None
         if self._process is not None:
             self._process.kill()
@@ -243,7 +245,7 @@ class _Process:
 
 
 class Parsing:
-    """Parses bodies for one app. `num_workers` bodies at once; others wait in order."""
+    """Parses bodies for one app: `num_workers` at once, others wait in order."""
 
     def __init__(self, models: Models, num_workers: int | None = None) -> None:
         self._models = models
@@ -252,11 +254,11 @@ class Parsing:
         self._turn = asyncio.Semaphore(self.num_workers)
         self.idle: list[_Worker] = []
         self._threads = ThreadPoolExecutor(self.num_workers + 1, "parsing")
-        self.num_active = self.num_bytes = 0  # bodies that are parsed elsewhere, or wait for it
+        self.num_active = self.num_bytes = 0  # bodies in other processes, or waiting for one
 
     def start(self) -> None:
-        """Begin to start the process, so that the first large body need not wait for it."""
-        with contextlib.suppress(RuntimeError):  # all is being closed
+        """Start the process in the background, so that the first large body need not wait for it."""
+        with contextlib.suppress(RuntimeError):  # the server is closing
             self._threads.submit(self._process.start)
 
     def close(self) -> None:
@@ -268,7 +270,7 @@ class Parsing:
         self._threads.shutdown()
 
     async def parse(self, endpoint: Endpoint, request: HttpRequest) -> Any:
-        """As `parsed`. A cancelled one is given up at once. Raises ServingError."""
+        """As `parsed`. When cancelled, its worker ends at once. Raises ServingError."""
         if request.num_bytes <= INLINE_BYTES:
             with contextlib.suppress(NotInline), inline():
                 return parsed(endpoint, request)
@@ -283,7 +285,7 @@ class Parsing:
 
     @contextlib.contextmanager
     def _counted(self, num_bytes: int) -> Any:
-        """Raises Overloaded."""
+        """A context that counts the body against the limits. Raises Overloaded."""
         if self.num_active >= _MAX_WAITING or (self.num_active and self.num_bytes + num_bytes > _MAX_BYTES):
             raise Overloaded("too many large requests wait to be read; try again later")
         self.num_active += 1
@@ -296,7 +298,9 @@ class Parsing:
 
     @asynccontextmanager
     async def _worker(self, is_kept: bool) -> AsyncIterator[_Worker]:
-        """For one body. Whatever goes wrong with it, or `is_kept` false: it ends."""
+        """A context with a worker for one body. Afterwards the worker ends if anything went wrong, or unless
+        `is_kept`.
+        """
         worker = self.idle.pop() if self.idle else await self._forked()
         try:
             yield worker
@@ -313,7 +317,7 @@ class Parsing:
                 self._end(worker)
 
     async def _forked(self) -> _Worker:
-        """A new one; when nobody waits for it any more, it ends as soon as it is there."""
+        """A new worker; if the caller is cancelled, the worker ends as soon as it exists."""
         coming = self._threads.submit(self._process.fork)
         try:
             return await asyncio.wrap_future(coming)
@@ -327,7 +331,7 @@ class Parsing:
 
     def _end(self, worker: _Worker) -> None:
         worker.close()
-        with contextlib.suppress(RuntimeError):  # all is being closed
+        with contextlib.suppress(RuntimeError):  # the server is closing
             self._threads.submit(self._process.kill, worker)
 
     async def _in_thread(self, function: Any, *arguments: Any) -> Any:

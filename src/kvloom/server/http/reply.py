@@ -1,4 +1,4 @@
-"""What a dialect is given and what it gives back: neutral of any web framework.
+"""What a dialect gets and returns, independent of any web framework.
 
 A dialect is a list of endpoints and the shape of its errors; app.py mounts them.
 """
@@ -15,36 +15,36 @@ from kvloom.server.serving.vision.seen import Seen
 
 @dataclass(frozen=True, slots=True)
 class HttpRequest:
-    """One HTTP request: its body whole, its path parameters by name, query and headers (lower-case names).
+    """One HTTP request: its whole body, path parameters by name, query and headers (lower-case names).
 
-    The header `x-request-id` is always there, the client's or made up.
+    The header `x-request-id` is always there, the client's or a generated one.
     """
 
     body: bytes | bytearray = b""
     path: Mapping[str, str] = field(default_factory=dict)
     query: Mapping[str, str] = field(default_factory=dict)
     headers: Mapping[str, str] = field(default_factory=dict)
-    tenant: str = ""  # whose API key it came with
-    more: Sequence[bytes] | None = None  # what the endpoint has fetched for it
-    seen: Seen | None = None  # what the engine has made of its images
-    time_s: float = field(default_factory=time.time)  # when it came, since the epoch
+    tenant: str = ""  # the tenant of its API key
+    more: Sequence[bytes] | None = None  # what the endpoint's `fetch` returned
+    seen: Seen | None = None  # what the engine saw of its images
+    time_s: float = field(default_factory=time.time)  # arrival, seconds since the epoch
 
     @property
     def num_bytes(self) -> int:
-        """Of what is to be parsed."""
+        """Bytes to be parsed."""
         return len(self.body) + sum(map(len, self.more or ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What `parse` gives when the request alone is not enough: `key` says what the endpoint is to fetch."""
+    """Returned by `parse` when the request alone is not enough: `key` tells the endpoint what to fetch."""
 
     key: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A whole body; or with `frames` the first frames of a stream, whose others they are."""
+    """A whole body; or, with `frames`, the first frames of a stream and the source of the others."""
 
     body: bytes = b""
     frames: AsyncGenerator[bytes] | None = None
@@ -55,21 +55,20 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One route. `is_generating`: refused while the server drains, cancelled with its client.
+    """One route. `is_generating`: refused while the server drains, cancelled when its client disconnects.
 
-    `parse` makes of a request a Reply, or a Job (job.py) that is run; or, where there is an `answer`, what that is then
-    given beside the request, whose body is gone by then. It waits for nothing and touches only its arguments and the
-    models, so that a large body can be parsed in another process (parsing.py); what it returns can be pickled. When it
-    returns a Fetch, `fetch` is awaited with the request and the key, and `parse` is asked again, with request.more.
-    Without `parse` `answer` is given the request alone, and reads no body.
-    `is_early`: answers while the models are being loaded, too, and so asks for none of them.
-    `is_management`: moves to the management port when there is one; `is_everywhere`: is on both; `is_metrics`: moves to
-    the port of metrics when there is one. `summary`, `bodies`
-    (the structs that parse the body; any of them) and `is_streaming` are for the documentation.
+    `parse` turns a request into a Reply, or a Job (job.py) to run; or, where there is an `answer`, into the value that
+    `answer` gets beside the request, whose body is freed by then. `parse` does not wait and touches only its arguments
+    and the models, so a large body can be parsed in another process (parsing.py); its result can be pickled. When it
+    returns a Fetch, `fetch` is awaited with the request and the key, and `parse` is called again, with request.more.
+    Without `parse`, `answer` gets the request alone, and no body is read. `is_early`: answers while models are being
+    loaded too, and so uses none of them. `is_management`: moves to the management port when there is one;
+    `is_everywhere`: is on both; `is_metrics`: moves to the metrics port when there is one. `summary`, `bodies` (structs
+    that parse the body; any of them) and `is_streaming` are for the documentation.
     """
 
     method: str
-    path: str  # as starlette writes it: "/v1/models/{name}"
+    path: str  # in starlette's form: "/v1/models/{name}"
     answer: Callable[..., Awaitable[Reply]] | None = None
     summary: str = ""
     bodies: tuple[type, ...] = ()
@@ -89,11 +88,11 @@ def job_route(path: str, parse: Callable[[HttpRequest], Any], summary: str, *bod
 
 
 class Dialect(Protocol):
-    """One family of routes."""
+    """The routes of one protocol."""
 
     @property
     def endpoints(self) -> Sequence[Endpoint]: ...
 
     def error_reply(self, error: ServingError) -> ErrorReply:
-        """Status and body of an error before anything was answered."""
+        """Status and body of an error before any byte of an answer."""
         ...

@@ -1,6 +1,7 @@
-"""Clients that are slow on purpose.
+"""Protection against clients that are slow on purpose.
 
-Limits on the head of a request and on answers that nobody takes, at the protocol, and on a request's body, in ASGI.
+Limits the time for the head of a request, and for an answer that the client does not read, in the protocol; and the
+time for a request's body, in ASGI.
 """
 
 import asyncio
@@ -24,20 +25,21 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's `http=`. A connection that has not sent the whole head of a request in time, or too long a one, ends.
+    """uvicorn's `http=`. Closes a connection whose request head is not complete in time, or too long.
 
-    The time starts with the connection and with the first byte of each later request, and does not pass while nothing
-    is read because answers before it run; idle ones between requests are uvicorn's `timeout_keep_alive`. A connection
-    that has taken no byte of what waits for it ends too. One of HTTP/1.0 is answered without chunks.
+    The time starts with the connection, and with the first byte of each later request; it stops while nothing is read
+    because earlier answers run. Idle time between requests is limited by uvicorn's `timeout_keep_alive`. A connection
+    whose client reads nothing of a pending answer is closed too. HTTP/1.0 requests are answered
+    without chunks.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S
     stall_timeout_s = STALL_TIMEOUT_S
     _deadline: asyncio.TimerHandle | None = None
-    _stalling: asyncio.TimerHandle | None = None  # while more is written than goes out
+    _stalling: asyncio.TimerHandle | None = None  # while the answer is written faster than it is read
     _num_head_bytes = 0
-    _is_between = True  # two requests, or before the first: the next byte begins a head
-    _num_begun = 0  # heads, in the bytes that are being read
+    _is_between = True  # between two requests, or before the first: the next byte begins a head
+    _num_begun = 0  # heads in the bytes that are being read
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -57,7 +59,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def end_if_stalled(self) -> None:
-        """For the end of the server: whoever does not keep up with its answer is not waited for."""
+        """At the end of the server: close the connection if its client does not keep up with its answer."""
         if self._stalling is not None:
             self._unwatch()
             self.transport.abort()
@@ -67,7 +69,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._deadline is None:
             return
-        if self._num_begun <= int(was_between):  # else they hold the end of an earlier request, too
+        if self._num_begun <= int(was_between):  # otherwise these bytes include the end of an earlier request
             self._num_head_bytes += len(data)
         if self._num_head_bytes > MAX_HEAD_BYTES:
             self._end("too long")
@@ -116,7 +118,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _watch(self, num_untaken: int) -> None:
-        """Look again later; `num_untaken` as it is now."""
+        """Look again later; `num_untaken` is the number now."""
         self._stalling = self.loop.call_later(self.stall_timeout_s, self._look, num_untaken)
 
     def _unwatch(self) -> None:
@@ -125,7 +127,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._stalling = None
 
     def _look(self, num_before: int) -> None:
-        """Nothing is written meanwhile, so what waits becomes less unless the client takes nothing."""
+        """Nothing is written meanwhile, so the number shrinks unless the client reads nothing."""
         num_untaken = self._num_untaken()
         if num_untaken < num_before:
             self._watch(num_untaken)
@@ -134,7 +136,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.end_if_stalled()
 
     def _num_untaken(self) -> int:
-        """Bytes here and in the kernel that the client's end has not confirmed."""
+        """Bytes, here and in the kernel, that the client has not acknowledged."""
         sock = self.transport.get_extra_info("socket")
         (in_kernel,) = struct.unpack("i", ioctl(sock.fileno(), TIOCOUTQ, b"\0" * 4))
         return int(self.transport.get_write_buffer_size()) + int(in_kernel)
@@ -146,7 +148,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 class BodyTimeoutMiddleware:
-    """ASGI: a request whose body is not whole after `limit_s` seconds is treated as one whose client has gone."""
+    """ASGI: a request whose body is not complete after `limit_s` seconds counts as disconnected."""
 
     def __init__(self, app: ASGIApp, limit_s: float = BODY_TIMEOUT_S) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, 9.2): how a chunk travels."""
+"""Server-sent events (WHATWG HTML, 9.2): the framing of chunks."""
 
 import msgspec
 
@@ -6,22 +6,22 @@ _encode = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which readers of events pass over
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 KEEP_ALIVE_S = 5.0  # of silence
 MEDIA_TYPE = "text/event-stream"
-NDJSON = "application/x-ndjson"  # the other way: a line of JSON a chunk
+NDJSON = "application/x-ndjson"  # the alternative: a line of JSON for each chunk
 
 
 def event(data: bytes) -> bytes:
-    """One event; `data` is JSON and so holds no line break."""
+    """One event; `data` is JSON and so contains no line break."""
     return b"data: " + data + b"\n\n"
 
 
 class TextFrame:
-    """Frames of a stream that differ in one text: what stands around it is written once."""
+    """Frames of a stream that differ in one text: everything around it is encoded once."""
 
     def __init__(self, frame: bytes) -> None:
-        """`frame`: one whose last empty JSON string is where the text belongs."""
+        """`frame`: its last empty JSON string is where the text goes."""
         self._before, _, self._after = frame.rpartition(b'""')
 
     def of(self, text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""What every stream does, whoever makes its frames: errors before the first have a status, later ones a frame."""
+"""What all streams share: errors before the first frame get a status, later ones a frame."""
 
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 async def begun(frames: AsyncGenerator[bytes], media_type: str) -> Reply:
-    """A reply whose first frame is there already. Raises what is raised before it."""
+    """A reply whose first frame is ready. Raises the error that precedes it."""
     try:
         return Reply(await anext(frames), frames, media_type=media_type)
     except BaseException:
@@ -20,10 +20,10 @@ async def begun(frames: AsyncGenerator[bytes], media_type: str) -> Reply:
 
 
 def last_frame(problem: Exception, has_begun: bool, error: Callable[[ServingError], bytes]) -> bytes:
-    """The frame that ends a stream by `problem`, as `error` writes it. Raises `problem` while there is no frame yet."""
+    """The last frame of a stream that ends by `problem`, written by `error`. Raises `problem` if no frame was sent."""
     if not has_begun:
         raise problem
     if isinstance(problem, ServingError):
         return error(problem)
-    log.error("a stream failed", exc_info=problem)  # our mistake; the client is told all the same
+    log.error("a stream failed", exc_info=problem)  # a bug of ours; the client is told nevertheless
     return error(ServingError(BUG_TEXT))

@@ -1,4 +1,4 @@
-"""Bodies that come packed (Content-Encoding gzip or deflate), unpacked piece by piece and within the body's limit."""
+"""Compressed bodies (Content-Encoding gzip or deflate), decompressed piece by piece within the body's limit."""
 
 import zlib
 from collections.abc import Iterator
@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from kvloom.contract.errors import BadRequest
 from kvloom.server.errors import CODINGS, WrongEncoding
 
-_PIECE = 1 << 18  # bytes unpacked at a time: about a millisecond
+_PIECE = 1 << 18  # bytes decompressed at once: about a millisecond
 _AUTO, _RAW = zlib.MAX_WBITS | 32, -zlib.MAX_WBITS  # gzip or zlib by their header; deflate without one
 
 
 class Unpacker:
-    """Takes a packed body as it arrives. `feed` yields pieces of at most 256 KiB, `finish` says that all has come."""
+    """Takes a compressed body as it arrives. `feed` yields pieces of at most 256 KiB; call `finish` at the end."""
 
     def __init__(self, coding: str) -> None:
         """`coding`: the value of Content-Encoding. Raises WrongEncoding."""
         if coding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
             raise WrongEncoding(f"the content encoding {coding[:40]!r} is not supported; send {CODINGS} or none")
         self._is_gzip = "gzip" in coding.lower()
-        self._start = b""  # of a stream, until its form is known
+        self._start = b""  # the first bytes, until the format is known
         self._stream: zlib._Decompress | None = None
         self._is_begun = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What `data` adds to the body. Raises BadRequest when it is damaged."""
+        """The decompressed bytes that `data` adds. Raises BadRequest when it is damaged."""
         try:
             while data:
                 data = self._begin(data)
@@ -43,7 +43,7 @@ class Unpacker:
             raise BadRequest("", "the packed body ends before its end")
 
     def _begin(self, data: bytes) -> bytes:
-        """Open the stream, or the next member of a gzip body, as soon as two bytes say what it is."""
+        """Open the stream, or the next member of a gzip body, as soon as two bytes determine the format."""
         if self._stream is not None:
             return data
         if self._is_begun and not self._is_gzip:

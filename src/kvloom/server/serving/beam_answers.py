@@ -1,4 +1,4 @@
-"""A beam search over the engine: each step is one token of every beam, whose prompt the prefix cache holds."""
+"""Beam search over the engine: each step requests one token for every beam, whose prompt is in the prefix cache."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from kvloom.server.serving.engine import EngineLike
 from kvloom.server.serving.running import Running, aborted
 
-MAX_WIDTH = MAX_LOGPROBS // 2  # a step looks at twice as many tokens of each beam
+MAX_WIDTH = MAX_LOGPROBS // 2  # each step asks for twice as many tokens as there are beams
 Steps = Callable[[list[Request]], Awaitable[list[Delta]]]
 
 
@@ -21,9 +21,8 @@ class BeamAnswers:
         self._beams, self._tokenizer, self._context = beams, tokenizer, context
 
     async def best(self, request: Request, count: int, steps: Steps) -> list[Delta]:
-        """The `count` best answers, best first, each in one delta. `steps` runs requests of one token.
-
-        Raises ServingError.
+        """The `count` best answers, best first, each in one delta. `steps` runs requests for one token. Raises
+        ServingError.
         """
         params, num_prompt = request.params, len(request.prompt_ids)
         left = self._context - num_prompt
@@ -75,10 +74,10 @@ class BeamAnswers:
 
 
 class BeamFeed:
-    """As a Feed of the engine's: the best answers, all those of a prompt at once, prompt by prompt."""
+    """Looks like a Feed of the engine: returns the best answers, all those of a prompt at once, prompt by prompt."""
 
     def __init__(self, answers: BeamAnswers, running: Running, engine: EngineLike) -> None:
-        """`running.requests` are those under way; those of its beginning are the answers to be found."""
+        """`running.requests` are those under way; at first they are the requests to be answered."""
         self._answers, self._running, self._engine = answers, running, engine
         self._asked, self._count, self._index = running.requests, running.generation.n, 0
 
@@ -86,10 +85,10 @@ class BeamFeed:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is under way is cancelled where it is awaited."""
+        """Does nothing: requests are cancelled where they are awaited."""
 
     def tell_silence(self, every_s: float) -> None:
-        """Nothing is told before there is a whole answer: whoever streams has heard nothing yet."""
+        """Does nothing: no delta comes before a whole answer, so no stream has begun."""
 
     async def get(self) -> Step | None:
         """The next prompt's answers; None after the last. Raises ServingError."""
@@ -101,7 +100,7 @@ class BeamFeed:
         return list(enumerate(found, first))
 
     async def _one_token(self, requests: list[Request]) -> list[Delta]:
-        """What each request's one token brings; without logprobs where it was stopped."""
+        """The token of each request; without logprobs where it was stopped."""
         self._running.requests, found = requests, [aborted(request) for request in requests]
         if not self._running.ticket.is_stopped:
             with self._engine.open(requests) as feed:

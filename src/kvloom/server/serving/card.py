@@ -1,4 +1,4 @@
-"""ModelCard: what is known of a served model before and beside its engine; routes tell it to clients."""
+"""ModelCard: what is known of a served model besides its engine, and before it is loaded; shown to clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,18 +17,18 @@ class ModelCard:
     name: str
     engine: EngineConfig
     instance_type: str = "Standard"  # or "StandardMock"
-    npu_mem_gb: float = -1  # memory for the KV cache as configured; -1 = measured
+    npu_mem_gb: float = -1  # KV cache memory as configured; -1 = measured
     cpu_mem_gb: float = 0
     world_size: int = 1
-    max_input_tokens: int | None = None  # of a prompt; None = what maxIterTimes leaves of the context
-    time_limit_s: float | None = None  # of a request, from its coming to its end
-    dtype: str = "auto"  # of the weights, as the routes tell it
+    max_input_tokens: int | None = None  # of a prompt; None = the context less maxIterTimes
+    time_limit_s: float | None = None  # of a request, waiting included
+    dtype: str = "auto"  # of the weights, for routes that show it
     tool_parser: str = "auto"  # how the model writes tool calls (tool_calls.ToolForm); auto = as its template says
     reasoning_parser: str = "auto"  # "think", "none"; auto = as its template says
-    parses_special_text: bool = False  # special tokens that stand in a message are taken for such
-    prompts: Mapping[str, str] = field(default_factory=dict)  # what is put before a text to embed, by name
-    lora_modules: tuple[tuple[str, Path], ...] = ()  # name and folder of the adapters loaded at the start
-    generation_config: str = "auto"  # whether the advice on sampling in the model's files is taken; or "none"
+    parses_special_text: bool = False  # whether special tokens written in a message are read as such
+    prompts: Mapping[str, str] = field(default_factory=dict)  # prompt name -> text put before a text to embed
+    lora_modules: tuple[tuple[str, Path], ...] = ()  # (name, folder) of adapters loaded at the start
+    generation_config: str = "auto"  # "auto" = take the sampling advice in the model's files; "none" = do not
     advice: SamplingAdvice = field(default_factory=SamplingAdvice)
 
     def __post_init__(self) -> None:
@@ -36,5 +36,5 @@ class ModelCard:
             raise BadRequest("generationConfig", f"must be auto or none, got {self.generation_config!r}")
 
     def advised(self) -> "ModelCard":
-        """With the advice that the model's files give, which are read."""
+        """The card with the sampling advice of the model's files, which are read."""
         return replace(self, advice=sampling_advice(self.engine.model)) if self.generation_config == "auto" else self

@@ -1,6 +1,6 @@
-"""EngineLike: what the server needs of an engine; EngineThread is one. EngineFactory: what a plug-in gives.
+"""EngineLike: what the server needs of an engine; EngineThread is one. EngineFactory: what a plug-in provides.
 
-Replicated: what is told of an engine that is several.
+Replicated: what an engine of several replicas reports.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from kvloom.engine.stats import Stats
 
 
 class Closing(Protocol):
-    """What runs requests: closed, it ends them with an error. Blocks; safe from any thread."""
+    """Runs requests; `close` ends them with an error. It blocks, and may be called from any thread."""
 
     def close(self) -> None: ...
 
 
 class EngineLike(Closing, Protocol):
-    """One loaded model. Safe to call from the loop, but for `preload_adapter` and `close`, which block."""
+    """One loaded model. Called on the loop, except `preload_adapter` and `close`, which block."""
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to work; feeds are read on `loop`."""
@@ -54,22 +54,22 @@ class EngineFactory(Protocol):
     def __call__(
         self, config: EngineConfig, vocabulary: Callable[[], Tokenizer], progress: Progress | None = None
     ) -> EngineLike:
-        """Load the model of `config`; blocks until it is there. Raises BadRequest, ModelError.
+        """Load the model of `config`; blocks until it is loaded. Raises BadRequest, ModelError.
 
-        `vocabulary` reads the model's tokenizer, `progress(done_bytes, total_bytes)` may be called meanwhile.
+        `vocabulary` reads the model's tokenizer; `progress(done_bytes, total_bytes)` may be called meanwhile.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """One replica. Totals are since it started."""
+    """One replica. Totals are counted since its start."""
 
     name: str
     node: str
-    role: str  # "" where all do everything
+    role: str  # "" where all do the same
     is_ready: bool
-    load: int  # tokens before a new prompt there, as the router sees it
+    load: int  # estimated tokens before a new prompt there
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -81,7 +81,7 @@ class ReplicaFigures:
 
 @runtime_checkable
 class Replicated(Protocol):
-    """An engine that is several. Moves: requests that went on elsewhere when a replica was lost under them."""
+    """An engine of several replicas. Moves: requests that continued on another replica when theirs was lost."""
 
     num_moves: int
     num_lost: int  # requests that could not

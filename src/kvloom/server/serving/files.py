@@ -1,4 +1,4 @@
-"""ReadOnce: what is told of a model's files, read when it is first asked for and not on the loop."""
+"""ReadOnce: something read from a model's files when it is first needed, not on the loop."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Generation: the one neutral request behind every dialect; Answer: what its deltas add up to.
+"""Generation: the neutral request behind every dialect; Answer: the sum of its deltas.
 
 A dialect parses its body into a Generation; the service (service.py) runs it.
 """
@@ -10,17 +10,17 @@ from kvloom.contract.images import Sight
 from kvloom.contract.request import Delta, FinishReason, KvGiven, KvPlace, SamplingParams, TokenLogprob
 from kvloom.server.serving.beams import Beams
 
-MAX_CHOICES = 1024  # answers to one HTTP request
+MAX_CHOICES = 1024  # most answers of one HTTP request
 MAX_EMBEDDINGS = 2048  # OpenAI's limit
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are made a prompt, the n best are given.
+    """Choices 0 .. len(prompts) * n - 1, prompt by prompt. best_of answers are generated for a prompt, and the n best
+    returned.
 
-    With a `pooling` each choice is its prompt's embedding, as engine.request.Request has it.
-
-    `id` is the caller's; several generations may run under one id, and stop together.
+    With a `pooling` each choice is its prompt's embedding, as in engine.request.Request. `id` is the caller's; several
+    generations may run under one id, and are stopped together.
     """
 
     id: str
@@ -28,24 +28,26 @@ class Generation:
     params: SamplingParams
     n: int = 1
     best_of: int = 1
-    priority: int = 0  # as engine.request.Request's
+    priority: int = 0  # as in engine.request.Request
     tenant: str = ""
     pooling: str = ""
     cache_salt: str = ""
-    beams: Beams | None = None  # then the n best that a search finds, best first, each whole in one delta
-    gives_kv: bool = False  # these three as engine.request.Request's
+    beams: Beams | None = None  # beam search: the n best answers, best first, each in one delta
+    gives_kv: bool = False  # these three as in engine.request.Request
     kv_place: KvPlace | None = None
     sight: Sight | None = None
     seconds: tuple[int, ...] = ()  # engine.request.Request's `second` of each prompt; () = 0
 
     @property
     def is_look(self) -> bool:
-        """Nothing of a look comes here: it asks an engine about a prompt, see engine.request.Request."""
+        """Always False: a look at images asks the engine about a prompt and is no Generation, see
+        engine.request.Request.
+        """
         return False
 
     @property
     def num_choices(self) -> int:
-        """Answers that are made."""
+        """Answers that are generated."""
         return len(self.prompts) * self.best_of
 
     @property
@@ -58,19 +60,19 @@ class Generation:
 
 @dataclass(slots=True)
 class Answer:
-    """One choice, folded of its deltas."""
+    """One choice, folded from its deltas."""
 
     prompt_ids: tuple[int, ...]
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)  # what each token added to the text
+    token_texts: list[str] = field(default_factory=list)  # text that each token added
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     num_cached_tokens: int = 0
     seed: int | None = None
-    embedding: bytes | None = None  # these two as engine.request.Delta's
+    embedding: bytes | None = None  # these two as in engine.request.Delta
     kv_given: KvGiven | None = None
 
     def add(self, delta: Delta) -> None:
@@ -93,7 +95,7 @@ _NUMBER_BYTES = 4  # of an embedding
 
 
 def num_items(delta: Delta) -> int:
-    """Tokens, log-probabilities and numbers that a dialect may have to write of it."""
+    """Tokens, log-probabilities and numbers that a dialect may have to format for it."""
     count = len(delta.token_ids)
     if delta.embedding:
         count += len(delta.embedding) // _NUMBER_BYTES
@@ -109,7 +111,9 @@ def empty_answers(generation: Generation) -> list[Answer]:
 
 
 def best_choices(generation: Generation, answers: Sequence[Answer]) -> list[int]:
-    """Of each prompt's best_of choices the n of highest mean log-probability, best first; all in order without more."""
+    """For each prompt the n choices of highest mean log-probability, best first; all choices in order if there are no
+    more.
+    """
     if generation.best_of == generation.n:
         return list(range(len(answers)))
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""Health: whether requests are answered, and new ones welcome, of the whole server and of each model."""
+"""Health: whether the server, and each model, answers requests and accepts new ones."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,9 @@ BUSY = "Service is alive but busy. Consider reducing request frequency"
 
 @dataclass(slots=True)
 class Health:
-    """`is_loading` until there are models to ask; `is_draining` when the server has been told to stop: what runs may
-    finish, the rest is refused."""
+    """`is_loading` until the models are loaded; `is_draining` after the order to stop: running requests finish, new
+    ones are refused.
+    """
 
     models: Models
     is_draining: bool = False
@@ -38,7 +39,7 @@ class Health:
             pictures.painter.check_ready()
 
     def check_ready(self) -> None:
-        """For balancers: as `check`, and not while the queue is full. Raises Unavailable or Overloaded."""
+        """For load balancers: as `check`, and also raises while the queue is full. Raises Unavailable or Overloaded."""
         self.check()
         if self.models.admission.is_full:
             raise Overloaded(BUSY)

@@ -1,4 +1,6 @@
-"""Parsing on the event loop: what may take long there says so, and is done in another process instead."""
+"""Parsing on the event loop: code that may take long calls `may_take_long`, and the body is parsed in another
+process.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +10,12 @@ _is_inline = ContextVar("is_inline", default=False)
 
 
 class NotInline(Exception):
-    """The body is to be parsed elsewhere, from its beginning."""
+    """The body must be parsed in another process, from its beginning."""
 
 
 @contextmanager
 def inline() -> Iterator[None]:
-    """Inside of it nothing takes long."""
+    """A context in which nothing may take long."""
     token = _is_inline.set(True)
     try:
         yield
@@ -22,6 +24,6 @@ def inline() -> Iterator[None]:
 
 
 def may_take_long() -> None:
-    """Raises NotInline."""
+    """Called before work that may take long. Raises NotInline."""
     if _is_inline.get():
         raise NotInline

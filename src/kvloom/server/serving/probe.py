@@ -1,4 +1,4 @@
-"""Whether the models answer, shown by a real inference of one token, or an embedding of one."""
+"""Checks that models answer, by a real inference of one token, or an embedding of one."""
 
 import asyncio
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _POLL_S = 0.05
 
 
 async def probe(services: Iterable[GenerationService], id: str, limit_s: int) -> None:
-    """Of each model within `limit_s` together. Raises ServingError."""
+    """Probe each model, all within `limit_s`. Raises ServingError."""
     try:
         async with asyncio.timeout(limit_s):
             for service in services:
@@ -22,7 +22,7 @@ async def probe(services: Iterable[GenerationService], id: str, limit_s: int) ->
 
 
 async def _probe(service: GenerationService, id: str) -> None:
-    """One token past every queue, or a step of what is running. Raises ServingError."""
+    """One token, ahead of every queue, or a step of a running request. Raises ServingError."""
     steps = service.engine.stats().total_steps
 
     async def ask() -> None:

@@ -1,4 +1,4 @@
-"""Prompts: texts to tokens within the limits, so that what cannot fit is refused before it is tokenised."""
+"""Prompts: texts to tokens within limits, so that a text that cannot fit is refused before it is tokenised."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,14 +8,14 @@ from kvloom.server.errors import PromptTooLong
 from kvloom.server.serving.generation import MAX_CHOICES
 from kvloom.server.serving.service import GenerationService
 
-# prompt tokens of one request, as OpenAI bounds its embeddings, or one whole context where that is longer
+# prompt tokens of one request: OpenAI's limit for embeddings, or one whole context if that is longer
 MAX_REQUEST_TOKENS = 300_000
 
 _MAX_CHARACTER_BYTES = 4  # of UTF-8
 
 
 def request_limit(service: GenerationService) -> int:
-    """Tokens that all prompts of a request may have together; so many are counted where nothing is generated."""
+    """Limit of the tokens of all prompts of a request; also of those counted where nothing is generated."""
     return max(MAX_REQUEST_TOKENS, service.engine.max_seq_len)
 
 
@@ -35,7 +35,7 @@ def encode_text(
 
 
 class Marked(NamedTuple):
-    """A text with marks (engine/text/marks.py) in it, and what they stand for."""
+    """A text with marks (engine/text/marks.py), and the characters that they replace."""
 
     text: str
     originals: Mapping[str, str]
@@ -76,9 +76,9 @@ def encode_prompts(
 
 
 def check_fits(service: GenerationService, text: str, field: str, limit: int) -> None:
-    """Raises PromptTooLong when the text's length alone says that it cannot fit."""
+    """Raises PromptTooLong when the text's length alone shows that it cannot fit."""
     if _MAX_CHARACTER_BYTES * len(text) <= limit:
-        return  # not even with a token a byte
+        return  # not even if every token were one byte
     least = service.tokenizer.least_tokens(text)
     if least > limit:
         raise PromptTooLong(field, least, limit, service.engine.max_seq_len, is_exact=False)
@@ -90,7 +90,7 @@ def check_length(service: GenerationService, ids: Sequence[int], field: str, lim
 
 
 def _enough(limit: int) -> int:
-    """Tokens are counted up to twice the limit, so that those who are a little above learn by how much."""
+    """Tokens are counted up to twice the limit, so that callers slightly above it learn by how much."""
     return 2 * limit
 
 

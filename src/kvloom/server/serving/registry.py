@@ -1,4 +1,4 @@
-"""Models: which services there are, by name."""
+"""Models: the services of a server, by name."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from kvloom.server.serving.service import GenerationService
 
 @dataclass(frozen=True, slots=True)
 class AdapterNames:
-    """Which adapters there are: (name, path, number, name of the model) each; and the names of those that are gone."""
+    """LoRA adapters, each (name, path, number, name of the model); and names of adapters that were unloaded."""
 
     loaded: tuple[tuple[str, str, int, str], ...]
     unloaded: frozenset[str]
@@ -23,8 +23,8 @@ class AdapterNames:
 class Models:
     """The served models; the first is the default. LoRA adapters join and leave them by name.
 
-    `pictures`: those that make pictures, by name; None where this process knows no more of them. `admission`: the slots
-    that all language models share. Nobody may ask for a model before it was added.
+    `pictures`: models that make pictures, by name; None where this process knows only their names. `admission`: the
+    slots that all language models share. A model must be added before it is used.
     """
 
     def __init__(
@@ -38,10 +38,11 @@ class Models:
         self._pictures = dict(pictures or {})
         self.admission = admission or services[0].admission
         self.options = options or WireOptions()
-        self.started_s = time.time()  # since the epoch; the date of what has no file
+        self.started_s = time.time()  # seconds since the epoch; the date of entries without a file
         self._adapters: dict[str, GenerationService] = {}
-        self.adapters_lock = asyncio.Lock()  # of loading and unloading, so that one name is not loaded twice at once
-        self._unloaded: set[str] = set()  # names of adapters that are gone: the default must not answer for them
+        # held while loading and unloading, so that a name is not loaded twice at once
+        self.adapters_lock = asyncio.Lock()
+        self._unloaded: set[str] = set()  # names of unloaded adapters: the default model must not answer for them
 
     def __iter__(self) -> Iterator[GenerationService]:
         """Without adapters: one service an engine."""
@@ -52,7 +53,7 @@ class Models:
         self._by_name[service.name] = service
 
     def add_pictures(self, service: PictureService) -> None:
-        """One of `pictures` is there."""
+        """A model of `pictures` is loaded."""
         self._pictures[service.name] = service
 
     @property
@@ -78,7 +79,7 @@ class Models:
         return found
 
     def choose(self, name: str | None) -> GenerationService:
-        """The model that a request names. Raises BadRequest without a name, NotFound of a wrong one."""
+        """The model that a request names. Raises BadRequest without a name, NotFound for an unknown one."""
         if name is None and self.options.validates_model:
             raise BadRequest("model", "is required")
         is_known = name in self.names or name in self._unloaded
@@ -97,7 +98,7 @@ class Models:
         return tuple(self._pictures)
 
     def choose_pictures(self, name: str | None) -> PictureService:
-        """The one that a request names, as `choose` does. Raises BadRequest, NotFound."""
+        """The picture model that a request names, as `choose`. Raises BadRequest, NotFound."""
         if name is None and self.options.validates_model:
             raise BadRequest("model", "is required")
         found = next((each for each in self.pictures if each.name == name), None)
@@ -115,12 +116,12 @@ class Models:
     # -- adapters
 
     def of_adapter(self, name: str | None) -> GenerationService:
-        """The default model, or the adapter that a request without a model names. Raises NotFound."""
+        """The adapter of this name, or the default model. Raises NotFound."""
         return self.default if name is None else self.get(name)
 
     @property
     def names(self) -> set[str]:
-        """Every name that a request may give, of all kinds of models."""
+        """Every model name that a request may use, of all kinds."""
         return {*self._by_name, *self._adapters, *self._pictures}
 
     @property
@@ -129,20 +130,20 @@ class Models:
         return [*self._by_name.values(), *self._adapters.values()]
 
     def base(self, name: str) -> GenerationService:
-        """Raises NotFound when no model, or only an adapter, has this name."""
+        """The model of this name. Raises NotFound, also for an adapter."""
         if name in self._adapters:
             raise NotFound(f"{name!r} is an adapter, not a model")
         return self.get(name)
 
     def check_adapter_name(self, name: str, is_replacing: bool) -> None:
-        """Raises BadRequest when the name is taken; by an adapter that is to be replaced it may be."""
+        """Raises BadRequest when the name is taken; an adapter's name is free if `is_replacing`."""
         if name in self._by_name or name in self._pictures:
             raise BadRequest("lora_name", f"{name!r} is the name of a model")
         if name in self._adapters and not is_replacing:
             raise BadRequest("lora_name", f"{name!r} is loaded already; unload it first, or set load_inplace to true")
 
     def put_adapter(self, service: GenerationService) -> GenerationService | None:
-        """Serve it by its name, which check_adapter_name has passed. Whom it replaces."""
+        """Serve an adapter under its name, which check_adapter_name accepted. Returns the adapter that it replaces."""
         before = self._adapters.get(service.name)
         self._adapters[service.name] = service
         self._unloaded.discard(service.name)
@@ -156,14 +157,14 @@ class Models:
         return AdapterNames(tuple(loaded), frozenset(self._unloaded))
 
     def assume(self, names: AdapterNames) -> None:
-        """Have the adapters that the Models of another process have."""
+        """Take over the adapters of another process's Models."""
         self._adapters = {
             name: self._by_name[model].with_adapter(name, path, number) for name, path, number, model in names.loaded
         }
         self._unloaded = set(names.unloaded)
 
     def pop_adapter(self, name: str) -> GenerationService:
-        """Requests of this name are refused from now on. Raises NotFound."""
+        """Refuse requests of this name from now on. Raises NotFound."""
         if name not in self._adapters:
             raise NotFound(f"the adapter {name!r} does not exist")
         self._unloaded.add(name)

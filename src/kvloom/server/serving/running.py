@@ -1,4 +1,4 @@
-"""What runs on one model: found by the caller's id, listed by age, and stopped."""
+"""Running generations of one model: found by the caller's id, listed by age, and stopped."""
 
 import asyncio
 import itertools
@@ -15,17 +15,17 @@ from kvloom.server.serving.generation import Generation
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One generation under way: its admission ticket, its engine requests once it is let in, and how far it is."""
+    """A generation under way: its admission ticket, its engine requests once admitted, and its progress."""
 
     ticket: Ticket
     requests: list[Request]
     generation: Generation
     timing: Timing
-    is_overdue: bool = False  # stopped, because it took too long
+    is_overdue: bool = False  # stopped because it took too long
 
 
 class Runs:
-    """The generations of one engine that are accepted and not ended. Owned by the server's loop."""
+    """Accepted and unfinished generations of one engine. Owned by the server's loop."""
 
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
@@ -36,12 +36,12 @@ class Runs:
         return len(self._by_id)
 
     def next_serial(self) -> int:
-        """A number that no other generation of this engine has."""
+        """A number that no other generation of this engine gets."""
         return next(self._serial)
 
     @contextmanager
     def added(self, running: Running, limit_s: float | None = None) -> Iterator[Running]:
-        """While it is under way, at most `limit_s`: then it is stopped as overdue."""
+        """A context that registers the generation; after `limit_s` it is stopped as overdue."""
         loop = asyncio.get_running_loop()
         end = None if limit_s is None else loop.call_later(limit_s, self._stop_overdue, running)
         try:
@@ -68,7 +68,7 @@ class Runs:
         return sorted(items, key=lambda item: -item.timing.age_s)
 
     def stop(self, id: str) -> bool:
-        """End what runs under `id` with the tokens it has; whether there was anything."""
+        """End generations of this `id` with the tokens they have. Returns whether there were any."""
         running = self._by_id.get(id, ())
         for item in running:
             self._stop(item)
@@ -89,5 +89,5 @@ class Runs:
 
 
 def aborted(request: Request) -> Delta:
-    """The only delta of a request that was stopped before it began."""
+    """The only delta of a request that was stopped before it started."""
     return Delta(request.id, finish_reason=FinishReason.ABORT)

@@ -1,6 +1,6 @@
-"""GenerationService: runs Generations as one engine request a choice, and gives back what each engine step brought.
+"""GenerationService: runs each choice of a Generation as an engine request, and returns the deltas of each engine step.
 
-Closing the steps cancels all requests of a generation.
+Closing the generator of steps cancels all requests of a generation.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ class GenerationService:
         self._runs = Runs(engine)
         self.meter = Meter()
         self.sleeper = Sleeper(card.name, engine, self._runs.__len__, self._runs.stop_all)
-        self.adapter = 0  # as engine.request.Request's
-        self.root = card.name  # as /v1/models tells it; of an adapter its path
-        self.parent: str | None = None  # and its model
+        self.adapter = 0  # as in engine.request.Request
+        self.root = card.name  # path shown by /v1/models; for an adapter its own
+        self.parent: str | None = None  # name of its base model
 
     def with_adapter(self, name: str, path: str, adapter: int) -> "GenerationService":
-        """The same model under another name, with an adapter of its engine; they share slots, counts and ids."""
+        """The same model under another name, with an adapter of its engine. Both share slots, counters and ids."""
         card = replace(self.card, name=name)
         service = GenerationService(card, self.engine, self.tokenizer, self.admission, self._tracer)
         service._runs, service.meter, service.sleeper = self._runs, self.meter, self.sleeper
@@ -64,13 +64,15 @@ class GenerationService:
 
     @property
     def max_input_tokens(self) -> int:
-        """Longest prompt: as configured, or what maxIterTimes, when set, leaves of the context; else all but one."""
+        """Longest prompt in tokens: as configured, or the context less maxIterTimes if that is set, else the context
+        less one.
+        """
         left = self.engine.max_seq_len - (self.card.engine.max_iter_times or 1)
         return min(self.card.max_input_tokens or left, self.engine.max_seq_len - 1)
 
     @property
     def max_output_tokens(self) -> int:
-        """Longest answer."""
+        """Longest answer in tokens."""
         return min(self.card.engine.max_iter_times or self.engine.max_seq_len, self.engine.max_seq_len - 1)
 
     def input_limit(self, params: SamplingParams) -> int:
@@ -78,7 +80,7 @@ class GenerationService:
         return self.max_input_tokens if params.max_tokens != 0 else self.engine.max_seq_len
 
     def check(self, generation: Generation, field: str) -> None:
-        """Raise BadRequest naming `field` when a prompt is empty or too long, before anything runs."""
+        """Raises BadRequest that names `field` when a prompt is empty or too long, before anything runs."""
         most = MAX_EMBEDDINGS if generation.pooling else MAX_CHOICES
         if generation.num_choices > most:
             raise BadRequest(field, f"asks for more than {most} answers in one request")
@@ -90,7 +92,7 @@ class GenerationService:
                 raise PromptTooLong(field, len(prompt), limit, self.engine.max_seq_len)
 
     def check_writes(self, field: str) -> None:
-        """Raises BadRequest naming `field` when the model generates nothing: before its chat template is missed."""
+        """Raises BadRequest that names `field` when the model generates no text."""
         if why := self.engine.info.lacks.get("generation"):
             raise BadRequest(field, f"the engine of this model cannot do it: {why}")
 
@@ -105,17 +107,17 @@ class GenerationService:
         return self._runs.oldest_first()
 
     def stop(self, id: str) -> bool:
-        """End what runs under `id` with the tokens it has; whether there was anything."""
+        """End generations of this `id` with the tokens they have. Returns whether there were any."""
         return self._runs.stop(id)
 
     async def steps(
         self, generation: Generation, timing: Timing | None = None, silence_s: float | None = None
     ) -> AsyncGenerator[Step]:
-        """The deltas of all choices as they come, a list of (choice, delta) for each engine step.
+        """The deltas of all choices as they arrive: a list of (choice, delta) for each engine step.
 
-        With `silence_s`, an empty list whenever the engine has brought nothing for so long.
-        Each choice's last delta has a finish_reason; there are best_of choices a prompt. Closing the generator cancels
-        them all. `timing` is kept up to date for the caller. Raises ServingError.
+        With `silence_s`, an empty list after so many seconds without a step. Each choice's last delta has a
+        finish_reason; there are best_of choices a prompt. Closing the generator cancels them all. `timing` is kept up
+        to date for the caller. Raises ServingError.
         """
         tally = _Tally(timing or Timing(), generation.num_choices)
         self.meter.received()
@@ -123,7 +125,7 @@ class GenerationService:
             check_capable(self.engine.info.lacks, generation, self.adapter)
             async with self._admitted(generation, tally.timing) as running:
                 self._check_time(running)
-                if running.ticket.is_stopped:  # before the engine has heard of it
+                if running.ticket.is_stopped:  # stopped before the engine got it
                     step = [(i, aborted(request)) for i, request in enumerate(running.requests)]
                     self._count(tally, generation, step)
                     yield step
@@ -151,14 +153,14 @@ class GenerationService:
             raise TimedOut(f"the request was ended after {self.card.time_limit_s:g} s, as e2eTimeout says")
 
     def _open(self, running: Running) -> Feed | BeamFeed:
-        """Where the steps of its requests come from."""
+        """The feed of its requests."""
         beams = running.generation.beams
         if beams is None:
             return self.engine.open(running.requests)
         return BeamFeed(BeamAnswers(beams, self.tokenizer, self.engine.max_seq_len), running, self.engine)
 
     def _count(self, tally: "_Tally", generation: Generation, step: Step) -> None:
-        """Time and count the deltas of one step."""
+        """Count and time the deltas of one step."""
         for choice, delta in step:
             if delta.token_ids:
                 self.meter.token(tally.timing, choice)
@@ -168,14 +170,14 @@ class GenerationService:
                     self._finish(tally, generation)
 
     def _finish(self, tally: "_Tally", generation: Generation) -> None:
-        """All choices have ended."""
+        """All choices have ended: record the generation."""
         num_prompt = generation.num_prompt_tokens
         asked = Asked(num_prompt, tally.num_choices, generation.n, generation.params.max_tokens)
         num_computed = num_prompt * generation.best_of - tally.total_cached
         self.meter.finished(tally.timing, asked, tally.reasons, num_computed)
 
     def _trace(self, tally: "_Tally", generation: Generation) -> None:
-        """Tell the tracer of a generation that has ended; choices without an end were given up by the client."""
+        """Report an ended generation to the tracer; choices without an end were abandoned by the client."""
         if self._tracer is None:
             return
         num_prompt = generation.num_prompt_tokens
@@ -188,7 +190,7 @@ class GenerationService:
 
     @asynccontextmanager
     async def _admitted(self, generation: Generation, timing: Timing) -> AsyncIterator[Running]:
-        """An admission slot, and the engine requests to run in it; stoppable meanwhile."""
+        """Wait for an admission slot, then make the engine requests; can be stopped meanwhile."""
         self.sleeper.check_awake()
         ticket = Ticket(num_tokens=generation.num_prompt_tokens)
         requests = _requests(generation, self._runs.next_serial(), self.adapter)
@@ -201,14 +203,14 @@ class GenerationService:
 
 @dataclass(slots=True)
 class _Tally:
-    """How far one generation is, for meter and tracer."""
+    """Progress of a generation, for meter and tracer."""
 
     timing: Timing
     num_choices: int
     reasons: list[FinishReason] = field(default_factory=list)
-    num_cached: int = 0  # prompt tokens, of the choice that took over the most
-    total_cached: int = 0  # of all choices together
-    error: str = ""  # the kind of the ServingError that ended it
+    num_cached: int = 0  # prompt tokens, of the choice with the most cached ones
+    total_cached: int = 0  # tokens of all choices
+    error: str = ""  # kind of the ServingError that ended it
 
     @property
     def is_done(self) -> bool:
@@ -222,9 +224,10 @@ class _Tally:
 
 
 def _requests(generation: Generation, serial: int, adapter: int) -> list[Request]:
-    """best_of engine requests a prompt; with a seed given, each of them gets one of its own, derived from it.
+    """best_of engine requests for each prompt; a given seed is turned into a different one for each.
 
-    Their ids are unique in the engine whatever the caller's id is. Answers to choose from have log-probabilities.
+    Ids are unique in the engine, whatever the caller's id. Where the best must be chosen, log-probabilities are
+    requested.
     """
     requests: list[Request] = []
     given = generation.params

@@ -1,6 +1,6 @@
 """Sleeper: puts one model to sleep and wakes it, one call after the other; requests are refused meanwhile.
 
-Level 1 wants the weights that were there when the model wakes, level 2 takes those that then lie at its path.
+After level 1 the files must be unchanged when the model wakes; after level 2 it loads whatever lies at its path.
 """
 
 import asyncio
@@ -23,20 +23,21 @@ class Sleeper:
         self._num_running, self._stop_running = num_running, stop_running
         self._lock = asyncio.Lock()
         self._is_closed = False  # no new request is accepted
-        self._is_hurried = False  # what runs is not waited for
+        self._is_hurried = False  # running requests are ended at once
         self.level = 0  # 0 = awake
 
     def check_awake(self) -> None:
-        """Raises Unavailable."""
+        """Raises Unavailable while the model sleeps or is about to."""
         if self.level:
             raise Unavailable(f"the model {self._name} is asleep; POST /wake_up wakes it")
         if self._is_closed:
             raise Unavailable(f"the model {self._name} is being put to sleep; POST /wake_up wakes it")
 
     async def sleep(self, level: int, hurries: bool) -> None:
-        """Returns when its memory is given back. Running requests end first, as they are if the call `hurries`.
+        """Returns when the memory is free. Running requests finish first, or end at once with what they have if
+        `hurries`.
 
-        A model that sleeps takes the new level. Raises Unavailable when it is not ready, or the server stops.
+        A sleeping model takes the new level. Raises Unavailable when it is not ready, or the server stops.
         """
         self._is_hurried = self._is_hurried or hurries
         async with self._lock:
@@ -51,7 +52,7 @@ class Sleeper:
                 self._is_closed, self._is_hurried = self.level > 0, False
 
     async def wake(self) -> None:
-        """Nothing happens when it is awake. Raises ModelError when it cannot be loaded (it sleeps on), Unavailable."""
+        """Does nothing when awake. Raises ModelError when the model cannot be loaded (it stays asleep), Unavailable."""
         async with self._lock:
             if self.level:
                 await self._engine.wake(wants_same_weights=self.level == 1)

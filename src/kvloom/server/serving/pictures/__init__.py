@@ -1,1 +1,1 @@
-"""Text-to-image models as the server has them: their settings, and the service that runs requests on one."""
+"""Text-to-image models in the server: their settings, and the service that runs requests on one."""

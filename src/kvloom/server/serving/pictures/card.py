@@ -14,10 +14,10 @@ class PictureCard:
     name: str
     path: str
     device: str = "cpu"  # or "cuda", "cuda:1", "npu"
-    cores: tuple[int, ...] = ()  # of a CPU; none = all
+    cores: tuple[int, ...] = ()  # CPU cores; none = all
     dtype: str = "auto"
-    time_limit_s: float | None = None  # of a request, from its coming to its end
-    max_pixels: int = 4 << 20  # of all pictures of a request together
+    time_limit_s: float | None = None  # of a request, waiting included
+    max_pixels: int = 4 << 20  # all pictures of a request together
     steps: int | None = None
     guidance: float | None = None
 
@@ -29,9 +29,9 @@ class Wanted:
     prompt: str
     negative_prompt: str = ""
     size: tuple[int, int] | None = None  # width, height
-    seeds: tuple[int, ...] = (0,)  # one a picture
+    seeds: tuple[int, ...] = (0,)  # one for each picture
     steps: int | None = None
-    effort: float = 1.0  # times the model's own number of steps, where `steps` is None
+    effort: float = 1.0  # factor of the model's own number of steps, where `steps` is None
     guidance: float | None = None
     format: Format = "png"
     compression: int = 100

@@ -1,4 +1,4 @@
-"""PictureService: a text-to-image model of the server, its queue, and what is counted of it."""
+"""PictureService: a text-to-image model of the server, its queue, and its counters."""
 
 import asyncio
 import itertools
@@ -16,7 +16,7 @@ from kvloom.server.observe.meter import TIME_BOUNDS_S
 from kvloom.server.serving.admission import Admission, Ticket
 from kvloom.server.serving.pictures.card import MAX_STEPS, PictureCard, Wanted
 
-MAX_WAITING = 8  # requests; the next is refused
+MAX_WAITING = 8  # waiting requests; the next one is refused
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,8 @@ class Painting:
     began_s: float = field(default_factory=time.monotonic)
     is_painting: bool = False
     stopped: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_overdue: bool = False  # stopped, because it took too long
-    picture: int = 0  # the one that is painted
+    is_overdue: bool = False  # stopped because it took too long
+    picture: int = 0  # the one that is being painted
     step: int = 0
     num_steps: int = 0
 
@@ -40,7 +40,7 @@ class Painting:
         return time.monotonic() - self.began_s
 
     def stop(self, is_overdue: bool = False) -> None:
-        """It ends now, with an error for its client."""
+        """End it now, with an error for its client."""
         if not self.stopped.done():
             self.stopped.set_result(None)
             self.is_overdue = is_overdue
@@ -57,10 +57,10 @@ class PictureMeter:
 
     num_received: int = 0
     num_failed: int = 0
-    num_aborted: int = 0  # the client went away
+    num_aborted: int = 0  # the client disconnected
     num_pictures: int = 0
     num_steps: int = 0
-    whole: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))  # of requests, their wait too
+    whole: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS_S))  # seconds of requests, waiting included
 
 
 class PictureService:
@@ -97,18 +97,18 @@ class PictureService:
         )  # fmt: skip
 
     def running(self) -> list[Painting]:
-        """What is under way, oldest first."""
+        """The requests under way, oldest first."""
         return list(self._running.values())
 
     def stop(self, id: str) -> bool:
-        """End what runs under `id`, with an error for its client; whether there was anything."""
+        """End requests of this `id`, with an error for their client. Returns whether there were any."""
         found = [item for item in self._running.values() if item.id == id]
         for item in found:
             item.stop()
         return bool(found)
 
     async def reports(self, order: Paint, id: str, tenant: str = "") -> AsyncGenerator[Report]:
-        """What becomes of an order. Closing it ends the order. Raises ServingError."""
+        """The progress of an order. Closing the generator ends the order. Raises ServingError."""
         self.painter.check_ready()
         self.meter.num_received += 1
         is_over = False
@@ -150,7 +150,7 @@ class PictureService:
             self.meter.num_pictures += 1
 
     async def _next(self, reports: AsyncGenerator[Report], item: Painting) -> Report:
-        """Raises ServingError; as soon as the item is stopped, too."""
+        """The next report. Raises ServingError, also as soon as the item is stopped."""
         coming = asyncio.ensure_future(anext(reports))
         try:
             either: set[asyncio.Future[Any]] = {coming, item.stopped}

@@ -1,1 +1,1 @@
-"""Images in requests: where they come from, and what a model makes of them before it answers."""
+"""Images in requests: where they come from, and how the engine turns them into prompt tokens."""

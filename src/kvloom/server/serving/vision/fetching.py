@@ -1,7 +1,7 @@
-"""Images fetched over HTTP from servers that the configuration names, and from no others.
+"""Images fetched over HTTP, only from servers that the configuration names.
 
-A name is resolved once for each hop, each address that it leads to must be allowed, and the connection goes to one of
-these addresses: what the name leads to a moment later does not count. No proxy of the environment is asked.
+A name is resolved once for each hop. Every address that it resolves to must be allowed, and the connection goes to one
+of these; a later change of the name has no effect. Proxies of the environment are ignored.
 """
 
 import asyncio
@@ -19,21 +19,21 @@ from kvloom.contract.errors import BadRequest, Overloaded
 from kvloom.server.serving.vision.hosts import ImageHosts
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, checked_type
 
-FETCH_S = 15.0  # for one image, all redirects together
+FETCH_S = 15.0  # seconds for one image, redirects included
 MAX_REDIRECTS = 3
-MAX_AT_ONCE = 16  # images that are being fetched
+MAX_AT_ONCE = 16  # images fetched at once
 _MAX_WAITING = 256
-_MAX_RESOLVED = 8  # names at once
-_UNDECLARED = ("", "application/octet-stream", "binary/octet-stream")  # servers say so of any file
+_MAX_RESOLVED = 8  # names resolved at once
+_UNDECLARED = ("", "application/octet-stream", "binary/octet-stream")  # generic types that servers send for any file
 _HEADERS = [("Accept", "image/png, image/jpeg, image/webp, image/gif"), ("Accept-Encoding", "identity")]
 
 
 class _Refused(Exception):
-    """The sentence for the caller."""
+    """Carries the sentence for the caller."""
 
 
 class _Backend(httpcore.AnyIOBackend):
-    """Connects to allowed addresses only. `threads`: for resolving names, which may take long."""
+    """Connects to allowed addresses only. `threads`: resolve names, which may take long."""
 
     def __init__(self, hosts: ImageHosts, threads: ThreadPoolExecutor) -> None:
         self._hosts, self._threads = hosts, threads
@@ -63,18 +63,19 @@ class _Backend(httpcore.AnyIOBackend):
 
 
 class Fetcher:
-    """Owned by the loop. `limit_s`: for one image."""
+    """Owned by the loop. `limit_s`: seconds for one image."""
 
     def __init__(self, hosts: ImageHosts, limit_s: float = FETCH_S) -> None:
         self._hosts, self._limit_s = hosts, limit_s
         self._turn, self._num_waiting = asyncio.Semaphore(MAX_AT_ONCE), 0
-        self._threads = ThreadPoolExecutor(_MAX_RESOLVED, "resolving")  # nobody else waits for a slow name
+        # other work does not wait for a slow name server
+        self._threads = ThreadPoolExecutor(_MAX_RESOLVED, "resolving")
         self._tls: ssl.SSLContext | None = None
 
     async def fetch(self, source: ImageSource, check_total: Callable[[int], None]) -> ImageSource:
-        """The source with its file. `check_total(num_bytes)` is told of what comes, and raises BadRequest.
+        """The source with its file. `check_total(num_bytes)` is called with the bytes so far, and raises BadRequest.
 
-        Raises BadRequest naming the image, Overloaded. Cancelled, it closes its connection.
+        Raises BadRequest that names the image, Overloaded. When cancelled, it closes its connection.
         """
         if self._num_waiting >= _MAX_WAITING:
             raise Overloaded("too many images are being fetched; try again later")
@@ -120,7 +121,7 @@ class Fetcher:
         return url
 
     def _pool(self) -> httpcore.AsyncConnectionPool:
-        """For one image, so that no connection outlives what was checked for it."""
+        """A connection pool for one image, so that no connection outlives the checks made for it."""
         self._tls = self._tls or httpcore.default_ssl_context()
         backend = _Backend(self._hosts, self._threads)
         return httpcore.AsyncConnectionPool(ssl_context=self._tls, max_connections=1, network_backend=backend)

@@ -1,4 +1,4 @@
-"""Which servers images may be fetched from, and at which addresses. Pure."""
+"""Servers and addresses that images may be fetched from. Pure."""
 
 import ipaddress
 import re
@@ -13,7 +13,7 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 @dataclass(frozen=True, slots=True)
 class ImageHosts:
-    """Host names, and networks that are no public ones and may be reached all the same."""
+    """Host names, and non-public networks that are allowed nevertheless."""
 
     names: frozenset[str] = frozenset()  # "*.name" = all below it, "*" = any
     networks: tuple[Network, ...] = ()
@@ -22,7 +22,7 @@ class ImageHosts:
         return bool(self.names or self.networks)
 
     def allows(self, host: str) -> bool:
-        """Whether a URL may name the host; what it leads to is another question."""
+        """Whether a URL may name the host; the addresses that it resolves to are checked separately."""
         host = host.lower().rstrip(".").removeprefix("[").removesuffix("]")
         address = _address(host)
         if address is not None:
@@ -32,7 +32,7 @@ class ImageHosts:
         return "*" in self.names or host in self.names or bool(above & self.names)
 
     def allows_address(self, text: str) -> bool:
-        """Whether it may be connected to: a public one, or one of the networks."""
+        """Whether a connection to the address is allowed: it is public, or in one of the networks."""
         address = _address(text.partition("%")[0])
         if address is None:
             return False
@@ -40,13 +40,15 @@ class ImageHosts:
         return self._has(address) or all(part.is_global and not part.is_multicast for part in (address, *inner))
 
     def _has(self, address: Address) -> bool:
-        """Of an address that holds another one, that one counts."""
+        """Whether the networks contain an address, or the one embedded in it."""
         found = _embedded(address) or [address]
         return all(any(part.version == net.version and part in net for net in self.networks) for part in found)
 
 
 def image_hosts(entries: Iterable[object]) -> ImageHosts:
-    """Of names, "*.name", "*", addresses and networks as 10.1.0.0/16. Raises ValueError naming what is none of it."""
+    """From names, "*.name", "*", addresses and networks like 10.1.0.0/16. Raises ValueError that names an invalid
+    entry.
+    """
     names, networks = set[str](), list[Network]()
     for entry in entries:
         text = str(entry).lower().rstrip(".")
@@ -60,7 +62,7 @@ def image_hosts(entries: Iterable[object]) -> ImageHosts:
 
 
 def checked_image_hosts(entries: Iterable[object]) -> frozenset[str]:
-    """The entries, once they can be read. Raises ValueError."""
+    """The entries, if all are valid. Raises ValueError."""
     found = frozenset(map(str, entries))
     image_hosts(found)
     return found
@@ -74,7 +76,7 @@ def _address(text: str) -> Address | None:
 
 
 def _embedded(address: Address) -> list[Address]:
-    """IPv4 addresses that an IPv6 address leads to."""
+    """IPv4 addresses embedded in an IPv6 address."""
     if isinstance(address, ipaddress.IPv4Address):
         return []
     found: list[Address] = [part for part in (address.ipv4_mapped, address.sixtofour) if part is not None]

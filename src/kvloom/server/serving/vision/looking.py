@@ -1,4 +1,4 @@
-"""Looking: images fetched where that is needed, and what the engine makes of a prompt with them."""
+"""Looking: fetches images where needed, and asks the engine for the prompt with their tokens."""
 
 import asyncio
 import uuid
@@ -20,12 +20,12 @@ from kvloom.server.serving.vision.sources import MAX_ALL_BYTES, ImageSource
 if TYPE_CHECKING:
     from kvloom.server.serving.vision.fetching import Fetcher
 
-MAX_HELD_BYTES = 256 << 20  # of images of all requests, from their coming to the end of the answer
+MAX_HELD_BYTES = 256 << 20  # bytes of images of all requests, until their answers end
 _NOTHING = SamplingParams(temperature=0, max_tokens=0)
 
 
 class _Room:
-    """Bytes of the images that are in this process. Given back from whatever thread forgets an image last."""
+    """Counts bytes of images in this process. They are freed on whatever thread drops an image last."""
 
     def __init__(self) -> None:
         self._num_held, self._given_back = 0, deque[int]()
@@ -50,7 +50,9 @@ class Looking:
         self._fetcher: Fetcher | None = None
 
     async def see(self, look: Look, tenant: str) -> Seen:
-        """Cancelled, nothing of it goes on. Raises ServingError; BadRequest names the image."""
+        """The engine's view of a Look. When cancelled, everything stops. Raises ServingError; BadRequest names the
+        image.
+        """
         look.service.sleeper.check_awake()
         sources, num_bytes = await self._fetched(look.sources)
         sight = Sight(look.prompt_ids, tuple(Image(each.data, each.media_type, each.name) for each in sources))
@@ -64,7 +66,7 @@ class Looking:
         return Seen(found, sight)
 
     async def _fetched(self, sources: Sequence[ImageSource]) -> tuple[Sequence[ImageSource], int]:
-        """With their files, and how many bytes these have, room for which is taken. Raises BadRequest, Overloaded."""
+        """Sources with their files, and the number of bytes reserved for these. Raises BadRequest, Overloaded."""
         num_taken = 0
 
         def take(num_bytes: int) -> None:
@@ -95,20 +97,20 @@ class Looking:
         return [tasks[id(source)].result() if source.url else source for source in sources]
 
     def _fetcher_for(self, source: ImageSource) -> "Fetcher":
-        """Raises BadRequest where nothing is fetched."""
+        """The fetcher for a source. Raises BadRequest where nothing may be fetched."""
         if not self._hosts:
             raise BadRequest(
                 source.name,
                 "is not fetched: give the image itself as a data: URL; --allowed-image-host (allowedImageHosts) names "
                 "servers to fetch from",
             )
-        if self._fetcher is None:  # who fetches nothing does not wait for the import of what it takes
+        if self._fetcher is None:  # imported on demand: most servers fetch no images
             self._fetcher = import_module("kvloom.server.serving.vision.fetching").Fetcher(self._hosts)
         return self._fetcher
 
 
 async def _looked(service: GenerationService, sight: Sight, tenant: str) -> tuple[int, ...] | None:
-    """The prompt as the engine reads it; None when it ends without. Raises ServingError."""
+    """The prompt as the engine reads it; None when the request ends without one. Raises ServingError."""
     id, prompt_ids = f"look-{uuid.uuid4().hex}", sight.prompt_ids
     request = Request(id, prompt_ids, _NOTHING, tenant=tenant, sight=sight, is_look=True)
     found: tuple[int, ...] | None = None
@@ -121,7 +123,7 @@ async def _looked(service: GenerationService, sight: Sight, tenant: str) -> tupl
 
 
 def _named(error: BadRequest, sources: Sequence[ImageSource]) -> BadRequest:
-    """The engine's error with the image that it begins with as its field."""
+    """The engine's error, with the image that its message begins with as the field."""
     text = str(error)
     for source in sources:
         if text.startswith(f"{source.name}: "):

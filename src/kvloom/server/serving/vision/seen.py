@@ -1,7 +1,6 @@
-"""What parsing does with images: a prompt that has some is known when the engine has looked at them.
+"""Images during parsing: a prompt with images is only known after the engine has seen them.
 
-Parsing waits for nothing. It gives a Look instead of a job, the engine looks, and the body is parsed once more with
-what was seen.
+Parsing cannot wait. It returns a Look instead of a job; the engine looks, and the body is parsed again with the result.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,9 @@ from kvloom.server.serving.vision.sources import ImageSource
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the engine of `service` is to look at. `prompt_ids`: as the chat template wrote them."""
+    """The images and prompt that the engine of `service` must look at. `prompt_ids`: as the chat template wrote
+    them.
+    """
 
     service: GenerationService
     prompt_ids: tuple[int, ...]
@@ -32,7 +33,7 @@ class Seen:
 
 
 class NotSeen(Exception):
-    """The engine is to look first; then the body is parsed from its beginning."""
+    """The engine must look first; then the body is parsed from its beginning."""
 
     def __init__(self, look: Look) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ _seen: ContextVar[Seen | None] = ContextVar("seen", default=None)
 
 @contextmanager
 def seeing(seen: Seen | None) -> Iterator[None]:
-    """Inside of it one body is parsed."""
+    """A context in which one body is parsed with what was seen."""
     token = _seen.set(seen)
     try:
         yield
@@ -53,7 +54,7 @@ def seeing(seen: Seen | None) -> Iterator[None]:
 
 
 def seen_of(look: Look) -> Seen:
-    """Raises NotSeen."""
+    """The result for a look. Raises NotSeen while there is none."""
     seen = _seen.get()
     if seen is None:
         raise NotSeen(look)
