@@ -53,6 +53,7 @@ def folders(tmp_path):
         ({"r": 5}, "q_proj.lora_A.weight has shape [4, 8]; rank and base model ask for [5, 8]"),
         ({"rank_pattern": {"v_proj": 3}}, "v_proj.lora_A.weight has shape [4, 8]"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern has '(', which is no regular expression"),
+        ({"rank_pattern": {"(" * 9999 + ")" * 9999: 3}}, "which is no regular expression: maximum recursion depth"),
         ({"lora_alpha": "x"}, "lora_alpha must be a number, got 'x'"),
         ({"bias": "all"}, "bias must be \"none\", got 'all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported, got ['lm_head']"),

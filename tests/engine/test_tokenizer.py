@@ -189,6 +189,15 @@ def sentence_piece(**meta: Any) -> Tokenizer:
     )
 
 
+@pytest.mark.parametrize("template", ["{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", "{{ messages|tojson }}"])
+def test_what_is_nested_too_deeply_for_a_template_is_refused(template):
+    deep: list[object] = []
+    for _ in range(9999):
+        deep = [deep]
+    with pytest.raises(BadRequest, match=r"^messages: the model's chat template refuses them: maximum recursion depth"):
+        ChatTemplates({"default": template}, {}).apply([{"content": deep}], None, add_generation_prompt=True)
+
+
 def test_a_sentence_piece_tokenizer_merges_by_score_begins_with_bos_and_falls_back_to_bytes():
     tokenizer = sentence_piece()
     assert [tokenizer.token_text(i) for i in tokenizer.encode("ab")] == ["<s>", "▁ab"]

@@ -77,6 +77,10 @@ def test_so_many_replicas_answer_at_least_and_so_many_there_are_at_most(given, l
             "applications: [{import_path: 'kvloom.fleet.app:build', args: {replicas: -1}}]",
             "applications[0].args.replicas: expected `int` >= 1",
         ),
+        ("[" * 100_000, "is not valid YAML: it is nested deeper than 64"),
+        ("a: 2026-99-99", "is not valid YAML: month must be in 1..12"),
+        ("a: !!timestamp x", "is not valid YAML: "),
+        ("a: !!bool x", "is not valid YAML: "),
         ("{", "is not valid YAML: while parsing a flow node did not find expected node content in"),
     ],
 )

@@ -50,6 +50,31 @@ def test_a_file_that_cannot_be_is_one_line(folder, arguments, told):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--config", "deep.json"),
+        ("config", "check", "deep.json"),
+        ("fleet", "check", "deep.json"),
+        ("simulate", "deep.json"),
+        ("simulate", "trace.jsonl", "--times", "deep.json"),
+        ("dataset", "deep.jsonl", "--model", "model"),
+        ("serve", "model", "--port", "0"),
+        ("pool", "credentials", "deep.json", "--access-id", "a"),
+    ],
+    ids=" ".join,
+)
+def test_a_file_that_is_nested_too_deeply_is_one_line(folder, arguments):
+    deep = "[" * 100_000 + "]" * 100_000
+    model = folder / "model"
+    model.mkdir()
+    for file in (folder / "deep.json", folder / "deep.jsonl", model / "config.json", model / "tokenizer.json"):
+        file.write_text(deep)
+    (model / "model.safetensors").touch()
+    ended = run_cli(*arguments)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+
+
 def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):
     ended = run_main(daemon.main, "--config", LONG)
     assert ended.returncode == 1

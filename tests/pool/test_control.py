@@ -89,6 +89,12 @@ def test_a_revoked_credential_is_gone(api, state):
     assert state.credentials() == []
 
 
+def test_a_heartbeat_that_is_nested_too_deeply_is_refused(api):
+    given = beat_of("a")
+    answer = api.post("/v1/nodes/a:heartbeat", **{**given, "content": '{"x":' * 99_999})
+    assert (answer.status_code, answer.json()["error_code"]) == (400, "EMS.0400")
+
+
 @pytest.mark.parametrize("quota", [2**63, 10**30])
 def test_a_quota_that_no_machine_has_is_refused(api, quota):
     answer = api.put("/v1/tenants/a", json={"quota_bytes": quota})

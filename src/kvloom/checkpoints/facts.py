@@ -1,11 +1,11 @@
 """What a model is, for people: read from its files' headers alone."""
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.metadata import read_header
 from kvloom.checkpoints.tensorfile import LENGTH_BYTES, Damaged, header_bytes, read_entries
@@ -31,7 +31,7 @@ def facts_of(path: Path) -> ModelFacts:
     family, counts = "", Counter[str]()
     try:
         if is_folder:
-            family = str(json.loads((path / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
+            family = str(read_object(path / "config.json").get("model_type", ""))
             for file in files:
                 counts += _safetensors_counts(file)
         else:

@@ -228,8 +228,8 @@ def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     try:
         for pattern in value:
             re.compile(pattern)
-    except re.error as error:
-        raise _bad(f"{key} has {pattern!r}, which is no regular expression: {error}") from None
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _bad(f"{key} has {pattern[:80]!r}, which is no regular expression: {error}") from None
     return value
 
 

@@ -108,5 +108,5 @@ def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
 def _message_of(body: bytes) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return body.decode("utf-8", errors="replace")[:200]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import msgspec
 
 from kvloom.contract.errors import BadRequest
 
+_MAX_DEPTH = 64
+_NOT_YAML = (ArithmeticError, AttributeError, LookupError, ValueError)  # PyYAML's, of a value that its tag does not fit
 _AT = re.compile(r" - at `\$(?P<path>.*)`\Z", re.DOTALL)
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Amount = Annotated[float, msgspec.Meta(ge=0)]
@@ -145,13 +148,13 @@ def check_args(args: FleetArgs, above: str) -> None:
 def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
     """The arguments of the first application of a fleet.yaml, and its http_options. Raises BadRequest."""
     try:
-        document = msgspec.yaml.decode(path.read_bytes())
+        document = _decoded(path.read_bytes())
     except OSError as error:
         raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise BadRequest(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from None
     except ImportError:
         raise BadRequest(str(path), "needs PyYAML to be read: pip install 'kvloom[ray]'") from None
+    except _NOT_YAML as error:
+        raise BadRequest(str(path), f"is not valid YAML: {' '.join(str(error).split())}") from None
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or not applications:
         raise BadRequest(f"{path}: applications", "must be a list of one application")
@@ -167,6 +170,20 @@ def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
     if options is not None and not isinstance(options, dict):
         raise BadRequest(f"{path}: http_options", "must be an object")
     return parse_args(given, f"{path}: applications[0].args"), options or {}
+
+
+def _decoded(text: bytes) -> Any:
+    """Whatever is nested deeper than _MAX_DEPTH is not built: libyaml's composer would end this process by it."""
+    yaml = import_module("yaml")
+    depth = 0
+    try:
+        for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise ValueError(f"it is nested deeper than {_MAX_DEPTH}")
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    return msgspec.yaml.decode(text)
 
 
 IMPORT_PATH = "kvloom.fleet.app:build"

@@ -203,5 +203,5 @@ def _read(path: Path) -> _Content | None:
         )
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         return None

@@ -55,7 +55,10 @@ def new_credential(access_id: str, tenant: str, access_key: str) -> Credential:
 
 def read_credentials(path: Path) -> list[Credential]:
     """Credentials of a JSON file: a list of what `Credential.to_json` gives. Raises OSError or ValueError."""
-    body = json.loads(path.read_text())
+    try:
+        body = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: {error}") from None
     if not isinstance(body, list):
         raise ValueError(f"{path}: expected a list of credentials")
     return [Credential.from_json(each) for each in body]

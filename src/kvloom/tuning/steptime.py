@@ -165,5 +165,5 @@ def load_times(path: Path) -> StepTimes:
     """Raises BadRequest naming the file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepTimes)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(str(path), f"cannot be read as step times: {error}") from None

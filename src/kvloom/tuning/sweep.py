@@ -173,7 +173,7 @@ def _load(path: Path, key: str) -> State | None:
         return None
     try:
         state = msgspec.json.decode(path.read_bytes(), type=State)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(str(path), f"cannot be read: {error}; remove it to begin again") from None
     if state.key != key:
         raise BadRequest(str(path), "is of another model, configuration or data; give another --output or remove it")

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvloom.checkpoints.files import read_object
 from kvloom.contract.config import EngineConfig, TierConfig
-from kvloom.contract.errors import BadRequest
+from kvloom.contract.errors import BadRequest, ModelError
 
 # EngineConfig's own, or what its use here decides
 _OURS = {
@@ -74,8 +75,8 @@ def _words(name: str, value: Any) -> list[str]:
 def _longest(folder: Path) -> int | None:
     """The context of the model, as its config.json says; None = it does not."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = read_object(folder / "config.json")
         found = {**found, **found.get("text_config", {})}
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ModelError, TypeError):
         return None
     return next((found[name] for name in _LENGTHS if isinstance(found.get(name), int)), None)

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -11,8 +10,9 @@ from typing import Any
 
 from prometheus_client import generate_latest
 
+from kvloom.checkpoints.files import read_object
 from kvloom.checkpoints.lora import FIELD, read_digest
-from kvloom.contract.errors import BadRequest
+from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.hosted import (
     Abort,
     Answers,
@@ -131,10 +131,10 @@ class Desk:
             )
         try:
             digest, num_bytes = read_digest(Path(order.path))
-            rank = int(json.loads((Path(order.path) / "adapter_config.json").read_bytes()).get("r", 0))
+            rank = int(read_object(Path(order.path) / "adapter_config.json").get("r", 0))
         except BadRequest as error:
             return AdapterRefused(error.field, error.problem)
-        except (ValueError, TypeError, AttributeError):
+        except (ModelError, ValueError, TypeError):
             return AdapterRefused(FIELD, "adapter_config.json cannot be read")
         most = self._llm.vllm_config.lora_config.max_lora_rank
         if rank > most:

@@ -12,6 +12,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvloom.contract.errors import BadRequest
 
+_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError, RecursionError)
+
 
 class ChatTemplates:
     """The templates of one model by name: "default", and "tool_use" where tools need another. `values`: variables they
@@ -43,7 +45,7 @@ class ChatTemplates:
         values = {**self._values, **more, "messages": messages, "tools": tools}
         try:
             return self._template(name).render(**values, add_generation_prompt=add_generation_prompt)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+        except _REFUSALS as error:
             raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
 
     def _name(self, has_tools: bool) -> str:

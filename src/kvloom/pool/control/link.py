@@ -69,7 +69,7 @@ class ControlLink:
         try:
             orders = msgspec.json.decode(self._post(msgspec.json.encode(beat)), type=Orders)
             self._apply(orders)
-        except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, ValueError, RecursionError) as error:
             self._node.counts.add("control_failures")
             self._complain(f"the control plane {config.control_url} gave no valid answer: {one_line(error)}")
             return False
@@ -141,7 +141,7 @@ def _reason(answer: bytearray) -> str:
     """Why a heartbeat was refused, as the control plane says it; empty when this is no answer of its."""
     try:
         return msgspec.json.decode(answer, type=_Refusal).error_msg[:_MAX_REASON]
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return ""
 
 

@@ -57,6 +57,7 @@ _ERRORS: dict[type[Exception], tuple[int, str]] = {
     Invalid: (400, "EMS.0400"),
     msgspec.ValidationError: (400, "EMS.0400"),
     msgspec.DecodeError: (400, "EMS.0400"),
+    RecursionError: (400, "EMS.0400"),  # of JSON that is nested too deeply
     Missing: (404, "EMS.0404"),
     Conflict: (409, "EMS.0409"),
     sqlite3.Error: (503, "EMS.0503"),

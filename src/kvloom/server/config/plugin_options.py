@@ -68,5 +68,5 @@ def option_of(text: str) -> tuple[str, Any]:
         raise BadRequest("vllm", f"must be KEY=VALUE, got {json.dumps(text)}")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value

@@ -23,7 +23,7 @@ def check_plugins(value: Any) -> None:
     try:
         given = json.loads(value) if isinstance(value, str) and value else value or {}
         names = [name.strip() for name in given.get("plugin_type", "").split(",") if name.strip()]
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise BadRequest("", f'must be an object with "plugin_type", or its text, got {shown(value)}') from None
     for name in names:
         if name not in _PLUGINS:

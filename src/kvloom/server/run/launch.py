@@ -1,6 +1,5 @@
 """From a config.json, the environment and flags to a running server: what `kvloom serve` and the daemon share."""
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 from kvloom.checkpoints.demo_models import MODELS, find_model, pull, pulled
 from kvloom.checkpoints.embedding.prompts import prompts_of
-from kvloom.checkpoints.files import find_weights
+from kvloom.checkpoints.files import find_weights, read_object
 from kvloom.contract.errors import ModelError
 from kvloom.images.files import is_pipeline
 from kvloom.images.process import check
@@ -98,8 +97,8 @@ def check_files(path: Path) -> None:
 def _dtype_of(path: Path) -> str:
     """The type of the weights as the checkpoint names it."""
     try:
-        found = json.loads((path / "config.json").read_text(encoding="utf-8")).get("torch_dtype")
-    except (OSError, ValueError, AttributeError):
+        found = read_object(path / "config.json").get("torch_dtype")
+    except ModelError:
         return path.suffix.lstrip(".") or "auto"
     return f"torch.{found}" if found else "auto"
 

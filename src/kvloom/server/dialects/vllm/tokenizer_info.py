@@ -1,12 +1,12 @@
 """/tokenizer_info as vLLM's server has it: what tokenizer_config.json says, and the chat template in use."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvloom.contract.errors import ServingError
+from kvloom.checkpoints.files import read_object
+from kvloom.contract.errors import ModelError, ServingError
 from kvloom.server.errors import ErrorReply, openai_reply
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
 from kvloom.server.serving.files import ReadOnce
@@ -54,7 +54,6 @@ def _encode(service: GenerationService) -> bytes:
 def _stored(model: Path) -> dict[str, Any]:
     """tokenizer_config.json; without it, or when it cannot be read, nothing."""
     try:
-        found = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(model / "tokenizer_config.json")
+    except ModelError:
         return {}
-    return found if isinstance(found, dict) else {}
