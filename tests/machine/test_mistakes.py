@@ -40,10 +40,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("pull", LONG), f"{LONG}: File name too long"),
         (("serve", LONG, "--port", "0"), f"{LONG}/model_index.json: File name too long"),
         (("simulate", "trace.jsonl", "--backend", "fake", "--times", "file/times"), "file/times: Not a directory"),
+        (("serve", "--backend", "mock", "--log-level", "loud"), "Verbose, Info, Warning, Error or None, got 'loud'"),
     ],
-    ids=["cert", "pull", "serve", "simulate"],
+    ids=["cert", "pull", "serve", "simulate", "log level"],
 )
-def test_a_file_that_cannot_be_is_one_line(folder, arguments, told):
+def test_a_file_or_a_word_that_cannot_be_is_one_line(folder, arguments, told):
     ended = run_cli(*arguments)
     *_, last = ended.stderr.splitlines()
     assert (ended.returncode, last.startswith("kvloom: "), last.endswith(told)) == (1, True, True)

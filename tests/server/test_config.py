@@ -241,7 +241,7 @@ def test_flags_override_the_file(tmp_path):
         ("OtherParam.ServeParam.httpsEnabled", 1, "must be true or false, got 1"),
         ("OtherParam.ServeParam.prot", 1, "is not known; did you mean port?"),
         ("OtherParam.LogParam.logLevel", "Debug", 'must be one of "Verbose", "Info", "Warning", "Error", "None"'),
-        ("ModelDeployParam.maxSeqLen", 0, "must be at least 1, got 0"),
+        ("ModelDeployParam.maxSeqLen", 0, "must be between 2 and 2147483647, got 0"),
         ("ModelDeployParam.ModelParam", [], "must be a list of models, at least one"),
         ("ModelDeployParam.ModelParam", {}, "must be a list of models, at least one"),
         ("ScheduleParam.maxIterTimes", 2560, "must be at most 2559 (ModelDeployParam.maxSeqLen - 1), got 2560"),
@@ -317,3 +317,52 @@ def test_a_file_that_others_can_write_is_refused_with_the_command_that_mends_it(
 def test_a_file_that_is_too_big_is_refused(tmp_path):
     with pytest.raises(BadRequest, match="is larger than 10485760 bytes"):
         load_settings(write(tmp_path, " " * (10 * 2**20 + 1)))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("ServerConfig.tlsCert", "\ud800.pem", r'must not hold "\\ud800", half a character'),
+        ("ServerConfig.tlsCaFile", ["\0"], "must not hold a NUL character"),
+        ("ServerConfig.tlsCaFile", ["a", "\udfff"], r'must not hold "\\udfff", half a character'),
+        ("BackendConfig.ModelDeployConfig.maxSeqLen", 1, "must be between 2 and 2147483647, got 1"),
+        ("BackendConfig.ModelDeployConfig.maxSeqLen", 10**30, "must be between 2 and 2147483647, got 1"),
+        ("BackendConfig.ModelDeployConfig.ModelConfig.plugin_params", "[" * 5000, "must be an object with"),
+        ("LogConfig.logLevel", "DEBUG", "must be one of"),
+    ],
+)
+def test_what_no_path_number_or_parser_holds_is_refused_by_the_keys_name(tmp_path, path, value, words):
+    with pytest.raises(BadRequest, match=words) as caught:
+        load_settings(write(tmp_path, changed(LATER_LAYOUT, path, value)))
+    assert str(caught.value).replace("[0]", "").startswith(f"{path}: ")
+
+
+def test_swapping_without_a_word_of_its_memory_is_refused(tmp_path):
+    document = changed(LATER_LAYOUT, "BackendConfig.ScheduleConfig.supportSwapPolicy", True)
+    model = "BackendConfig.ModelDeployConfig.ModelConfig"
+    with pytest.raises(BadRequest) as caught:
+        load_settings(write(tmp_path, document))
+    switch = "BackendConfig.ScheduleConfig.supportSwapPolicy"
+    assert str(caught.value) == f"{model}[0].cpuMemSize: is missing: it must be above 0 GB when {switch} is true"
+    with_memory = changed(document, f"{model}.cpuMemSize", 1)
+    assert Settings(load_settings(write(tmp_path, with_memory))).build().models[0].engine.host_cache_bytes == 2**30
+
+
+def test_a_key_that_stands_without_the_one_it_is_about_is_told(tmp_path):
+    document = changed(LATER_LAYOUT, "ServerConfig.managementIpAddress", "127.0.0.2")
+    path = write(tmp_path, document)
+    told = f"{path}: ServerConfig.managementIpAddress: without effect without managementPort or metricsPort"
+    assert told in load_settings(path)["notes"]
+    for port in ("managementPort", "metricsPort"):
+        write(tmp_path, changed(document, f"ServerConfig.{port}", 1027))
+        assert told not in load_settings(path)["notes"]
+
+
+def test_a_folder_of_revoked_certificates_of_which_no_file_is_named_is_told(tmp_path):
+    path = tmp_path / "config.json"
+    text = starting_point(https=True).replace('"httpsEnabled"', '"tlsCrlPath": "security", "httpsEnabled"')
+    write(tmp_path, text)
+    told = "tlsCrlPath: without effect: tlsCrlFiles names no list of revoked certificates in it"
+    assert any(note.endswith(told) for note in load_settings(path)["notes"])
+    write(tmp_path, text.replace('"tlsCrlPath"', '"tlsCrlFiles": ["crl.pem"], "tlsCrlPath"'))
+    assert not any(note.endswith(told) for note in load_settings(path)["notes"])

@@ -97,8 +97,8 @@ class Key:
     def _problem_of_text(self, value: str) -> str:
         if self.longest is not None and len(value) > self.longest:
             return f"must have at most {self.longest} characters, it has {len(value)}"
-        if "\0" in value:
-            return "must not hold a NUL character"
+        if problem := _no_text(value):
+            return f"must not hold {problem}"
         if self.pattern and not re.fullmatch(self.pattern, value):
             return f"must be {self.form}, got {shown(value)}"
         return ""
@@ -110,7 +110,17 @@ class Key:
                     return f"must be a list of which each is {_TYPE_NAMES[self.items]}, got {shown(item)} in it"
                 if isinstance(item, str) and self.longest is not None and len(item) > self.longest:
                     return f"must hold texts of at most {self.longest} characters, one has {len(item)}"
+                if isinstance(item, str) and (problem := _no_text(item)):
+                    return f"must not hold {problem}"
         return ""
+
+
+def _no_text(value: str) -> str:
+    """What of it no path and no message could hold."""
+    if "\0" in value:
+        return "a NUL character"
+    half = next((character for character in value if "\ud800" <= character <= "\udfff"), "")
+    return f"{json.dumps(half)}, half a character" if half else ""
 
 
 def needed(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvloom.contract.config import MAX_CRASH_PATIENCE_S, MAX_GAP_S
+from kvloom.contract.config import MAX_COUNT, MAX_CRASH_PATIENCE_S, MAX_GAP_S
 from kvloom.server.config.backends import check_backend
 from kvloom.server.config.key import Key, check_devices, check_gap, needed
 from kvloom.server.config.plugin_options import PLUGIN_KEYS
@@ -221,7 +221,9 @@ _DEVICES = needed(
     check_more=check_devices, form="a list of lists of whole numbers",
 )  # fmt: skip
 _DEPLOY: dict[str, Any] = {
-    "maxSeqLen": needed(int, 2560, "longest prompt and answer together, in tokens", 1, setting="max_seq_len"),
+    "maxSeqLen": needed(
+        int, 2560, "longest prompt and answer together, in tokens", 2, MAX_COUNT, setting="max_seq_len"
+    ),
     "npuDeviceIds": _DEVICES,
 }
 _KV_POOL: dict[str, Key] = {

@@ -69,6 +69,23 @@ class Found:
                 problem = f"must be at most {limit} (maxIterTimes / cacheBlockSize), got {values['prealloc_blocks']}"
                 self.wrong(self.paths["prealloc_blocks"], problem)
         self._check_models()
+        self._check_swapping()
+
+    def _check_swapping(self) -> None:
+        """supportSwapPolicy is of models that have memory for it; a model that makes pictures needs none."""
+        models = self.values.get("models", ())
+        if not self.values.get("is_swapping") or any("cpu_mem_gb" in model for model in models):
+            return
+        path = f"{self.path_of('name').rpartition('.')[0]}.cpuMemSize"
+        self.wrong(path, f"is missing: it must be above 0 GB when {self.paths['is_swapping']} is true")
+
+    def alone(self) -> Iterator[str]:
+        """A sentence for each key that says something of another one, which is not there."""
+        values = self.values
+        if "management_host" in values and not {"management_port", "metrics_port"} & values.keys():
+            yield f"{self.paths['management_host']}: without effect without managementPort or metricsPort"
+        if values.get("https") and values.get("tls_crl_path") and not values.get("tls_crl_files"):
+            yield f"{self.paths['tls_crl_path']}: without effect: tlsCrlFiles names no list of revoked certificates in it"
 
     def _check_models(self) -> None:
         models = self.values.get("models", ())
@@ -112,6 +129,7 @@ def read_document(path: Path) -> Found:
         raise Mistakes(path, found.mistakes)
     if found.mistakes:
         raise found.mistakes[0]
+    found.notes += [f"{path}: {note}" for note in found.alone()]
     if found.idle:
         found.notes.append(f"{path}: without effect here: {', '.join(sorted(found.idle))}")
     return found

@@ -43,7 +43,10 @@ class PythonLog:
 
 @dataclass(frozen=True, slots=True)
 class LogConfig:
-    """`level` is one of LEVELS. `path` None: no file. Lines also go to standard error when `is_on_console`."""
+    """`path` None: no file. Lines also go to standard error when `is_on_console`.
+
+    Raises BadRequest for a `level` that is none of LEVELS.
+    """
 
     level: str = "Warning"
     path: Path | None = None
@@ -51,6 +54,10 @@ class LogConfig:
     python: PythonLog = PythonLog()
     max_bytes: int = 20 * 2**20  # of a file, before the next one begins
     num_old: int = 9  # older files that are kept
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise BadRequest("logLevel", f"must be Verbose, Info, Warning, Error or None, got {self.level!r}")
 
 
 class _RequestId(logging.Filter):
