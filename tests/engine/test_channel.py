@@ -80,8 +80,11 @@ def test_two_ends_that_send_much_at_once_do_not_wait_for_each_other_to_read() ->
 
 def test_an_end_that_does_not_read_is_not_waited_for_for_ever() -> None:
     ours, theirs = socket.socketpair()
+    ended = threading.Timer(WAIT_S, theirs.shutdown, [socket.SHUT_RDWR])  # for who would wait as long as it is there
+    ended.start()
     with ours, theirs, pytest.raises(TimeoutError, match=r"nothing was read for 0\.01 s"):
         Channel(ours, list[int]).send(MUCH, 0.01)
+    ended.cancel()
 
 
 @pytest.mark.parametrize("num_read", [0, 1])

@@ -20,6 +20,7 @@ from kvloom.rank.opening import model_tokenizer
 from kvloom.vllm.opening import check, open_engine
 from tests.support.adapters import TINY_SHAPES, make_adapter
 from tests.support.byte_folder import make_byte_folder
+from tests.support.waiting import WAIT_S
 
 FAKE = Path(__file__).resolve().parents[1] / "support/fake_vllm"
 SOURCE = Path(__file__).resolve().parents[2] / "src"
@@ -45,7 +46,7 @@ def with_engine(folder: Path, body: Callable[[EngineThread], Awaitable[None]], *
         engine = open_engine(config, lambda: model_tokenizer(config.model))
         engine.start(asyncio.get_running_loop())
         try:
-            await asyncio.wait_for(body(engine), 120)
+            await asyncio.wait_for(body(engine), WAIT_S)
         finally:
             await asyncio.to_thread(engine.close)
 
@@ -115,8 +116,12 @@ def test_what_the_process_dies_of_twice_ends_and_nobody_else_does(folder, monkey
     async def body(engine: EngineThread) -> None:
         alone = await tokens_of(engine, "alone", SEEDED)
         others = [asyncio.ensure_future(tokens_of(engine, f"o{i}", SEEDED)) for i in range(3)]
+        killer = asyncio.ensure_future(deltas_of(engine, Request("killer", (*PROMPT, 33), GREEDY)))
+        while not killer.done() and engine.stats().total_crashes <= 2:
+            await asyncio.sleep(0.002)
+        assert killer.done()
         with pytest.raises(GenerationFailed, match=GUILTY):
-            await deltas_of(engine, Request("killer", (*PROMPT, 33), GREEDY))
+            await killer
         assert await asyncio.gather(*others) == [alone] * 3
         assert engine.stats().total_guilty == 1
 
