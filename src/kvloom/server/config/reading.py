@@ -85,7 +85,8 @@ class Found:
         if "management_host" in values and not {"management_port", "metrics_port"} & values.keys():
             yield f"{self.paths['management_host']}: without effect without managementPort or metricsPort"
         if values.get("https") and values.get("tls_crl_path") and not values.get("tls_crl_files"):
-            yield f"{self.paths['tls_crl_path']}: without effect: tlsCrlFiles names no list of revoked certificates in it"
+            why = "tlsCrlFiles names no list of revoked certificates in it"
+            yield f"{self.paths['tls_crl_path']}: without effect: {why}"
 
     def _check_models(self) -> None:
         models = self.values.get("models", ())
