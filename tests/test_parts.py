@@ -27,7 +27,7 @@ HTTPX = ("httpx", "httpcore", "h11", "anyio", "certifi", "idna")
 PARTS = {
     "mindieclient": ("mindieclient.python.httpclient+mindieclient.httpclient", ("mindieclient", "numpy", *HTTPX)),
     "ems": ("ems.ems+ems.context_caching", ("ems", "numpy", "xxhash")),
-    "kvloom.gewu": ("kvloom.gewu.session", ("kvloom", "msgspec")),
+    "kvloom.gewu": ("kvloom.gewu.session", ("kvloom", "ems", "msgspec")),
 }
 
 
