@@ -108,7 +108,7 @@ golden: setup
 
 # ONLY: words of a table, a file or a description; without, every bug.
 mutants: setup
-	$(BIN)/python tools/mutants.py $(ONLY)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python tools/mutants.py $(ONLY)
 
 bench: setup
 	$(BIN)/kvloom bench

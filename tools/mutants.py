@@ -2,12 +2,13 @@
 
 `python tools/mutants.py [WORD ...]` plants those of tools/bugs/*.toml whose table, file or description has one of the
 words; without words all. Each is a line: how long it took, and the test that noticed it. Exits 1 and names the bugs
-that none did; those whose tests are skipped here, for want of a processor that can what they test, are counted apart.
-A test that ran into its limit has hung and noticed nothing, unless the row says `hangs = true`. A bug whose text does
-not stand in its file exactly once, or whose test is gone or fails without it, ends everything before the first is
+that none did; those whose tests are skipped here without them, too, are counted apart, with what is lacking. A test
+that ran into its limit has hung and noticed nothing, nor has one of a source that does not compile. A bug whose text
+does not stand in its file exactly once, or whose test is gone or fails without it, ends everything before the first is
 planted.
 """
 
+import ast
 import os
 import queue
 import re
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -32,19 +34,19 @@ PASSED, FAILED = 100, 101  # pytest's, and a hundred: Python's own of a process 
 WAIT_S = 30  # what a test has for what a bug may keep from coming
 TEST_S, RUN_S, FIRST_S = 180, 600, 3600  # a test, those of a bug, those of all bugs before any is planted
 SHOWN = 3000  # characters of what pytest said
+HUNG, REFUSED = "HUNG", "DOES NOT COMPILE"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 KEPT = ("kvloom-tests", *(f"kvloom/{name}" for name in ("ems", "engine_api", "gewu", "kernels", "models")))
-COMPILER = '#!/bin/sh\nexec g++ "$@" -O0\n'  # an optimiser takes longer than all that the tests then save
+# An optimiser takes longer than all that the tests then save.
+COMPILER = '#!/bin/sh\n{name} "$@" -O0 && exit\necho "$@" >>"$0.refused"\nexit 1\n'
+COMPILERS = {"CC": "cc", "CXX": "g++"}
 PROCESSES = get_context("forkserver")  # which loads once what is not ours, and is no bug
 PRELOADED = ("pytest", "hypothesis.stateful", "numpy", "torch", "httpx", "starlette.applications", "uvicorn")
 
 
 @dataclass(frozen=True)
 class Bug:
-    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters.
-
-    `hangs`: nothing comes any more is how one sees it.
-    """
+    """`old`, which stands once in `file`, becomes `new`; one of `tests` fails then: pytest's nodes, no parameters."""
 
     table: str
     what: str
@@ -52,19 +54,27 @@ class Bug:
     old: str
     new: str
     tests: Sequence[str]
-    hangs: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`ending`: the test that failed, or how its process ended; empty when all passed, or were skipped."""
+    """`ending`: the test that failed, or how its process ended; empty when all passed, or were skipped.
+
+    `flaw`: why that is not for the bug. `skipped`: why all of them were.
+    """
 
     ending: str
-    hung: bool = False
-    skipped: bool = False
+    flaw: str = ""
+    skipped: str = ""
 
-    def catches(self, bug: Bug) -> bool:
-        return bool(self.ending) and (bug.hangs or not self.hung)
+    @property
+    def is_caught(self) -> bool:
+        return bool(self.ending and not self.flaw)
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"skipped here: {self.skipped}"
+        return f"{self.flaw} {self.ending}".strip() or "NOT CAUGHT"
 
 
 def outcome_of(status: int | None, said: str) -> Outcome | None:
@@ -73,15 +83,16 @@ def outcome_of(status: int | None, said: str) -> Outcome | None:
     After a failure its status may be Python's: what a test has left open fails once more as pytest ends.
     """
     if status == PASSED:
-        return Outcome("", skipped=not re.search(r"\d passed", said))
+        lacking = re.findall(r"^SKIPPED \[\d+\] \S+: (.*)$", said, re.MULTILINE)
+        return Outcome("", skipped="" if re.search(r"\d passed", said) else ", ".join(sorted(set(lacking))))
     if status is None:
-        return Outcome(f"for {RUN_S} s", hung=True)
+        return Outcome(f"for {RUN_S} s", HUNG)
     if status < 0:
         return Outcome(f"a crash, signal {-status}")
     found = re.search(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*\])?(?: - (.*))?$", said, re.MULTILINE)
     if not found:
         return None
-    return Outcome(found[1], hung="Timeout (>" in (found[2] or ""))
+    return Outcome(found[1], HUNG if "Timeout (>" in (found[2] or "") else "")
 
 
 class Workshop:
@@ -93,8 +104,9 @@ class Workshop:
         for name in ("src", "tests"):
             shutil.copytree(ROOT / name, folder / name)
         shutil.copy(ROOT / "pyproject.toml", folder)
-        (folder / "compiler").write_text(COMPILER)
-        (folder / "compiler").chmod(0o755)
+        for variable, name in COMPILERS.items():
+            (folder / variable).write_text(COMPILER.format(name=name))
+            (folder / variable).chmod(0o755)
         self._lend_cache()
 
     def _lend_cache(self) -> None:
@@ -106,17 +118,26 @@ class Workshop:
                 (own / path.name).symlink_to(path)
 
     def try_out(self, bug: Bug) -> Outcome:
+        """Raises SystemExit when no test could begin."""
         with self._planted(bug):
+            if bug.file.endswith(".py") and not is_python(self._folder / bug.file):
+                return Outcome("", REFUSED)
             status, said = self.run(bug.tests)
         outcome = outcome_of(status, said)
         if outcome is None:
             raise SystemExit(f"{bug.table}: {bug.what!r} is no bug that a test can fail of:\n{said[-SHOWN:]}")
+        if self._refused():
+            return Outcome(outcome.ending, REFUSED)
+        if outcome.skipped and outcome_of(*self.run(bug.tests)) != outcome:  # it was for the bug
+            return Outcome("")
         return outcome
 
     def run(self, tests: Sequence[str], limit_s: float = RUN_S) -> tuple[int | None, str]:
         """pytest's status, None when it did not end, and what it said."""
         said = self._folder / "said"
         said.write_text("")
+        for path in self._refused():
+            path.unlink()
         process = PROCESSES.Process(target=run_pytest, args=(self._folder, said, tests))
         process.start()
         process.join(limit_s)
@@ -124,6 +145,10 @@ class Workshop:
             process.kill()
             return None, f"they do not end in {limit_s} s"
         return process.exitcode, said.read_text()
+
+    def _refused(self) -> list[Path]:
+        """Files that compilers have left in this run."""
+        return list(self._folder.glob("*.refused"))
 
     @contextmanager
     def _planted(self, bug: Bug) -> Iterator[None]:
@@ -147,12 +172,20 @@ def run_pytest(folder: Path, said: Path, arguments: Sequence[str]) -> None:
     paths = [str(folder / "src"), str(folder)]
     os.chdir(folder)
     os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "1000"}
-    os.environ |= {"CXX": str(folder / "compiler"), "KVLOOM_TEST_WAIT_S": str(WAIT_S)}
+    os.environ |= {"KVLOOM_TEST_WAIT_S": str(WAIT_S), **{variable: str(folder / variable) for variable in COMPILERS}}
     sys.path[:0] = paths
     options = ["-x", "-p", "no:cacheprovider", "-p", "no:randomly", f"--timeout={TEST_S}"]
     options += ["--hypothesis-seed=0", "--hypothesis-profile=unshrunk"]
     options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what was loaded before
     sys.exit(100 + pytest.main([*options, *arguments]))
+
+
+def is_python(path: Path) -> bool:
+    try:
+        ast.parse(path.read_text())
+    except SyntaxError:
+        return False
+    return True
 
 
 def read_bugs(words: Sequence[str]) -> list[Bug]:
@@ -174,8 +207,8 @@ def read_bugs(words: Sequence[str]) -> list[Bug]:
     return [bug for bug in bugs if not words or any(word in f"{bug.table} {bug.file} {bug.what}" for word in words)]
 
 
-def survivors(bugs: Sequence[Bug]) -> tuple[list[Bug], int]:
-    """Those that no test caught; how many have skipped tests alone. Raises SystemExit when one fails without a bug."""
+def try_all(bugs: Sequence[Bug]) -> list[Outcome]:
+    """What became of each, told as it is known. Raises SystemExit when a test fails without a bug."""
     with ExitStack() as stack:
         free: queue.SimpleQueue[Workshop] = queue.SimpleQueue()
         num_workers = os.cpu_count() or 1
@@ -205,29 +238,27 @@ def survivors(bugs: Sequence[Bug]) -> tuple[list[Bug], int]:
         tests = sorted({test for bug in bugs for test in bug.tests})
         for _ in workers.map(check, filter(None, (tests[part::num_workers] for part in range(num_workers)))):
             pass
-        alive, num_skipped = [], 0
+        outcomes = []
         for number, (bug, (outcome, took_s)) in enumerate(zip(bugs, workers.map(attempt, bugs), strict=True), 1):
             told = f"{number:3} of {len(bugs)} {took_s:5.1f} s  {bug.table}: {bug.what}"
-            none = "skipped here" if outcome.skipped else "NOT CAUGHT"
-            print(f"{told}  <-  {'HUNG ' if outcome.hung else ''}{outcome.ending or none}", flush=True)
-            if outcome.skipped:
-                num_skipped += 1
-            elif not outcome.catches(bug):
-                alive.append(bug)
-        return alive, num_skipped
+            print(f"{told}  <-  {outcome}", flush=True)
+            outcomes.append(outcome)
+        return outcomes
 
 
 def main(words: Sequence[str]) -> int:
     began_s, bugs = time.monotonic(), read_bugs(words)
     os.environ["OMP_NUM_THREADS"] = "1"  # as tests/conftest.py: torch is loaded before it, and tests fork
     PROCESSES.set_forkserver_preload([*PRELOADED])
-    alive, num_skipped = survivors(bugs)
-    for bug in alive:
-        print(f"not caught: {bug.what} ({bug.file})")
-    skipped = f", the tests of {num_skipped} are skipped here" if num_skipped else ""
-    num_caught = len(bugs) - len(alive) - num_skipped
+    outcomes = try_all(bugs)
+    num_caught = sum(outcome.is_caught for outcome in outcomes)
+    lacking = Counter(outcome.skipped for outcome in outcomes if outcome.skipped)
+    for bug, outcome in zip(bugs, outcomes, strict=True):
+        if not outcome.is_caught and not outcome.skipped:
+            print(f"not caught: {bug.what} ({bug.file})")
+    skipped = "".join(f", the tests of {number} are skipped here: {what}" for what, number in lacking.items())
     print(f"{num_caught} of {len(bugs)} planted bugs caught in {time.monotonic() - began_s:.0f} s{skipped}")
-    return 1 if alive or not bugs else 0
+    return 0 if bugs and num_caught + lacking.total() == len(bugs) else 1
 
 
 if __name__ == "__main__":
