@@ -108,8 +108,13 @@ def test_missing_and_damaged_files_are_refused(tmp_path):
     with pytest.raises(BadRequest, match="larger than"):
         read_adapter(path.parent, None)
     path.write_bytes(whole)
-    (path.parent / "adapter_config.json").write_text("[]")
+    config = path.parent / "adapter_config.json"
+    config.write_text("[]")
     with pytest.raises(BadRequest, match="holds no JSON object"):
+        read_adapter(path.parent, None)
+    config.unlink()
+    os.mkfifo(config)
+    with pytest.raises(BadRequest, match=r"adapter_config.json cannot be read: it is a pipe to which nobody writes"):
         read_adapter(path.parent, None)
 
 

@@ -1,6 +1,7 @@
 """Mistakes on the command line are one line and an exit code, whatever the file or the number."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,46 @@ def test_a_file_that_is_nested_too_deeply_is_one_line(folder, arguments):
     (model / "model.safetensors").touch()
     ended = run_cli(*arguments)
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+
+
+WHOLE_FILES = [
+    ("serve", "--backend", "fake", "--config"),
+    ("serve", "--backend", "fake", "--port", "0", "--api-key-file"),
+    ("config", "check"),
+    ("fleet", "check"),
+    ("simulate",),
+    ("simulate", "trace.jsonl", "--times"),
+    ("pool", "agent", "--secret-file"),
+    ("pool", "agent", "--secret-file", "secret", "--credentials"),
+    ("pool", "credentials", "--access-id", "a"),
+    ("pool", "control", "--secret-file"),
+    ("pool", "control", "--secret-file", "secret", "--admin-token-file"),
+    ("pool", "doctor", "--access-id", "a", "--access-key-file"),
+]
+
+
+@pytest.mark.parametrize("arguments", WHOLE_FILES, ids=" ".join)
+def test_a_pipe_to_which_nobody_writes_is_not_waited_for(folder, arguments):
+    os.mkfifo("pipe.jsonl")
+    Path("secret").write_text("x" * 40)
+    ended = run_cli(*arguments, "pipe.jsonl")
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
+    assert "it is a pipe to which nobody writes" in ended.stderr
+
+
+def test_what_a_command_writes_is_a_file(folder):
+    """As bash has it: kvloom config check <(command)."""
+    reading, writing = os.pipe()
+    with open(writing, "w") as pipe:
+        pipe.write('{"no": "config"}')
+    ended = run_cli("config", "check", f"/dev/fd/{reading}")
+    os.close(reading)
+    assert "\nno: is not known; known are " in ended.stderr
+
+
+def test_a_file_without_an_end_is_larger_than_it_may_be(folder):
+    ended = run_cli("fleet", "check", "/dev/zero")
+    assert ended.stderr == "kvloom: /dev/zero: cannot be read: it is larger than 10485760 bytes\n"
 
 
 def test_a_file_that_cannot_be_is_one_line_of_the_daemon_too(folder):

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -104,6 +105,15 @@ def test_parquet_without_its_library_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setattr(dataset.importlib, "import_module", missing)
     with pytest.raises(BadRequest, match=r"pip install 'kvloom\[parquet\]'"):
         list(read_texts(tmp_path / "x.parquet"))
+
+
+@pytest.mark.parametrize("name", ["pipe.csv", "pipe.jsonl", "pipe.parquet"])
+def test_a_pipe_to_which_nobody_writes_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadRequest, match="it is a pipe to which nobody writes"):
+        list(read_texts(tmp_path / name))
+    with pytest.raises(BadRequest, match="it is a pipe to which nobody writes"):
+        read_rows(tmp_path / name)
 
 
 def test_rows_are_cut_begun_and_counted():

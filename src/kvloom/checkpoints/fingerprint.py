@@ -58,7 +58,7 @@ def _files(model: Path) -> list[Path]:
     """Whatever decides which numbers the model computes with."""
     if not model.is_dir():
         return [model] if model.is_file() else []
-    return sorted(path for pattern in _DECISIVE for path in model.glob(pattern))
+    return sorted(path for pattern in _DECISIVE for path in model.glob(pattern) if path.is_file())
 
 
 def _hash_of(path: Path) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from kvloom.checkpoints.tensorfile import FLOATS, LENGTH_BYTES, Damaged, Entry, header_bytes, read_entries
 from kvloom.contract.errors import BadRequest
+from kvloom.reading import open_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 FIELD = "lora_path"  # what a caller gave, and what errors name
@@ -172,7 +173,7 @@ def _shape(key: str, tensors: Mapping[str, Entry]) -> tuple[int, int]:
 def _header(path: Path) -> tuple[bytes, dict[str, Entry]]:
     """The file's header, and the tensors by name."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             beginning = file.read(LENGTH_BYTES)
             size = header_bytes(beginning)
             if size > _MAX_HEADER_BYTES:
@@ -189,7 +190,7 @@ def _header(path: Path) -> tuple[bytes, dict[str, Entry]]:
 
 def _read(path: Path, max_bytes: int) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise BadRequest(FIELD, f"{path.name} cannot be read: {error.strerror}") from None

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest
+from kvloom.reading import read_bytes
 
+_MAX_BYTES = 10 << 20
 _MAX_DEPTH = 64
 _NOT_YAML = (ArithmeticError, AttributeError, LookupError, ValueError)  # PyYAML's, of a value that its tag does not fit
 _AT = re.compile(r" - at `\$(?P<path>.*)`\Z", re.DOTALL)
@@ -148,7 +150,7 @@ def check_args(args: FleetArgs, above: str) -> None:
 def read_fleet_file(path: Path) -> tuple[FleetArgs, dict[str, Any]]:
     """The arguments of the first application of a fleet.yaml, and its http_options. Raises BadRequest."""
     try:
-        document = _decoded(path.read_bytes())
+        document = _decoded(read_bytes(path, _MAX_BYTES))
     except OSError as error:
         raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
     except ImportError:

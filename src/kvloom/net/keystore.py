@@ -22,6 +22,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from kvloom.contract.errors import UserError
+from kvloom.reading import read_bytes
 
 FORMAT = 1
 PREFIX = "kvk1"
@@ -190,7 +191,7 @@ def _read(path: Path) -> _Content | None:
             raise KeyStoreError(f"{path} may be read by others: set its mode to 0600")
         if status.st_size > MAX_STORE_BYTES:
             return None
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_bytes(path, MAX_STORE_BYTES))
         body = document["body"]
         if document["format"] != FORMAT or document["digest"] != _digest(body):
             return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ems.keys import DEFAULT_TENANT, derive, proof, same, verifier
+from kvloom.reading import read_text
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ def new_credential(access_id: str, tenant: str, access_key: str) -> Credential:
 def read_credentials(path: Path) -> list[Credential]:
     """Credentials of a JSON file: a list of what `Credential.to_json` gives. Raises OSError or ValueError."""
     try:
-        body = json.loads(path.read_text())
+        body = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(body, list):

@@ -11,6 +11,7 @@ from kvloom.net.listening import is_loopback, is_unspecified
 from kvloom.net.tlsconfig import TlsConfig
 from kvloom.pool.storage.entries import Geometry
 from kvloom.pool.storage.evict import ORDERS
+from kvloom.reading import read_bytes
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MAX_PEER_CONNECTIONS = 16
@@ -227,7 +228,7 @@ class AgentConfig:
 
 def read_secret(path: Path) -> bytes:
     """The cluster secret from a file of at least 32 bytes, surrounding blanks removed. Raises OSError or ValueError."""
-    secret = path.read_bytes().strip()
+    secret = read_bytes(path).strip()
     if len(secret) < 32:
         raise ValueError(f"{path}: the cluster secret must have at least 32 bytes")
     return secret

@@ -24,6 +24,7 @@ from kvloom.pool.config import (
     read_secret,
 )
 from kvloom.pool.storage.evict import ORDERS
+from kvloom.reading import read_text
 
 T = TypeVar("T")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -202,7 +203,7 @@ def config_from(given: Mapping[str, Any]) -> AgentConfig:
         "allowed_hosts": checked_hosts(fields.get("allowed_hosts", ())),
         "secret": read_secret(secret_file) if secret_file else b"",
         "peers": tuple(fields.get("peers", ())),
-        "engine_password": password_file.read_text().strip() if password_file else "",
+        "engine_password": read_text(password_file).strip() if password_file else "",
         "tls": tls,
     }
     if not fields["node_id"]:

@@ -2,6 +2,7 @@
 
 import csv
 import importlib
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
+from kvloom.reading import open_file
 
 FIRST_TOKEN = 1  # what every row of the documented format begins with
 MAX_ROW_TOKENS = 2048
@@ -22,7 +24,7 @@ def read_rows(path: Path, vocab_size: int | None = None) -> list[list[int]]:
     """Token ids, a row a prompt; empty lines are skipped. Raises BadRequest with file and line."""
     rows: list[list[int]] = []
     try:
-        with path.open(newline="", encoding="utf-8") as lines:
+        with io.TextIOWrapper(open_file(path), newline="", encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     rows.append(_row(line, f"{path}, line {number}", vocab_size))
@@ -87,7 +89,7 @@ def _records(path: Path) -> Iterator[Any]:
         if path.suffix == ".parquet":
             yield from _parquet(path)
             return
-        with path.open(newline="", encoding="utf-8") as lines:
+        with io.TextIOWrapper(open_file(path), newline="", encoding="utf-8") as lines:
             if path.suffix == ".csv":
                 yield from csv.DictReader(lines)
                 return
@@ -114,8 +116,9 @@ def _parquet(path: Path) -> Iterator[Any]:
     except ImportError:
         raise BadRequest(str(path), "parquet files need pyarrow: pip install 'kvloom[parquet]'") from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(1024):
-            yield from batch.to_pylist()
+        with open_file(path) as file:
+            for batch in parquet.ParquetFile(file).iter_batches(1024):
+                yield from batch.to_pylist()
     except (OSError, ValueError, RuntimeError) as error:  # of which pyarrow's own errors are
         raise BadRequest(str(path), f"is damaged, or no parquet file: {error}") from None
 

@@ -20,6 +20,7 @@ from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq
 from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.opening import open_ranks
+from kvloom.reading import read_bytes
 
 FEW_TOKENS = 8  # up to so many tokens a step mostly waits for the weights, beyond for arithmetic
 _OUTLIER = 4.0  # times the median error; such steps (another program ran) do not count
@@ -164,6 +165,6 @@ def save_times(times: StepTimes, path: Path) -> None:
 def load_times(path: Path) -> StepTimes:
     """Raises BadRequest naming the file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=StepTimes)
+        return msgspec.json.decode(read_bytes(path), type=StepTimes)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(str(path), f"cannot be read as step times: {error}") from None

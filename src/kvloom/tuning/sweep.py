@@ -12,6 +12,7 @@ import msgspec
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
+from kvloom.reading import read_bytes
 from kvloom.server.config.settings import load_settings
 from kvloom.server.run.config_cli import starting_point
 from kvloom.tuning.drive import drive
@@ -172,7 +173,7 @@ def _load(path: Path, key: str) -> State | None:
     if not path.exists():
         return None
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=State)
+        state = msgspec.json.decode(read_bytes(path), type=State)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadRequest(str(path), f"cannot be read: {error}; remove it to begin again") from None
     if state.key != key:

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
 from kvloom.engine.schedule.policies import MAX_PRIORITY, MAX_SLO_S
+from kvloom.reading import read_text
 from kvloom.tuning.machine import Job
 
 MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
@@ -61,7 +62,7 @@ _mooncake_decoder = msgspec.json.Decoder(_Mooncake)
 def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
     """The first `limit` requests, in any order. Raises BadRequest with file and line."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
+        text = read_text(path)
     except OSError as error:
         raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -17,6 +17,7 @@ from kvloom.net.sites import checked_hosts
 from kvloom.pool.config import parse_address, read_secret
 from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import ControlState
+from kvloom.reading import read_text
 
 
 def control(
@@ -33,7 +34,7 @@ def control(
     """Run the control plane. Without a token file a token is made and printed once."""
     try:
         secret = read_secret(secret_file)
-        token = Path(admin_token_file).read_text().strip() if admin_token_file else secrets.token_hex(32)
+        token = read_text(Path(admin_token_file)).strip() if admin_token_file else secrets.token_hex(32)
         if not token:
             raise ValueError(f"admin_token_file: {admin_token_file} is empty")
         host, port = parse_address(listen)

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from kvloom.pool.doctor import check_machine
+from kvloom.reading import read_text
 
 
 def doctor(
@@ -16,8 +17,8 @@ def doctor(
 ) -> None:
     """Check what the pool needs of this machine, and connect as the SDK would. Exit status 1 when it cannot."""
     try:
-        key = access_key_file.read_text().partition("\n")[0].strip() if access_key_file else ""
-    except OSError as error:
+        key = read_text(access_key_file).partition("\n")[0].strip() if access_key_file else ""
+    except (OSError, UnicodeDecodeError) as error:
         typer.echo(f"kvloom pool doctor: {error}", err=True)
         raise typer.Exit(1) from None
     checks, console = check_machine(path, access_id, key), Console()

@@ -18,6 +18,7 @@ from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address, TenantLimits, parse_address
 from kvloom.pool.control.state import Heartbeat, Orders
 from kvloom.pool.node import Node, collect
+from kvloom.reading import read_bytes
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ def write_orders(path: Path, secret: bytes, orders: Orders) -> None:
 def read_orders(path: Path, secret: bytes) -> Orders | None:
     """The orders kept in a file; None when there is none or the cluster's secret did not sign it."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
         return msgspec.json.decode(body, type=Orders) if same(signature, _signature(secret, body)) else None
     except (OSError, msgspec.MsgspecError):

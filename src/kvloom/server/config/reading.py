@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.errors import BadRequest, UserError
+from kvloom.reading import read_text
 from kvloom.server.config.key import Key, shown
 from kvloom.server.config.keys import LAYOUT_1, LAYOUT_2
 
@@ -140,13 +141,11 @@ def _read(path: Path, notes: list[str]) -> dict[str, Any]:
     """The JSON object in the file; `//` comments are allowed. Raises BadRequest."""
     try:
         status = path.stat()
-        if status.st_size > MAX_FILE_BYTES:
-            raise BadRequest(str(path), f"is larger than {MAX_FILE_BYTES} bytes")
         if status.st_mode & 0o022:
             raise BadRequest(str(path), "can be written by others; run: chmod 640 " + str(path))
         if status.st_mode & 0o004:
             notes.append(f"{path} can be read by everybody; run: chmod 640 {path}")
-        text = _COMMENT.sub(lambda found: found[1] or "", path.read_text(encoding="utf-8-sig"))
+        text = _COMMENT.sub(lambda found: found[1] or "", read_text(path, MAX_FILE_BYTES))
         document = json.loads(text, object_pairs_hook=_unique, parse_constant=_refused)
     except OSError as error:
         raise BadRequest(str(path), f"cannot be read: {error.strerror}") from None

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvloom.contract.errors import UserError
+from kvloom.reading import read_text
 
 MIN_KEY_CHARS = 24
 MAX_KEY_CHARS = 512
@@ -39,7 +40,7 @@ def hash_key(key: str) -> str:
 def read_hashes(path: Path) -> tuple[str, ...]:
     """Hashes from a file, one a line; empty lines and those that begin with # are skipped. Raises AccessError."""
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in read_text(path).splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise AccessError(f"{path} cannot be read: {error}") from error
     hashes = tuple(line for line in lines if line and not line.startswith("#"))

@@ -9,6 +9,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from kvloom.net.keystore import KeyStore, KeyStoreError, is_encrypted, write_private
 from kvloom.net.tlsconfig import DEFAULT_MASTER, DEFAULT_STANDBY
+from kvloom.reading import read_bytes
 
 MAX_FILE_BYTES = 10 * 1024 * 1024
 TLS_KEY = Path("security/keys/server.key.pem")
@@ -47,7 +48,7 @@ def config_tls(arguments: list[str] | None = None) -> int:
     try:
         password = _secret("password of the private key").encode()
         try:
-            load_pem_private_key((folder / TLS_KEY).read_bytes(), password)
+            load_pem_private_key(read_bytes(folder / TLS_KEY, MAX_FILE_BYTES), password)
         except (ValueError, TypeError) as error:
             raise KeyStoreError(f"{folder / TLS_KEY} is not a private key encrypted with this password") from error
         store = KeyStore(folder / DEFAULT_MASTER, folder / DEFAULT_STANDBY)
@@ -93,9 +94,7 @@ def _secret(what: str) -> str:
 
 
 def _encrypt_file(store: KeyStore, domain: int, path: Path) -> None:
-    if path.stat().st_size > MAX_FILE_BYTES:
-        raise KeyStoreError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
-    data = path.read_bytes()
+    data = read_bytes(path, MAX_FILE_BYTES)
     if is_encrypted(data[:16].decode(errors="replace")):
         raise KeyStoreError(f"{path} is encrypted already")
     write_private(path, store.encrypt(data, domain).encode())
