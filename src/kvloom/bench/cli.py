@@ -18,6 +18,7 @@ from kvloom.bench import load as loads
 from kvloom.bench import process, report
 from kvloom.bench.client import BenchError, Target
 from kvloom.contract.config import WEIGHT_FORMATS
+from kvloom.contract.numbers import whole
 
 LEVELS = ("all", "server", "kernels")
 _START_LIMIT_S = 300.0
@@ -161,10 +162,10 @@ def _first_model(url: str, api_key: str) -> str:
 
 
 def _numbers(field: str, text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise BenchError(f"{field}: {text!r} is no list of whole numbers") from None
+    numbers = [number for part in text.split(",") if (number := whole(part.strip())) is not None]
+    if len(numbers) <= text.count(","):
+        raise BenchError(f"{field}: {text!r} is no list of whole numbers")
+    return numbers
 
 
 def _progress() -> Progress:

@@ -30,7 +30,7 @@ PARTS = {  # the linears of a layer, by the names of checkpoints and of models/s
     "mlp.down_proj": "down",
 }
 _TARGETS = tuple(name.split(".")[1] for name in PARTS)
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.(\d+)\.(\w+\.\w+))\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.([0-9]+)\.(\w+\.\w+))\.lora_([AB])\.weight")
 _REFUSED = (
     "modules_to_save",
     "use_dora",

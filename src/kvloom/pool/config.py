@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ems.common.sockets import DOCUMENTED_SOCKET
+from kvloom.contract.numbers import whole
 from kvloom.net.listening import is_loopback, is_unspecified
 from kvloom.net.tlsconfig import TlsConfig
 from kvloom.pool.storage.entries import Geometry
@@ -23,16 +24,18 @@ def parse_size(text: str) -> int:
     """Bytes of "512", "64K", "16M", "2G" (powers of 1024). Raises ValueError."""
     unit = _UNITS.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal() or int(digits) == 0:
+    number = whole(digits)
+    if not number:
         raise ValueError(f"a size is a positive number, as 512, 64K, 16M or 2G, got {text!r}")
-    return int(digits) * unit
+    return number * unit
 
 
 def parse_count(text: str) -> int:
     """A positive number. Raises ValueError."""
-    if not text.isdecimal() or int(text) == 0:
+    number = whole(text)
+    if not number:
         raise ValueError(f"must be a positive number, got {text!r}")
-    return int(text)
+    return number
 
 
 def parse_mode(text: str) -> int:
@@ -45,7 +48,7 @@ def parse_mode(text: str) -> int:
 def parse_group(text: str) -> int:
     """The number of a group by name or number. Raises ValueError."""
     try:
-        return int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+        return grp.getgrnam(text).gr_gid if (number := whole(text)) is None else number
     except KeyError:
         raise ValueError(f"this machine has no group {text!r}") from None
 
@@ -53,9 +56,10 @@ def parse_group(text: str) -> int:
 def parse_address(text: str) -> tuple[str, int]:
     """Host and port of "host:port". Raises ValueError."""
     host, _, port = text.rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or int(port) > 65535:
+    number = whole(port, 65535)
+    if not host or "/" in host or number is None:
         raise ValueError(f"an address is host:port, got {text!r}")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def check_advertised(address: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.numbers import whole
 from kvloom.reading import open_file
 
 FIRST_TOKEN = 1  # what every row of the documented format begins with
@@ -36,10 +37,10 @@ def read_rows(path: Path, vocab_size: int | None = None) -> list[list[int]]:
 
 
 def _row(line: str, where: str, vocab_size: int | None) -> list[int]:
-    try:
-        ids = [int(value) for value in line.split(",")]
-    except ValueError:
-        raise BadRequest(where, "must be token ids with commas between them, none at the end") from None
+    values = [value.strip() for value in line.split(",")]
+    if any(whole(value.removeprefix("-")) is None for value in values):
+        raise BadRequest(where, "must be token ids with commas between them, none at the end")
+    ids = [int(value) for value in values]
     bad = next((id for id in ids if id < 0 or (vocab_size is not None and id >= vocab_size)), None)
     if bad is not None:
         limit = "" if vocab_size is None else f" below {vocab_size}, the size of the vocabulary"

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from kvloom.contract.numbers import whole
 from kvloom.gewu.codes import Code, Refused
 from kvloom.gewu.protocol.jsontext import read_fields, read_value
 from kvloom.gewu.qos import Level
@@ -168,8 +169,8 @@ def _integer(field: str, value: object, low: int) -> int | None:
     """An integer, or a string that is one."""
     if value is None:
         return None
-    if isinstance(value, str) and value.removeprefix("-").isdecimal() and len(value) <= 20:
-        value = int(value)
+    if isinstance(value, str) and (number := whole(value.removeprefix("-"))) is not None:
+        value = -number if value.startswith("-") else number
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
         raise _invalid(field, f"must be an integer of at least {low}")
     return value

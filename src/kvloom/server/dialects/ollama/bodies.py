@@ -27,7 +27,7 @@ from kvloom.server.serving.prompts import encode_text
 from kvloom.server.serving.service import GenerationService
 from kvloom.server.serving.vision.sources import source_of_base64
 
-_DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+\Z|-?\d+\Z")
+_DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+\Z|-?\d+\Z", re.ASCII)
 _ZERO = re.compile(r"-?[0.]+[a-zµ]*\Z")
 # what these may be: the values that ask for nothing
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {

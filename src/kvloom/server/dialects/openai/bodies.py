@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.numbers import whole
 from kvloom.contract.request import SamplingParams
 from kvloom.server.chat.request import ChatRequest
 from kvloom.server.dialects.constraints import Constraints
@@ -241,7 +242,9 @@ def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def _logit_bias(bias: dict[str, float] | None) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in (bias or {}).items()}
-    except ValueError:
-        raise BadRequest("logit_bias", "its keys must be token ids") from None
+    found: dict[int, float] = {}
+    for token, value in (bias or {}).items():
+        if (token_id := whole(token)) is None:
+            raise BadRequest("logit_bias", "its keys must be token ids")
+        found[token_id] = value
+    return found

@@ -25,7 +25,7 @@ from kvloom.server.serving.registry import Models
 MAX_PICTURES = 10
 MAX_PROMPT = 32_000  # characters
 _MAX_SEED = 2**63 - 1
-_SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})\Z")
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})\Z")
 # names of a quality: what it is called in the answer, and what it makes of the model's number of steps
 _QUALITIES = {
     "auto": ("medium", 1.0),

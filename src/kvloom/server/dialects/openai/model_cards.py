@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest, ServingError
+from kvloom.contract.numbers import whole
 from kvloom.server.errors import anthropic_reply
 from kvloom.server.http.reply import HttpRequest, Reply
 from kvloom.server.serving.pictures.service import PictureService
@@ -77,8 +78,8 @@ def _anthropic_reply(models: Models, name: str, query: Mapping[str, str], create
 
 def _page(served: Sequence[GenerationService], query: Mapping[str, str], created: int) -> Json:
     """`limit` of them, after or before the one that the query names. Raises BadRequest."""
-    limit = query.get("limit", str(_PAGE))
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= _MAX_PAGE:
+    limit = whole(query.get("limit", str(_PAGE)), _MAX_PAGE)
+    if not limit:
         raise BadRequest("limit", f"must be between 1 and {_MAX_PAGE}")
     names = [service.name for service in served]
     begin, end = 0, len(names)
@@ -86,8 +87,8 @@ def _page(served: Sequence[GenerationService], query: Mapping[str, str], created
         begin = _index(names, query, "after_id") + 1
     if "before_id" in query:
         end = _index(names, query, "before_id")
-        begin = max(begin, end - int(limit))
-    shown = served[begin : min(end, begin + int(limit))]
+        begin = max(begin, end - limit)
+    shown = served[begin : min(end, begin + limit)]
     cards = [anthropic_card(service, created) for service in shown]
     has_more = begin > 0 if "before_id" in query else begin + len(shown) < len(names)
     ids = [card["id"] for card in cards] or [None]

@@ -1,12 +1,12 @@
 """Routes for operators: health, limits, counts, tokenizing, and stopping the service."""
 
-import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import msgspec
 
 from kvloom.contract.errors import Overloaded, ServingError, Unavailable
+from kvloom.contract.numbers import whole
 from kvloom.server.errors import ErrorReply, NoRoute, WrongMethod, tgi_error, tgi_reply
 from kvloom.server.http.body import decode_body
 from kvloom.server.http.reply import Endpoint, HttpRequest, Reply
@@ -18,7 +18,6 @@ from kvloom.server.serving.registry import Models
 MAX_PROBE_S = 600
 FORCED_GRACE_S = 5.0  # what running requests get when the service is stopped by force
 _STOP_SUMMARY = "Stop when running requests have ended; ?mode=Force within 5 s"
-_SECONDS = re.compile(r"\d{1,4}\Z")
 
 Stop = Callable[[float | None], Awaitable[None]]  # grace in seconds; None = the configured one
 
@@ -109,10 +108,11 @@ class Status:
     async def timed(self, request: HttpRequest) -> Reply:
         """A server that accepts but never answers fails here. Raises NoRoute, ServingError."""
         text = request.path.get("seconds", str(MAX_PROBE_S))
-        if not _SECONDS.match(text) or not 1 <= int(text) <= MAX_PROBE_S:
+        seconds = whole(text, MAX_PROBE_S)
+        if not seconds:
             raise NoRoute(f"Wait time should be in range of [1, {MAX_PROBE_S}], input is not valid")
         self._health.check()
-        await probe(self._models, request.headers["x-request-id"], int(text))
+        await probe(self._models, request.headers["x-request-id"], seconds)
         return Reply(b'{"status":"healthy"}')
 
     async def config(self, request: HttpRequest) -> Reply:

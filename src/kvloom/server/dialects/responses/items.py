@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from kvloom.contract.errors import BadRequest
+from kvloom.contract.numbers import whole
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.dialects.responses.input import InputItem
 from kvloom.server.errors import NoRoute
@@ -72,8 +73,9 @@ def list_reply(page: tuple[list[bytes], bool]) -> Reply:
 def page_of(query: Mapping[str, str]) -> Page:
     """What a query asks for. Raises BadRequest."""
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT):
+    most = whole(limit, MAX_LIMIT)
+    if not most:
         raise BadRequest("limit", f"must be between 1 and {MAX_LIMIT}, got {limit[:40]}")
     if order not in ("asc", "desc"):
         raise BadRequest("order", f'must be "asc" or "desc", got {order[:40]!r}')
-    return Page(int(limit), order == "asc", query.get("after", ""), query.get("before", ""))
+    return Page(most, order == "asc", query.get("after", ""), query.get("before", ""))

@@ -16,6 +16,7 @@ import httpcore
 import httpx
 
 from kvloom.contract.errors import BadRequest, Overloaded
+from kvloom.contract.numbers import whole
 from kvloom.server.serving.vision.hosts import ImageHosts
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, checked_type
 
@@ -142,7 +143,7 @@ async def _image_of(
     async for piece in response.aiter_stream():
         check_total(len(piece))
         data += piece
-        if len(data) > MAX_IMAGE_BYTES or (length.isdigit() and int(length) > MAX_IMAGE_BYTES):
+        if len(data) > MAX_IMAGE_BYTES or (length and whole(length, MAX_IMAGE_BYTES) is None):
             raise _Refused(f"is larger than {MAX_IMAGE_BYTES} bytes")
     if not data:
         raise _Refused("is empty")
