@@ -152,7 +152,15 @@ def test_templates_by_name_and_with_arguments(tmp_path):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "refuses them"),
         ("{% for %}", "refuses them"),
         ("{{ messages[0].content + 1 }}", "refuses them"),
-        ("{{ 'x' * 10 ** 12 }}", "refuses them"),
+        ("{{ 'x' * 10 ** 12 }}", r"\* makes more than 16777216 characters"),
+        ("{{ 10 ** 10 * [1] }}", r"\* makes more than 16777216 characters, items"),
+        ("{{ 9 ** (9 ** 9) }}", r"\*\* makes more than 16777216 characters, items or bits"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        (
+            "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+            "do not end within 3000000 steps",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls are more than 100 deep"),
     ],
 )
 def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_bad_request(tmp_path, template, words):
@@ -160,6 +168,30 @@ def test_a_template_that_fails_or_reaches_out_of_its_sandbox_is_a_bad_request(tm
     with pytest.raises(BadRequest, match=words) as caught:
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
     assert caught.value.field == "messages"
+
+
+def test_loops_are_counted_and_know_where_they_are(tmp_path):
+    each = "{{ loop.index }}/{{ loop.length }}{{ item }}{{ loop.last }} "
+    template = f"{{% for item in values if item != 'b' %}}{each}{{% else %}}none{{% endfor %}}"
+    templates = load_tokenizer(byte_level_folder(tmp_path, chat_template=template))
+    assert templates.apply_chat_template([], values=["a", "b", "c"]) == "1/2aFalse 2/2cTrue "
+    assert templates.apply_chat_template([], values={"a": 1}) == "1/1aTrue "
+    assert templates.apply_chat_template([]) == "none"
+
+
+def test_what_one_rendering_has_done_is_not_counted_in_the_next(tmp_path):
+    template = "{% for i in range(99999) %}{% for j in range(20) %}{% endfor %}{% endfor %}x"
+    tokenizer = load_tokenizer(byte_level_folder(tmp_path, chat_template=template))
+    assert [tokenizer.apply_chat_template([]) for _ in range(2)] == ["x", "x"]
+
+
+@pytest.mark.parametrize("named", ["x", ["x"], 1.5, True, 10**30, [3, 2**31], {"id": 3}])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_token_id_is_refused_by_its_name(tmp_path, file, named):
+    folder = byte_level_folder(tmp_path)
+    (folder / file).write_text(json.dumps({"eos_token_id": named}))
+    with pytest.raises(ModelError, match="eos_token_id must be a token id, or a list of them, got"):
+        load_tokenizer(folder)
 
 
 def test_a_model_without_a_template_says_so(tmp_path):

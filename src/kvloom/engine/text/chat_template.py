@@ -1,18 +1,26 @@
-"""Chat templates: turn a conversation into the text that the model was trained to continue."""
+"""Chat templates: turn a conversation into the text that the model was trained to continue.
+
+Templates come with models, from strangers: their loops, calls and repetitions are counted, so that none runs for ever.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from datetime import datetime
 from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvloom.contract.errors import BadRequest
 
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError, RecursionError)
+MAX_STEPS = 3_000_000  # of one rendering (some seconds): an iteration of a loop is one step, a call is _CALL
+_CALL = 5
+MAX_DEPTH = 100  # of nested calls
+MAX_REPEATED = 2**24  # characters or items of `text * number`; bits of a power
 
 
 class ChatTemplates:
@@ -44,8 +52,8 @@ class ChatTemplates:
             raise BadRequest("messages", "this model has no chat template; use completions")
         values = {**self._values, **more, "messages": messages, "tools": tools}
         try:
-            return self._template(name).render(**values, add_generation_prompt=add_generation_prompt)
-        except _REFUSALS as error:
+            return _rendered(self._template(name), {**values, "add_generation_prompt": add_generation_prompt})
+        except Exception as error:  # a template can raise anything
             raise BadRequest("messages", f"the model's chat template refuses them: {error}") from None
 
     def _name(self, has_tools: bool) -> str:
@@ -55,6 +63,73 @@ class ChatTemplates:
         if name not in self._compiled:
             self._compiled[name] = _ENVIRONMENT.from_string(self._templates[name])
         return self._compiled[name]
+
+
+class _Spent:
+    """Steps and depth of one rendering so far."""
+
+    __slots__ = ("depth", "steps")
+
+    def __init__(self) -> None:
+        self.steps = self.depth = 0
+
+    def take(self, steps: int) -> None:
+        self.steps += steps
+        if self.steps > MAX_STEPS:
+            raise TemplateError(f"its loops and calls do not end within {MAX_STEPS} steps")
+
+
+_SPENT: ContextVar[_Spent] = ContextVar("spent")
+
+
+def _rendered(template: Template, values: dict[str, Any]) -> str:
+    """Like Template.render, which rewrites tracebacks: that takes seconds behind deep calls."""
+    _SPENT.set(_Spent())
+    return "".join(template.root_render_func(template.new_context(values)))
+
+
+def _counted(items: Iterable[Any]) -> Iterator[Any]:
+    """The items of a template's loop, each counted as a step."""
+    spent = _SPENT.get()
+    for item in items:
+        spent.take(1)
+        yield item
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, in which loops, calls and repetitions have bounds."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        return tree
+
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        spent = _SPENT.get()
+        spent.take(_CALL)
+        if spent.depth >= MAX_DEPTH:
+            raise TemplateError(f"its calls are more than {MAX_DEPTH} deep")
+        spent.depth += 1
+        try:
+            return super().call(context, function, *args, **kwargs)
+        finally:
+            spent.depth -= 1
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if _size(operator, left, right) > MAX_REPEATED:
+            raise TemplateError(f"{operator} makes more than {MAX_REPEATED} characters, items or bits")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size(operator: str, left: Any, right: Any) -> int:
+    """Size of the operator's result: characters of a text, items of a list, bits of a whole number; 0 = small."""
+    if isinstance(left, int) and isinstance(right, int):
+        return left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+    times, what = (left, right) if isinstance(left, int) else (right, left)
+    return max(times, 0) * len(what) if isinstance(times, int) and hasattr(what, "__len__") else 0
 
 
 class _Generation(Extension):
@@ -75,9 +150,8 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-)
+_ENVIRONMENT = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
+_ENVIRONMENT.filters["counted"] = _counted
 _ENVIRONMENT.filters["tojson"] = _to_json
 _ENVIRONMENT.globals["raise_exception"] = _refuse
 _ENVIRONMENT.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from kvloom.checkpoints.files import find_weights, open_file, read_json, read_text
 from kvloom.checkpoints.metadata import read_metadata
+from kvloom.contract.config import MAX_COUNT
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.encoding import Encoder, byte_alphabet
@@ -132,14 +133,14 @@ def _load_gguf(path: Path) -> Tokenizer:
     meta = read_metadata(path)
     fast = build_fast_tokenizer(meta, str(path))
     ids: dict[str, Any] = {name: meta.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "eom")}
-    ends = (ids[name] for name in ("eos", "eot", "eom"))
+    begins, *ends = (_ids(path, f"tokenizer.ggml.{name}_token_id", named) for name, named in ids.items())
     prefix = "tokenizer.chat_template"
     templates = {k[len(prefix) + 1 :]: v for k, v in meta.items() if k.startswith(prefix + ".")}
     if prefix in meta:
         templates["default"] = meta[prefix]
     return Tokenizer(
         fast,
-        SpecialTokens(_special_ids(fast), frozenset(id for id in ends if id is not None), ids["bos"]),
+        SpecialTokens(_special_ids(fast), frozenset[int]().union(*ends), next(iter(begins), None)),
         is_byte_level=meta["tokenizer.ggml.model"] == "gpt2",
         templates=ChatTemplates(
             templates,
@@ -155,8 +156,7 @@ def _load_folder(folder: Path) -> Tokenizer:
     fast.no_padding()
     config = _json(folder / "tokenizer_config.json")
     eos = (_json(folder / "config.json") | _json(folder / "generation_config.json")).get("eos_token_id")
-    ids = set(eos) if isinstance(eos, list) else {eos}
-    ids.add(fast.token_to_id(_content(config.get("eos_token"))))
+    ids = _ids(folder, "eos_token_id", eos) | {fast.token_to_id(_content(config.get("eos_token")))}
     bos = _content(config.get("bos_token"))
     decoder = json.loads(fast.to_str()).get("decoder") or {}
     return Tokenizer(
@@ -167,6 +167,14 @@ def _load_folder(folder: Path) -> Tokenizer:
             _folder_templates(folder, config), {"bos_token": bos, "eos_token": _content(config.get("eos_token"))}
         ),
     )
+
+
+def _ids(path: Path, name: str, named: Any) -> set[int]:
+    """What a file names by an id, a list of them, or null. Raises ModelError."""
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(not isinstance(i, int) or isinstance(i, bool) or abs(i) > MAX_COUNT for i in ids):
+        raise ModelError(f"{path}: {name} must be a token id, or a list of them, got {json.dumps(named)[:100]}")
+    return set(ids)
 
 
 def _special_ids(fast: FastTokenizer) -> frozenset[int]:
