@@ -22,7 +22,7 @@ from kvloom.server.run.compose import first_request
 from kvloom.server.serving.card import ModelCard
 from tests.support.commands import run_cli
 from tests.support.ports import free_port
-from tests.support.processes import CLI, serve
+from tests.support.processes import CLI, serve, serving
 from tests.support.waiting import WAIT_S, until
 
 MOCK = ("--backend", "fake")
@@ -144,6 +144,18 @@ def test_a_server_without_standard_streams_serves():
         finally:
             process.terminate()
     assert process.returncode == 0
+
+
+def test_more_connections_than_the_soft_limit_of_descriptors_are_served():
+    """They were closed without a word, above 1,024 of them on most systems."""
+    command = f"ulimit -Sn 64; exec {' '.join(CLI)} serve {' '.join(MOCK)} --port 0"
+    with serving(["bash", "-c", command]) as server, contextlib.ExitStack() as stack:
+        url = httpx.URL(server.url)
+        callers = [stack.enter_context(socket.create_connection((url.host, url.port))) for _ in range(100)]
+        for caller in callers:
+            caller.settimeout(WAIT_S)
+            caller.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert {caller.recv(12) for caller in callers} == {b"HTTP/1.1 200"}
 
 
 def test_a_service_manager_that_signals_every_process_loses_no_answer():

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import ipaddress
 import os
+import resource
 import socket
 import stat
 from collections.abc import Iterable
@@ -29,6 +30,14 @@ _PROBLEMS = {
 
 class ListenError(UserError, OSError):
     """An address cannot be had; one sentence names it."""
+
+
+def allow_descriptors() -> None:
+    """As many open descriptors as this user may have: each connection is one, and what is soft is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:

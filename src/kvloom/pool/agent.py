@@ -18,7 +18,7 @@ from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
 from ems.wire import messages as m
 from ems.wire.frames import WireError
-from kvloom.net.listening import UnixListener, bracketed, listen, own_names
+from kvloom.net.listening import UnixListener, allow_descriptors, bracketed, listen, own_names
 from kvloom.net.sites import Policy
 from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.pool.auth import read_credentials
@@ -33,7 +33,7 @@ from kvloom.pool.session import ClientSession, count_end
 from kvloom.pool.snapshot import Snapshots
 from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.opening import prepare
-from kvloom.pool.storage.segments import allow_descriptors, huge_pages_in_use
+from kvloom.pool.storage.segments import huge_pages_in_use
 from kvloom.pool.stores.engine import open_engine
 from kvloom.pool.stores.tier import EngineTier
 

@@ -22,13 +22,14 @@ from kvloom.gewu.qos import effective_level
 from kvloom.gewu.service.connection import Connection
 from kvloom.gewu.service.creation import Creation
 from kvloom.gewu.service.ledger import Ledger
-from kvloom.gewu.service.listener import Acceptor, Listener, raise_descriptor_limit
+from kvloom.gewu.service.listener import Acceptor, Listener
 from kvloom.gewu.service.models import Models, Outcomes
 from kvloom.gewu.service.psi import Watcher, open_triggers
 from kvloom.gewu.service.room import Rooms
 from kvloom.gewu.service.sessions import Phase, Request, Session, Sessions
 from kvloom.gewu.service.settings import Settings
 from kvloom.gewu.service.system import is_power_short, measure_processes
+from kvloom.net.listening import allow_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +251,7 @@ def _describe_request(request: Request) -> dict[str, Any]:
 
 async def run(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Raises OSError when it cannot listen."""
-    raise_descriptor_limit()
+    allow_descriptors()
     listener = Listener(settings.socket)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

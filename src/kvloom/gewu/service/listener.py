@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import logging
 import os
-import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -130,11 +129,3 @@ class Acceptor:
             return
         self._has_said_so = False
         self._on_client(sock)
-
-
-def raise_descriptor_limit() -> None:
-    """Raise the limit of descriptors as far as this user may: each client takes one, each model one a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
 
 from ems.common.memory import HUGE_PAGE_BYTES, advise, map_shared
 from ems.runs import Bytes
@@ -98,13 +97,6 @@ def _mapped(fd: int, size: int) -> tuple[int, Bytes]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def allow_descriptors() -> None:
-    """As many open descriptors as the system allows: each segment and each connection is one."""
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def huge_pages_in_use(is_prefaulted: bool) -> str:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from kvloom.contract.errors import BadRequest
-from kvloom.net.listening import listen
+from kvloom.net.listening import allow_descriptors, listen
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.dialects.triton.verbs import check_model_name
 from kvloom.server.run.loading import Loading, Opening
@@ -26,6 +26,7 @@ def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loa
     """
     check_addresses(config)
     check_names(config)
+    allow_descriptors()
     with contextlib.ExitStack() as stack:
         gc.disable()  # a fifth of the time that imports take
         stack.callback(gc.enable)
