@@ -44,14 +44,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_STOP, _RELOAD = b"x", b"r"  # what signals write to the pipe that `serve` waits at
+_STOP, _RELOAD = b"x", b"r"  # bytes that signal handlers write to the pipe that `serve` waits on
 _HELLO_S = 5.0
-_GC_THRESHOLDS = (100_000, 10, 10)  # the index makes no garbage cycles; frequent walks over a million blocks cost time
-_SWITCH_S = 0.0005  # how long a session may hold up the others' short answers
+# the index creates no reference cycles, and walking a million blocks often costs time
+_GC_THRESHOLDS = (100_000, 10, 10)
+_SWITCH_S = 0.0005  # longest time that a session may delay the short answers of others
 
 
 def _open_tls(config: TlsConfig) -> "MutualTls":
-    """Raises TlsError. Cryptography is loaded for who encrypts."""
+    """Raises TlsError. Imports cryptography only if connections are encrypted."""
     opened: MutualTls = import_module("kvloom.net.tls").MutualTls(config)
     return opened
 
@@ -99,7 +100,7 @@ class Agent:
         threading.Thread(target=self._warm, name="ems-warm", daemon=True).start()
 
     def _warm(self) -> None:
-        """What makes the first calls better and need not be there for them: earlier blocks, then memory."""
+        """Work that speeds up the first calls but need not be done before them: load the snapshot, then take memory."""
         if self._snapshots is not None:
             self._snapshots.restore(self.node)
         if self.config.is_prefaulted:
@@ -116,7 +117,7 @@ class Agent:
         if self.engine is not None:
             self.node.others = self.engine
         if config.control_url and self.peers is not None:
-            link = import_module("kvloom.pool.control.link")  # and an HTTP client, for whom there is a control plane
+            link = import_module("kvloom.pool.control.link")  # imports an HTTP client, only needed with a control plane
             control = self._control = link.ControlLink(self.node, self.peers, self._advertised)
             control.start()
 
@@ -131,7 +132,7 @@ class Agent:
         return self._http.port if self._http else 0
 
     def stats(self) -> NodeStats:
-        """The node's numbers now."""
+        """The node's figures now."""
         status = {name: up for part in (self.peers, self.engine) if part for name, up in part.status().items()}
         gauges = {
             "sessions": self._door.num_inside(socket.AF_UNIX),
@@ -142,7 +143,7 @@ class Agent:
         return collect(self.node, status, gauges, self._door.counts)
 
     def _listen(self) -> None:
-        """On all addresses, before anything else: one that is taken ends the start. Raises ListenError."""
+        """Listen on all addresses first, so that one that is in use ends the start. Raises ListenError."""
         self._unix = UnixListener(self.config.socket, self.config.socket_mode, BACKLOG, self.config.socket_group)
         self._door.add(self._unix.socket)
         if self.config.listen is not None:
@@ -151,11 +152,13 @@ class Agent:
             self._door.add(listener)
         if self.config.http is not None:
             hosts = self.config.allowed_hosts | own_names([self.config.http[0]])
-            http = import_module("kvloom.pool.node_http")  # and Prometheus, for whom it is served
+            http = import_module("kvloom.pool.node_http")  # imports Prometheus, only needed for HTTP
             self._http = http.NodeHttp(listen(*self.config.http, BACKLOG), self.stats, Policy(hosts))
 
     def _begin(self, sock: socket.socket, address: Any) -> None:
-        """address: as `accept` returns it. Raises OSError when the caller is gone, RuntimeError without a thread."""
+        """address: as `accept` returns it. Raises OSError when the caller has disconnected, RuntimeError when no thread
+        is available.
+        """
         is_tcp = sock.family != socket.AF_UNIX
         channel = TlsChannel(self.tls, sock, is_server=True) if self.tls and is_tcp else Channel(sock)
         with self._lock:
@@ -198,9 +201,9 @@ class Agent:
             self._door.left(family)
 
     def reload_tls(self) -> None:
-        """New connections between nodes use the files as they are now, and those of revoked nodes end.
+        """Read the TLS files again for new connections, and end connections of revoked nodes.
 
-        Bad files change nothing and are logged.
+        Invalid files are logged and change nothing.
         """
         if self.tls is None:
             return
@@ -227,7 +230,7 @@ class Agent:
                 part.close()
 
     def close(self) -> None:
-        """Stops listening, ends all sessions, gives the memory back. Returns at once; calling it twice is fine."""
+        """Stop listening, end all sessions, free the memory. Returns at once; may be called twice."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -246,10 +249,11 @@ class Agent:
 
 
 def serve(config: AgentConfig) -> None:
-    """Serves until SIGTERM, SIGINT or, if asked for, the end of standard input; the kernel closes that of a client's
-    agent when the client dies. Raises OSError, ValueError, EngineError or TlsError when it cannot start."""
+    """Serve until SIGTERM, SIGINT or, if asked for, the end of standard input, which the kernel closes when the client
+    of a private agent dies. Raises OSError, ValueError, EngineError or TlsError when it cannot start.
+    """
     logging.basicConfig(level=logging.INFO, format="kvloom pool agent: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each heartbeat
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # otherwise it logs each heartbeat
     gc.set_threshold(*_GC_THRESHOLDS)
     allow_descriptors()
     sys.setswitchinterval(_SWITCH_S)

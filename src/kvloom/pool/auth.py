@@ -71,7 +71,7 @@ def write_credentials(path: Path, credentials: Iterable[Credential]) -> None:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """A file that only its owner reads, the old one or the new one. Raises OSError."""
+    """Replace a file by one that only its owner can read; never leaves a partial file. Raises OSError."""
     fresh = path.with_name(path.name + ".new")
     with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
@@ -84,22 +84,24 @@ class Keyring:
     """Credentials of a node, replaced as a whole when the control plane sends others. Any thread may call."""
 
     def __init__(self, is_open: bool, secret: bytes) -> None:
-        """is_open: everybody is the default tenant and no key is asked for. secret: the cluster's."""
+        """is_open: every client is the default tenant, without a key. secret: the cluster's."""
         self.is_open = is_open
         self._secret = secret
         self._lock = threading.Lock()
         self._credentials: dict[str, Credential] = {}
-        self.version = ctypes.c_uint64()  # grows with every replacement; C++ looks at it
+        self.version = ctypes.c_uint64()  # incremented with every replacement; C++ reads it
 
     def replace(self, credentials: Iterable[Credential]) -> None:
-        """Only these are valid from now on; sessions of others end at their next request."""
+        """Only these credentials are valid from now on; sessions of others end at their next request."""
         fresh = {each.access_id: each for each in credentials}
         with self._lock:
             self._credentials = fresh
             self.version.value += 1
 
     def salt(self, access_id: str) -> bytes:
-        """The salt for a challenge. An unknown id gets a steady one of its own: nobody learns which ids exist."""
+        """The salt of a challenge. An unknown id gets a constant salt of its own, so that nobody learns which ids
+        exist.
+        """
         if self.is_open:
             return b""
         with self._lock:
@@ -129,7 +131,7 @@ class Keyring:
 
 
 class RefusedLogins:
-    """Counts and logs who showed no valid key: at most a line a second, which says how many were left out."""
+    """Counts and logs failed logins: at most one line a second, with the number of those left out."""
 
     def __init__(self, what: str, now: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
@@ -151,5 +153,5 @@ class RefusedLogins:
 
 
 def node_token(secret: bytes) -> str:
-    """What a node of the cluster shows to the control plane."""
+    """The token of this cluster's nodes at the control plane."""
     return derive(secret, "node token").hex()

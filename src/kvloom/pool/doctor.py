@@ -1,4 +1,4 @@
-"""`kvloom pool doctor`: what the pool needs of this machine, checked the way the SDK would use it."""
+"""`kvloom pool doctor`: checks what the pool needs of this machine, in the way that the SDK uses it."""
 
 import os
 import secrets
@@ -19,14 +19,14 @@ _ASKS_FOR_KEYS = "the agent asks for keys"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """name: for people; problem: empty = all is well."""
+    """name: for people; problem: empty = OK."""
 
     name: str
     problem: str
 
 
 def check_machine(path: Path | None, access_id: str, access_key: str) -> list[Check]:
-    """What is missing for an engine that looks for its agent at `path`, or where the SDK looks."""
+    """What an engine lacks that looks for its agent at `path`, or where the SDK looks."""
     socket_path = path or find_socket()
     memory = "" if _can_seal() else "needs Linux 5.1 or later with memfd_create and F_SEAL_FUTURE_WRITE"
     if socket_path is None:

@@ -1,4 +1,4 @@
-"""Door: lets callers in while there is room for them. Who comes when there is none waits in the kernel's queue."""
+"""Door: accepts callers while there is room for them. Others wait in the kernel's queue."""
 
 import errno
 import logging
@@ -11,16 +11,16 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 1024  # callers that wait to be let in, at each address
-_PAUSE_S = 0.1  # without descriptors or memory for a caller, unless a session ends before
+BACKLOG = 1024  # length of the kernel's queue, at each address
+_PAUSE_S = 0.1  # pause when out of descriptors or memory, unless a session ends before
 _SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Door:
-    """`serve` runs in a thread of its own until `close`; any thread may call the rest."""
+    """`serve` runs on a thread of its own until `close`; the other methods may be called from any thread."""
 
     def __init__(self, max_sessions: int, begin: Callable[[socket.socket, Any], None]) -> None:
-        """max_sessions: at once at each listener. begin: takes over a caller's socket, with its address."""
+        """max_sessions: at once at each listener. begin: takes over a caller's socket and address."""
         self.counts: Counter[str] = Counter()
         self._max_sessions = max_sessions
         self._begin = begin
@@ -36,7 +36,7 @@ class Door:
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def add(self, listener: socket.socket) -> None:
-        """Before `serve`. The listener is the door's to close."""
+        """Call before `serve`. The door closes the listener."""
         listener.setblocking(False)
         self._listeners[listener.family] = listener
 
@@ -76,10 +76,10 @@ class Door:
             self._num_inside[sock.family] += 1
         try:
             self._begin(sock, address)
-        except OSError:  # the caller is gone
+        except OSError:  # the caller has disconnected
             sock.close()
             self.left(sock.family)
-        except RuntimeError as error:  # no thread for it
+        except RuntimeError as error:  # no thread available
             log.error("a caller is sent away: %s", error)
             sock.close()
             self.left(sock.family)
@@ -98,10 +98,10 @@ class Door:
         try:
             self._wake.send(b"x", socket.MSG_DONTWAIT)
         except OSError:
-            return  # it is full, or closed: it wakes or has ended anyway
+            return  # full or closed: it is awake, or has ended
 
     def stop(self) -> None:
-        """Has `serve` return."""
+        """Make `serve` return."""
         self._is_closing = True
         self._ring()
 

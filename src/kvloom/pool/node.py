@@ -1,4 +1,4 @@
-"""Node: what the sessions of one agent share: pools, keyring, counters, and the way to other nodes if there is one."""
+"""Node: what the sessions of one agent share: pools, keyring, counters, and the other nodes, if any."""
 
 import secrets
 import threading
@@ -23,20 +23,22 @@ from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # of this machine, until it is started again
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # identifies this machine until it reboots
 _POOL_ID_BYTES = 8
 
 
 class Route(Enum):
-    """Where a new block belongs."""
+    """The home of a new block."""
 
     HERE = auto()  # this node is its home
     AWAY = auto()
-    CUT_OFF = auto()  # its home is away and being left alone: the block stays here, and others do not find it
+    CUT_OFF = auto()  # its home is unreachable for now: the block stays here, where other nodes do not find it
 
 
 class Outgoing(NamedTuple):
-    """A block for another node or a store. data: its bytes; parent: the key before it in its chain, or empty."""
+    """A block to be sent to another node or a store. data: its bytes; parent: the key before it in its chain, or
+    empty.
+    """
 
     key: bytes
     data: Bytes
@@ -45,9 +47,8 @@ class Outgoing(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What was brought into the pool, pinned. problem: why some could not be asked for, NONE when all were.
-
-    block_bytes: of the largest.
+    """Blocks that were fetched into the pool, pinned. problem: why some could not be asked for, NONE = all were.
+    block_bytes: of the largest block.
     """
 
     problem: Cause
@@ -60,43 +61,44 @@ class Fetched(NamedTuple):
             held.release()
 
 
-Came = Callable[[int], bool]  # so many bytes of blocks more are in the pool; whether the rest is still wanted
+Came = Callable[[int], bool]  # called with the bytes of arrived blocks; returns whether the rest is still wanted
 
 
 class Others(Protocol):
-    """The rest of the cluster as a session sees it. Implementations never raise for what happens on other machines."""
+    """The rest of the cluster as a session sees it. Implementations never raise for errors of other machines."""
 
     def route(self, key: bytes) -> Route:
-        """Where a new block of this key belongs."""
+        """The home of a new block with this key."""
         ...
 
     def fetch(
         self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
     ) -> Fetched:
-        """Brings those blocks that other nodes have into the pool; pinned: one that comes must not push out another.
+        """Fetch those blocks that other nodes have into the pool, pinned, so that arriving blocks do not evict each
+        other.
 
-        has_end: what lies behind a key that nobody has is of no use. came: is told, by any thread, when some are here.
+        has_end: blocks behind a key that no node has are useless. came: called, on any thread, when some have arrived.
         """
         ...
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
-        """Which of `keys` other nodes have; those that did not say so in time have none."""
+        """Which of `keys` other nodes have; a node that does not answer in time has none."""
         ...
 
     def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
-        """Sends a block to its home in the background; False when too many wait for that until the deadline.
+        """Send a block to its home in the background. False when too many blocks wait for that until the deadline.
 
         Takes over one pin.
         """
         ...
 
     def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
-        """Sends a block to its home; False when it did not arrive in time."""
+        """Send a block to its home. False when it did not arrive in time."""
         ...
 
 
 class Node:
-    """Any thread may call."""
+    """May be called from any thread."""
 
     def __init__(self, config: AgentConfig) -> None:
         self.config = config
@@ -116,9 +118,9 @@ class Node:
                 raise ValueError(f"--tenant: the guarantee of {limits.tenant} does not fit into the pool")
 
     def set_limits(self, *limits: TenantLimits) -> list[TenantLimits]:
-        """Sets guarantees and quotas, which hold at once: who has more than is left gives it back.
+        """Set guarantees and quotas at once: tenants above theirs give memory back.
 
-        Returns those that cannot be kept, and were not set. Guarantees that shrink make room for those that grow.
+        Returns those that cannot be kept, and were not set. Shrinking guarantees make room for growing ones.
         """
         with self._lock:
             growing = sorted(limits, key=lambda each: each.guarantee > self._budget.guarantee(each.tenant))
@@ -130,7 +132,7 @@ class Node:
         return refused
 
     def replace_credentials(self, credentials: Iterable[Credential]) -> None:
-        """Only these are valid from now on. What tenants that have none any more kept is given back."""
+        """Only these are valid from now on. Memory of tenants without credentials is freed."""
         valid = list(credentials)
         self.keyring.replace(valid)
         tenants = {each.tenant for each in valid}
@@ -139,7 +141,7 @@ class Node:
                 pool.shrink(self.config.pool_bytes)
 
     def pool(self, tenant: str) -> Pool:
-        """The tenant's pool, made at its first use. A tenant without limits may use what nobody is guaranteed."""
+        """The tenant's pool, created at first use. A tenant without limits may use what is not guaranteed to others."""
         config = self.config
         with self._lock:
             if tenant not in self._pools:
@@ -149,7 +151,7 @@ class Node:
             return self._pools[tenant]
 
     def put_limit(self, tenant: str) -> RateLimit | None:
-        """How fast the tenant may save on this node; None = as fast as it can."""
+        """The rate at which the tenant may save on this node; None = unlimited."""
         if not self.config.put_rate:
             return None
         with self._lock:
@@ -160,13 +162,14 @@ class Node:
             return list(self._pools.values())
 
     def key_salt(self, tenant: str) -> bytes:
-        """The tenant's secret part of every key: the same on all nodes of a cluster."""
+        """The tenant's secret salt of all keys: the same on all nodes of a cluster."""
         return derive(self.config.secret, "tenant salt", tenant)
 
     def pool_id(self, tenant: str) -> bytes:
-        """Which blocks the tenant's engines find here: the same on all nodes that share them, and after a restart.
+        """Identifies the blocks that the tenant's engines find here: equal on all nodes that share them, and after a
+        restart.
 
-        A node of its own is told from others by machine and socket.
+        A single node is identified by machine and socket.
         """
         config = self.config
         shared = config.engine or ("peers" if config.peers or config.control_url else "")
@@ -174,7 +177,7 @@ class Node:
         return derive(config.secret, f"pool {where}", tenant)[:_POOL_ID_BYTES]
 
     def prepare(self) -> None:
-        """Makes the default tenant's first segment and its pages, so that the first save is as fast as the next."""
+        """Create the default tenant's first segment and its pages, so that the first save is as fast as the next."""
         if self.config.is_open:
             self.pool(DEFAULT_TENANT).warm()
 
@@ -184,7 +187,7 @@ class Node:
 
 
 class PoolStats(msgspec.Struct):
-    """One tenant on one node."""
+    """Figures of one tenant on one node."""
 
     tenant: str
     usage: dict[str, int]
@@ -192,7 +195,7 @@ class PoolStats(msgspec.Struct):
 
 
 class NodeStats(msgspec.Struct):
-    """One node."""
+    """Figures of one node."""
 
     node_id: str
     pools: list[PoolStats]
@@ -207,6 +210,6 @@ def collect(
     gauges: Mapping[str, int] = MappingProxyType({}),
     more: Mapping[str, int] = MappingProxyType({}),
 ) -> NodeStats:
-    """The node's numbers now. gauges: as `metrics` names them; more: counts beside the node's own."""
+    """The node's figures now. gauges: as `metrics` names them; more: counters besides the node's own."""
     pools = [PoolStats(pool.tenant, pool.usage(), dict(pool.counts)) for pool in node.pools()]
     return NodeStats(node.config.node_id, pools, {**node.counts, **more}, peers, dict(gauges))

@@ -21,7 +21,7 @@ class NodeHttp:
         class Handler(BaseHTTPRequestHandler):
             timeout = 5
 
-            def do_GET(self) -> None:  # the base class's naming
+            def do_GET(self) -> None:  # the base class's name
                 refused = refusal(policy, "GET", self.path, joined(self.headers.items()))
                 if refused is not None:
                     self.send_error(refused.status, explain=refused.text)
@@ -42,7 +42,7 @@ class NodeHttp:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Requests are counted by nobody and logged nowhere."""
+                """Requests are not logged."""
 
         self.port = int(listener.getsockname()[1])
         self._server = ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False)

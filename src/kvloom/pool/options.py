@@ -40,7 +40,7 @@ def memory_bytes() -> int:
 
 
 def read_by(parse: Callable[[str], T]) -> Callable[[Any], T]:
-    """`parse` as the parser of an option; the user reads what its ValueError says. A default comes parsed already."""
+    """`parse` as the parser of an option; its ValueError is shown to the user. A default is parsed already."""
 
     def convert(value: Any) -> T:
         try:
@@ -144,7 +144,7 @@ PlaintextPeers = Annotated[bool, _tls_flag("--plaintext-peers", "listen for node
 EndsWithStdin = Annotated[bool, typer.Option("--ends-with-stdin", help="stop when standard input is closed")]
 
 
-def parse(  # as typer reads it; config_from takes the values of its context
+def parse(  # for typer; config_from reads the values from its context
     context: typer.Context,
     pool_bytes: Pool = 1 << 30,
     segment_bytes: Segment = 64 << 20,

@@ -1,4 +1,6 @@
-"""Picker: the loads of one session that ask for each key by itself, as stores of values do; no hole ends them."""
+"""Picker: loads of one session that ask for independent keys, as stores of values do; a missing key does not end
+them.
+"""
 
 import time
 
@@ -11,7 +13,7 @@ from kvloom.pool.storage.pool import Pool
 
 
 class Picker:
-    """Used by its session's thread only. Its leases are the reader's."""
+    """Used by its session's thread only. Shares the reader's leases."""
 
     def __init__(self, pool: Pool, node: Node, reader: Reader) -> None:
         self._pool = pool
@@ -19,7 +21,7 @@ class Picker:
         self._reader = reader
 
     def pick(self, message: m.Pick, deadline_s: float) -> m.Found:
-        """What is here of the keys, or comes from other nodes in time; pinned under one lease."""
+        """Blocks of the keys that are here or arrive from other nodes in time; pinned under one lease."""
         keys = m.split_keys(message.keys)
         entries = self._pool.pin_each(keys)
         cause = Cause.NONE

@@ -10,10 +10,10 @@ from kvloom.pool.storage.counts import Denial
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.pool import Pool
 
-PEER_SHARE = 0.5  # of the time left, for other nodes: a slow one must not use up what the client needs for the copy
+PEER_SHARE = 0.5  # share of the time left for other nodes: a slow one must not use up the client's time for copying
 _MAX_LEASES = 1024
-_PART_BYTES = 8 << 20  # from other nodes: what the client copies while the rest comes
-_MAX_PARTS = 16  # of what is left, about
+_PART_BYTES = 8 << 20  # bytes from other nodes that the client copies while the rest arrives
+_MAX_PARTS = 16  # or 1 / it of the rest, if that is more
 
 
 class Reader:
@@ -22,15 +22,15 @@ class Reader:
     def __init__(self, pool: Pool, node: Node) -> None:
         self._pool = pool
         self._node = node
-        self._leases: dict[int, list[Held]] = {}  # a prefix in parts
-        self._next_lease = 2  # even: the odd ones are C++'s, where it answers too
+        self._leases: dict[int, list[Held]] = {}  # each a prefix in parts
+        self._next_lease = 2  # lease numbers: even ones here, odd ones in C++
         self._coming: Coming | None = None
-        self._last_bytes = 0  # of the largest block of the last load from other nodes
+        self._last_bytes = 0  # largest block of the last load from other nodes
 
     def load(self, message: m.Load, deadline_s: float) -> m.Found:
-        """The prefix of the keys that is here or comes from other nodes in time; pinned under a lease.
+        """The prefix of the keys that is here or arrives from other nodes in time; pinned under a lease.
 
-        Of much that comes it is the beginning, with the cause NO_ROOM: who is done with that asks for the rest.
+        Of a long load it returns the first part, with the cause NO_ROOM: the client then asks for the rest.
         """
         keys = m.split_keys(message.keys)
         held = [self._pool.hold_prefix(keys)]
@@ -54,7 +54,7 @@ class Reader:
         )
 
     def lend(self, held: list[Held]) -> int:
-        """The number of a lease that takes over the pins; 0 when there is nothing to lend, or too much is lent."""
+        """A new lease that takes over the pins; 0 when there is nothing to lend, or too many leases exist."""
         is_something = any(map(len, held))
         if is_something and len(self._leases) >= _MAX_LEASES:
             self._pool.counts.add(Denial.LEASES.counter)
@@ -67,7 +67,9 @@ class Reader:
         return lease
 
     def _extend(self, keys: list[bytes], held: list[Held], deadline_s: float) -> tuple[Cause, bool]:
-        """Adds blocks of other nodes to the pinned prefix `held`, until one is nowhere. Whether more is coming."""
+        """Add blocks of other nodes to the pinned prefix `held` until one is missing. Returns whether more is
+        arriving.
+        """
         now_s = time.monotonic()
         deadline_s = now_s + (deadline_s - now_s) * PEER_SHARE
         wanted = keys[sum(map(len, held)) :]
@@ -88,7 +90,7 @@ class Reader:
         return problem or self._pool.missed(wanted[len(more)], len(wanted) - len(more)), False
 
     def _begin(self, keys: list[bytes], deadline_s: float) -> Coming | None:
-        """What brings these keys in a thread of its own, if they seem to be much."""
+        """Start loading these keys on a thread of its own, if they are probably many bytes."""
         if self._coming is not None and self._coming.covers(keys):
             return self._coming
         self._forget_coming()
@@ -96,7 +98,7 @@ class Reader:
             return None
         try:
             self._coming = Coming(self._node.others, self._pool, keys, deadline_s)
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:  # no thread available
             return None
         return self._coming
 
@@ -106,8 +108,8 @@ class Reader:
             self._coming = None
 
     def _bring(self, wanted: list[bytes], deadline_s: float) -> tuple[Held, Cause]:
-        """The prefix of these keys, when other nodes have sent what they have."""
-        here = self._pool.offer(wanted)  # what comes evicts others
+        """The prefix of these keys, once other nodes have sent what they have."""
+        here = self._pool.offer(wanted)  # arriving blocks may evict others
         fetched = self.fetch(wanted, deadline_s, has_end=True)
         self._last_bytes = fetched.block_bytes or self._last_bytes
         more = self._pool.hold_prefix(wanted)
@@ -116,9 +118,9 @@ class Reader:
         return more, fetched.problem
 
     def fetch(self, keys: list[bytes], deadline_s: float, has_end: bool = False) -> Fetched:
-        """Brings those of the keys that are not here from other nodes; they are pinned.
+        """Fetch missing keys from other nodes; they are pinned.
 
-        has_end: what lies behind a key that nobody has is of no use.
+        has_end: blocks behind a key that no node has are useless.
         """
         others = self._node.others
         if others is None:
@@ -128,14 +130,14 @@ class Reader:
         return others.fetch(self._pool, self._pool.missing(keys), deadline_s, has_end)
 
     def count(self, total: int, hits: int, cause: Cause) -> None:
-        """For /metrics. cause: of all misses."""
+        """Count for /metrics. cause: of all misses."""
         self._pool.counts.add("load_keys", total)
         self._pool.counts.add("load_hits", hits)
         if hits < total:
             self._pool.counts.add(f"miss_{cause.name.lower()}", total - hits)
 
     def release(self, message: m.Release, _deadline_s: float) -> None:
-        """Ends a lease. A block the client found damaged is checked here before it is given up."""
+        """End a lease. A block that the client found damaged is checked here before it is dropped."""
         held = self._leases.pop(message.lease, [])
         number = message.corrupt
         for part in held:

@@ -23,15 +23,15 @@ from kvloom.pool.storage.pool import Pool, Serving, Terms
 from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.writing import Writer
 
-_UCRED = struct.Struct("3i")  # process, user, group of the other end
+_UCRED = struct.Struct("3i")  # process, user, group of the peer
 _HANDSHAKE_S = 5.0
-_STAGING_SHARE = 0.5  # of a call's time, to wait for staging memory
-_HELD_SHARE = 4  # of the staging area: who may wait for so much of it is told
-_SEND_S = 10.0  # a client that takes its answers no faster is gone
+_STAGING_SHARE = 0.5  # share of a call's time to wait for staging memory
+_HELD_SHARE = 4  # of the staging area: an answer about 1 / it of the area is not held back
+_SEND_S = 10.0  # seconds after which a client that does not read its answers is disconnected
 
 
 def count_end(counts: Counts, error: Exception) -> None:
-    """Counts what ended a connection, if it is not that the other side closed it."""
+    """Count the reason that ended a connection, unless the peer closed it."""
     if isinstance(error, WireError):
         counts.add(Denial.MALFORMED.counter)
     elif isinstance(error, TimeoutError):
@@ -41,7 +41,7 @@ def count_end(counts: Counts, error: Exception) -> None:
 
 
 class Refused(Exception):
-    """The request cannot be served; the connection goes on. `code` is an EmsErrorCode; denial: as it is counted."""
+    """The request cannot be served; the connection continues. `code` is an EmsErrorCode; denial: the counter."""
 
     def __init__(self, code: EmsErrorCode, message: str, denial: Denial = Denial.INVALID) -> None:
         super().__init__(message)
@@ -56,15 +56,15 @@ class ClientSession:
         self._channel = channel
         self._node = node
         self._new_nonce = new_nonce
-        self._pool: Pool  # of the client's tenant, when it is known
+        self._pool: Pool  # of the client's tenant, once that is known
         self._arena: SharedMemory | None = None
-        self._held_bytes = 0  # of the staging area, whose blocks are saved: the client does not know yet
+        self._held_bytes = 0  # bytes of the staging area that are saved, but not answered yet
         self._access_id = ""
         self._verifier = b""
-        self._serving: Serving | None = None  # of what is answered without Python
+        self._serving: Serving | None = None  # answers requests without Python
 
     def run(self, hello: m.Hello, request_id: int) -> None:
-        """From the client's Hello to the end of the connection. Never raises for what the client does."""
+        """Serve the client from its Hello to the end of the connection. Never raises for what the client does."""
         try:
             tenant = self._authenticate(hello, request_id)
         except CHANNEL_ERRORS as error:
@@ -116,7 +116,7 @@ class ClientSession:
 
     @property
     def _frames(self) -> "Serving | Channel":
-        """Where requests come from."""
+        """The source of requests."""
         return self._serving or self._channel
 
     def _authenticate(self, hello: m.Hello, request_id: int) -> str | None:
@@ -182,8 +182,9 @@ class ClientSession:
             self._channel.send(answer, time.monotonic() + _SEND_S, request_id=frame.request_id, fd=fd)
 
     def _may_wait(self, message: m.Save) -> bool:
-        """Whether the answer can go with the next one: its client sends the rest of the batch and waits for the end, or
-        for a part of the staging area."""
+        """Whether the answer may be sent with the next one: the client sends the rest of the batch first, and waits for
+        the end or for part of the staging area.
+        """
         self._held_bytes += sum(message.lengths)
         is_small = self._arena is not None and self._held_bytes < self._arena.size // _HELD_SHARE
         return is_small and not message.is_last and self._frames.has_frame()
@@ -192,7 +193,7 @@ class ClientSession:
         self._channel.send(m.Failure(int(code), text), time.monotonic() + _SEND_S, request_id=frame.request_id)
 
     def _new_arena(self, message: m.Arena, deadline_s: float) -> int:
-        """Descriptor of a staging area instead of the one before, of the size asked for or what is left."""
+        """The descriptor of a new staging area that replaces the old one, of the size asked for or what is left."""
         self._drop_arena()
         staging, least = self._node.staging, message.least or message.size
         if not 0 < least <= message.size or least > staging.total_bytes:

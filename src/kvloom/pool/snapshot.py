@@ -1,8 +1,8 @@
-"""Snapshots: a folder that keeps the blocks of a node between its orderly end and its next start.
+"""Snapshots: a folder that keeps a node's blocks between an orderly shutdown and the next start.
 
-One file a tenant: a header, then for each block its record and its bytes, prefixes first. Every block is summed again
-before it is published, so a damaged file costs blocks and nothing else. A file is read once and removed: what was
-evicted or revoked later does not come back. Its owner alone can read it; it holds the blocks unencrypted.
+One file for each tenant: a header, then a record and the bytes of each block, prefixes first. Every block's checksum is
+verified before it is published, so a damaged file costs blocks and nothing else. A file is read once and removed, so
+that blocks evicted or revoked later do not come back. Only its owner can read it; it holds blocks unencrypted.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ class Snapshots:
         self._is_closing = False
 
     def write(self, node: Node) -> int:
-        """Writes all blocks of all tenants. Returns how many; what cannot be written is logged and left out."""
-        self._is_closing = True  # ends a restore that is under way
+        """Write all blocks of all tenants. Returns how many; what cannot be written is logged and left out."""
+        self._is_closing = True  # ends a running restore
         count = 0
         for pool in node.pools():
             path = self._path(pool.tenant)
@@ -67,7 +67,7 @@ class Snapshots:
         return count
 
     def restore(self, node: Node) -> int:
-        """Publishes the blocks of all files as far as there is room, then removes the files. Returns how many."""
+        """Publish the blocks of all files as far as there is room, then remove the files. Returns how many."""
         count = 0
         for path in sorted(self._folder.glob("*.ems")):
             try:
@@ -122,7 +122,7 @@ def _write_pool(file: BinaryIO, pool: Pool, salt_digest: bytes) -> int:
 
 
 def _read_header(file: BinaryIO, node: Node) -> str | None:
-    """The tenant; None when its blocks had other names, because the cluster's secret was another one."""
+    """The tenant; None when the blocks have other names, because the cluster's secret has changed."""
     head = file.read(_HEADER.size)
     if len(head) != _HEADER.size:
         raise ValueError("it has no header")
@@ -134,7 +134,7 @@ def _read_header(file: BinaryIO, node: Node) -> str | None:
 
 
 def _records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[_Record, bytes]]:
-    """Blocks until the file's end, or the first record that makes no sense."""
+    """Blocks up to the end of the file, or to the first invalid record."""
     while len(head := file.read(_RECORD.size)) == _RECORD.size:
         key, parent, checksum, length, is_rcache = _RECORD.unpack(head)
         if not 0 < length <= max_bytes or is_rcache > 1:
@@ -146,7 +146,7 @@ def _records(file: BinaryIO, max_bytes: int) -> Iterator[tuple[_Record, bytes]]:
 
 
 def _publish(pool: Pool, record: _Record, data: bytes) -> bool:
-    """False when the bytes do not match their sum, or the block is there, or has no room."""
+    """False when the checksum does not match, the block is already there, or there is no room."""
     if xxhash.xxh3_128_digest(data) != record.checksum:
         return False
     begun = pool.begin(record.key, record.length, record.is_rcache)

@@ -1,14 +1,14 @@
-"""Staging: how much memory all sessions' staging areas take together. Any thread may call."""
+"""Staging: the memory of all sessions' staging areas together. May be called from any thread."""
 
 import threading
 import time
 
-_SHARE = 32  # a session gets at most this part of what is left, so that a hundred others find some too;
-_BLOCKS, _SHARE_OF_BLOCKS = 4, 16  # or so many blocks, if they are this part: fewer wait for each other
+_SHARE = 32  # a session gets at most 1 / it of what is left, so that a hundred others find some too;
+_BLOCKS, _SHARE_OF_BLOCKS = 4, 16  # or so many blocks, if they are 1 / it of that: fewer would wait for each other
 
 
 class Staging:
-    """Bytes for staging areas; who finds too little waits until others end."""
+    """Bytes for staging areas; a session that finds too little waits until others end."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -16,7 +16,9 @@ class Staging:
         self._changed = threading.Condition()
 
     def take(self, size: int, least: int, deadline_s: float) -> int:
-        """Books `size` bytes, or fewer where little is left, but `least`. How many; 0 = none until the deadline."""
+        """Reserve `size` bytes, or fewer if little is left, but at least `least`. Returns how many; 0 = none until the
+        deadline.
+        """
         with self._changed:
             if least > self.total_bytes:
                 return 0
@@ -29,7 +31,7 @@ class Staging:
             return taken
 
     def give_back(self, size: int) -> None:
-        """Ends the booking of `size` bytes."""
+        """Free `size` reserved bytes."""
         with self._changed:
             self.used_bytes -= size
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """Writer: the saves of one session.
 
-Staged: the client's bytes are copied out of its staging area into memory that nobody else can write, and summed there;
-what the client does to the area meanwhile can spoil its own block's content, never the match of content and checksum.
-Direct (trusted node): the client writes into the reserved memory itself and sends the checksum.
+Staged: the client's bytes are copied from its staging area into memory that it cannot write, and summed there. If the
+client changes the area meanwhile, its own block has wrong contents, but contents and checksum still match. Direct
+(trusted node): the client writes into the reserved memory itself and sends the checksum.
 """
 
 import time
@@ -22,8 +22,8 @@ from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 from kvloom.pool.storage.segments import SharedMemory
 
-_PUSH_SHARE = 0.5  # of a batch's time, to wait until its blocks can be sent home
-_PAUSE_S = 0.002  # between two looks whether a block is at its home
+_PUSH_SHARE = 0.5  # share of a batch's time to wait until its blocks can be sent home
+_PAUSE_S = 0.002  # seconds between two checks whether a block has reached its home
 _KEYS_AT_ONCE = 32  # of a message, between two turns of other sessions at the index
 _COUNTER = [f"save_{status.name.lower()}" for status in Status]
 
@@ -35,15 +35,17 @@ class Writer:
         self._pool = pool
         self._node = node
         self._limit = node.put_limit(pool.tenant)
-        self._held: list[Held] = []  # pinned until `rest`: a batch makes room neither for itself nor for the next
-        self._batch: list[Block] = []  # likewise, one by one: they are sent home, or were reserved
+        # pinned until `rest`: blocks of a batch evict neither each other nor those of the next
+        self._held: list[Held] = []
+        self._batch: list[Block] = []  # likewise, one by one: being sent home, or reserved
         self._has_ended = False
-        self._push_deadline_s: float | None = None  # of the batch: until then it waits for blocks before it to go home
+        # deadline of the batch for waiting until earlier blocks are sent home
+        self._push_deadline_s: float | None = None
         self._num_stored = self._largest_slot = 0  # of the batch
         self._reserved: list[tuple[Reservation, bytes]] = []  # and their parents
 
     def save(self, message: m.Save, arena: SharedMemory, deadline_s: float) -> m.Saved:
-        """One status a key, in order. After the first key that found no room the others are not tried."""
+        """One status a key, in order. Keys behind one that found no room are not tried."""
         self._begin_batch()
         if self._push_deadline_s is None:
             now_s = time.monotonic()
@@ -73,7 +75,7 @@ class Writer:
         return m.Saved(bytes(statuses) + bytes(statuses[-1:]) * (len(keys) - len(statuses)))
 
     def _count(self, statuses: bytes | bytearray) -> None:
-        """What became of the blocks that were tried."""
+        """Count the results of the blocks that were tried."""
         for status, count in Counter(statuses).items():
             self._pool.counts.add(_COUNTER[status], count)
 
@@ -83,12 +85,11 @@ class Writer:
     def _save(
         self, keys: list[bytes], areas: Areas, parent: bytes | None, write_rcache: bool
     ) -> tuple[bytearray, list[Refused]]:
-        """A status a key up to the first without room, and why that found none, not counted yet.
+        """A status for each key up to the first without room, and why that found none, which is not counted yet.
 
-        Blocks whose home is another node are sent there now, or kept as copies that follow in the background.
-
-        Those that will not be found there, because it is cut off or too many wait to be sent, are LOCAL. What waits
-        for other nodes does so until the batch's deadline for that.
+        Blocks whose home is another node are sent there now, or kept as copies and sent in the background. Those that
+        the home will not have, because it is unreachable or too many wait to be sent, are LOCAL. Waiting for other
+        nodes ends at the batch's deadline for that.
         """
         others = self._node.others
         if others is None:
@@ -102,7 +103,7 @@ class Writer:
             block = Outgoing(keys[0], copy, xxhash.xxh3_128_digest(copy.data), parent or b"")
             if others.push_now(self._pool.tenant, block, self._push_deadline_s):
                 return bytearray([Status.STORED]), []
-            routes[0] = Route.CUT_OFF  # better here than nowhere
+            routes[0] = Route.CUT_OFF  # better stored here than nowhere
         saved = self._store(Batch(keys, areas, parent, [route is Route.AWAY for route in routes]))
         statuses, entries = saved.statuses, saved.held.blocks()
         self._batch += entries
@@ -125,9 +126,9 @@ class Writer:
         return saved
 
     def _release_sent(self, deadline_s: float) -> bool:
-        """Ends the pins of the batch's copies that are at their home by now; waits for one, until the deadline.
+        """End the pins of the batch's copies that have reached their home; wait for one, until the deadline.
 
-        So a batch may be larger than this node's pool. False when there is none, and none on its way.
+        So a batch may be larger than this node's pool. False when none has, and none is on its way.
         """
         while True:
             sent = [entry for entry in self._batch if entry.is_rcache and entry.is_home]
@@ -141,7 +142,9 @@ class Writer:
             time.sleep(_PAUSE_S)
 
     def reserve(self, message: m.Reserve) -> m.Reserved:
-        """Memory for the keys that are not here yet; theirs until the next Reserve, a Commit or the end."""
+        """Memory for the keys that are not here; it is the client's until the next Reserve, a Commit or the end of the
+        session.
+        """
         self._begin_batch()
         self._drop_reserved()
         keys = m.split_keys(message.keys)
@@ -169,7 +172,7 @@ class Writer:
         return m.Reserved(bytes(statuses), segments, offsets)
 
     def commit(self, message: m.Commit) -> m.Saved:
-        """Publishes what was reserved with the checksums the client computed over what it wrote."""
+        """Publish reserved blocks with the checksums that the client has computed."""
         sums = m.split_sums(message.sums)
         reserved, self._reserved = self._reserved, []
         for reservation, _parent in reserved[len(sums) :]:
@@ -201,7 +204,8 @@ class Writer:
         self._num_stored = self._largest_slot = 0
 
     def rest(self) -> bool:
-        """Some of what can wait until a batch was answered: makes room for another of its size, then ends its pins.
+        """Some of the work that can wait until a batch is answered: make room for another of its size, then end its
+        pins.
 
         Returns whether there is more to do.
         """
@@ -213,6 +217,6 @@ class Writer:
         return False
 
     def close(self) -> None:
-        """Gives back what the client had not finished."""
+        """Free what the client has not finished."""
         self._drop_reserved()
         self._end_batch()

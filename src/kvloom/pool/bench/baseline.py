@@ -1,4 +1,4 @@
-"""What the pool's figures are put beside: the time of a message over a Unix socket and of bytes over loopback TCP."""
+"""Baselines of the pool's figures: the latency of a Unix socket, and the throughput of loopback TCP."""
 
 import multiprocessing
 import socket
@@ -19,7 +19,7 @@ from kvloom.net.tlsconfig import TlsConfig, node_paths
 
 Bytes = npt.NDArray[np.uint8]
 _PING_BYTES = 64
-_NEXT = b"n"  # what asks for the bytes
+_NEXT = b"n"  # the request for the bytes
 
 
 def ping_pong_us(rounds: int) -> float:

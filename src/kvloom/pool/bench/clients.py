@@ -20,10 +20,10 @@ _NUM_SLICES = 8
 _POOL_BYTES = 256 << 20  # or two batches of each client
 _START_S = 120.0
 _LOOK_S = 0.02
-_UCRED = struct.Struct("3i")  # process, user, group of the other end
+_UCRED = struct.Struct("3i")  # process, user, group of the peer
 
 
-Result = tuple[list[float], int, float]  # seconds of each call, blocks found by all loads, seconds of the processor
+Result = tuple[list[float], int, float]  # seconds of each call, blocks found by all loads, CPU seconds
 
 
 def _work(path: Path, rounds: int, barrier: Barrier, results: "multiprocessing.Queue[Result]") -> None:
@@ -66,11 +66,12 @@ def _agents_s(path: Path) -> float:
 
 
 def measure(num_clients: int, rounds: int) -> dict[str, Any]:
-    """Saves and loads of all clients together in GB/s, and how much slower the slowest calls are than the usual one.
+    """Throughput of all clients' saves and loads together in GB/s, and how much slower the slowest calls are than the
+    median.
 
-    A call is the save and the load of NUM_KEYS blocks of BLOCK_BYTES. found: share of the blocks that were still there
-    when their writer came for them; a full pool lets go of what the others write meanwhile. gb_a_processor_s: GB saved
-    and loaded in a second of one processor, of clients and agent together.
+    A call is the save and the load of NUM_KEYS blocks of BLOCK_BYTES. found: share of blocks still there when their
+    writer loads them; a full pool evicts blocks while others write. gb_a_processor_s: GB saved and loaded per CPU
+    second, of clients and agent together.
     """
     context = multiprocessing.get_context("forkserver")  # it has imported what each of many would take a second for
     context.set_forkserver_preload([__name__])

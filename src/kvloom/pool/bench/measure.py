@@ -1,4 +1,4 @@
-"""One block size: every column in rounds that take turns, so that all see the same machine."""
+"""One block size: every column in rounds that take turns, so that all are measured under the same conditions."""
 
 import contextlib
 import time
@@ -19,10 +19,10 @@ FRAGMENTED = (2 << 20, 64)  # a block of 32 layers, K and V, 32 KiB each
 NUM_KEYS = 64
 _POOL_BATCHES = 4
 _SEGMENT_BYTES = 64 << 20
-_RING_BYTES = 192 << 20  # more than the processor's caches: each call touches memory that was not just used
+_RING_BYTES = 192 << 20  # more than the processor's caches, so that each call touches memory that was not used recently
 _MIN_SLICES = 6
 _SHORT_CALLS = 50
-_CALLS = 5  # a column's in one turn, one after the other: what counts is a stream of batches, not the first of them
+_CALLS = 5  # of one column in one turn: a stream of batches is measured, not the first one
 _COMPARED = (
     ("remote_load", "tcp"),
     ("remote_tls_load", "remote_load"),
@@ -54,7 +54,7 @@ class Case:
 
 
 class Turn:
-    """Slices of the ring for the calls of one turn; what they touch was not touched for long."""
+    """Slices of the ring for the calls of one turn; their memory was not used recently."""
 
     def __init__(self, number: int, num_slices: int) -> None:
         self._next = number * 2 * _CALLS

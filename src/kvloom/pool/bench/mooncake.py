@@ -39,7 +39,7 @@ def is_installed() -> bool:
 def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing; the kernel picks the address it would use
+            probe.connect(("192.0.2.1", 9))  # sends nothing; shows which address the kernel would use
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
@@ -71,8 +71,9 @@ class MooncakeClient:
         assert set(counts) == {size}, "a block is missing"
 
     def evict(self, names: list[str], size: int) -> None:
-        """These were saved; what has become too much goes. The store's own eviction is too late for a bench, and then
-        refuses blocks."""
+        """These were saved; removes the oldest ones beyond `pool_bytes`. The store's own eviction comes too late for a
+        bench, and then it refuses blocks.
+        """
         self._kept.append((names, len(names) * size))
         self._kept_bytes += len(names) * size
         while self._kept_bytes > self._pool_bytes:

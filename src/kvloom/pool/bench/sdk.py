@@ -84,5 +84,5 @@ class SdkClient:
 
 
 def _option() -> CcKvOption:
-    """Time enough on a machine that does much else: a bench tells how long a call took, not that it was cut short."""
+    """Generous timeout: a bench measures how long a call took, even on a busy machine."""
     return CcKvOption(timeout=int(_DEADLINE_S * 1000))

@@ -7,16 +7,15 @@ from kvloom.pool.cluster.block_stream import receive_summed
 from kvloom.pool.storage.passing import UNSOUND, Announced, Arrived
 from kvloom.pool.storage.pool import Pool
 
-_BATCH_BLOCKS = 64  # that are reserved, received and published together
-_BATCH_BYTES = 8 << 20  # likewise, the last block apart
-_BATCH_SHARE = 1 / 16  # of the tenant's quota, likewise: what is reserved counts as nobody's copy yet
+_BATCH_BLOCKS = 64  # blocks reserved, received and published together
+_BATCH_BYTES = 8 << 20  # bytes likewise, without the last block
+_BATCH_SHARE = 1 / 16  # share of the tenant's quota likewise: reserved memory does not count as copies yet
 
 
 def receive_blocks(channel: Channel, pool: Pool, blocks: Announced, deadline_s: float) -> Iterator[Arrived]:
-    """Reads the blocks' bytes from the channel into the pool, batch by batch, and publishes those whose sums hold.
+    """Read the blocks' bytes from the channel into the pool, batch by batch, and publish those whose checksums match.
 
-    Who takes a batch's blocks ends their pins. Raises as the channel does; then the batch that was being received is
-    given up, and nothing of it is kept.
+    The caller releases the pins of each batch. Raises as the channel does; then nothing of the batch under way is kept.
     """
     start, limit = 0, min(_BATCH_BYTES, pool.usage()["quota_bytes"] * _BATCH_SHARE)
     while start < len(blocks.keys):

@@ -1,6 +1,7 @@
-"""Bytes of a batch of blocks between a channel and the pool's memory: in C++ where the library is, else in Python.
+"""Bytes of a batch of blocks between a channel and the pool's memory, in C++ if the library is available, else in
+Python.
 
-Inside TLS the bytes come record by record through Python's `ssl`; their sums are C++'s.
+Inside TLS the bytes come record by record through Python's `ssl`; C++ computes the checksums.
 """
 
 import errno
@@ -17,15 +18,15 @@ from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.storage.passing import Sums
 from kvloom.pool.storage.spans import Spans
 
-_UNWANTED_BYTES = 64 << 10  # of bytes that nobody wants, at a time
+_UNWANTED_BYTES = 64 << 10  # bytes that are read at a time in order to drop them
 _FOR_EVER_NS = 2**63 - 1
 
 
 def receive_summed(channel: Channel, spans: Spans, deadline_s: float) -> Sums:
-    """Fills memory with raw block bytes, block by block; the sums of what came.
+    """Fill memory with raw block bytes, block by block. Returns their checksums.
 
-    Bytes that have no memory come and are dropped; what stands in place of their sum is no sum of theirs.
-    Raises as the channel does; then nobody knows what the memory holds.
+    Bytes without memory are read and dropped; their checksum is undefined. Raises as the channel does; then the
+    contents of the memory are undefined.
     """
     native, rows, sums = functions(), spans.rows, np.zeros((len(spans.rows), SUM_BYTES), np.uint8)
     if native is None or isinstance(channel, TlsChannel):
@@ -59,7 +60,7 @@ def _ns(deadline_s: float) -> int:
 
 
 def _check(problem: int) -> None:
-    """Raises what the channel would."""
+    """Raises the error that the channel would raise."""
     if problem == CLOSED:
         raise ConnectionResetError("the other side closed the connection")
     if problem == errno.ETIMEDOUT:
@@ -76,7 +77,7 @@ def _sum(view: Bytes, out: Bytes, native: Functions | None) -> None:
 
 
 def _drop(channel: Channel, length: int, deadline_s: float) -> None:
-    """Reads bytes that nobody wants."""
+    """Read bytes and drop them."""
     room = memoryview(bytearray(min(length, _UNWANTED_BYTES)))
     while length:
         count = min(length, len(room))

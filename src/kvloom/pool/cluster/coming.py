@@ -1,4 +1,6 @@
-"""Coming: a long load from other nodes in a thread of its own, so that its beginning is used while the rest comes."""
+"""Coming: a long load from other nodes on a thread of its own, so that its first blocks are used while the rest
+arrives.
+"""
 
 import threading
 import time
@@ -11,33 +13,34 @@ from kvloom.pool.storage.pool import Pool
 
 
 class Coming:
-    """One thread waits for it; it ends by itself at its deadline, and then keeps nothing pinned."""
+    """One waiter. Ends by itself at its deadline, and then keeps nothing pinned."""
 
     def __init__(self, others: Others, pool: Pool, keys: list[bytes], deadline_s: float) -> None:
-        """Begins. Raises RuntimeError where no thread can be had."""
+        """Begins. Raises RuntimeError when no thread is available."""
         self._others = others
         self._pool = pool
         self._keys = keys
         self._number = {key: number for number, key in enumerate(keys)}
         self._deadline_s = deadline_s
         self._changed = threading.Condition()
-        self._num_bytes = 0  # that came and nobody has been told of
+        self._num_bytes = 0  # bytes that arrived and were not reported yet
         self._is_awaited = self._is_stopped = self._is_over = False
         self._pinned: list[Offered | Held] = []
         self.problem = Cause.NONE
-        self.block_bytes = 0  # of the largest that came
+        self.block_bytes = 0  # bytes of the largest block that arrived
         threading.Thread(target=self._run, name="ems-coming", daemon=True).start()
 
     def covers(self, keys: list[bytes]) -> bool:
-        """Whether it brings these, or knows why not. What came whole may have lost some to others since."""
+        """Whether it loads these keys, or has found them missing. Complete blocks may have been evicted since."""
         if self._is_over and not self.problem:
             return False
         first = self._number.get(keys[0])
         return first is not None and self._keys[first:] == keys
 
     def hold(self, keys: list[bytes], num_bytes: int) -> tuple[Held, bool]:
-        """The prefix of `keys` that is here when so many bytes more have come, one block at least, or nothing comes any
-        more; and whether that is so."""
+        """Wait until `num_bytes` more have arrived, one block at least, or nothing more will. Returns the prefix of
+        `keys` that is here, and whether it is final.
+        """
         with self._changed:
             self._is_awaited = True
         try:
@@ -56,13 +59,13 @@ class Coming:
                 self._unpin()
 
     def stop(self) -> None:
-        """Nobody waits for the rest; what has been asked for may still come."""
+        """The rest is not needed; what was requested may still arrive."""
         self._is_stopped = True
 
     def _run(self) -> None:
         pinned, problem = list[Offered | Held](), Cause.PEER_DOWN
         try:
-            # What is here behind a hole stays meanwhile: what comes evicts others.
+            # What lies behind a hole stays pinned meanwhile: arriving blocks evict others.
             pinned.append(here := self._pool.offer(self._keys))
             missing = [key for key, length in zip(self._keys, here.lengths, strict=True) if not length]
             if time.monotonic() >= self._deadline_s:

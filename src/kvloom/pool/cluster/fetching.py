@@ -1,7 +1,7 @@
-"""Fetch: blocks that are wanted of one other node, asked for part by part over as many connections as there are.
+"""Fetch: blocks requested from one other node, part by part, over all available connections.
 
-The next part is asked for while one is still coming. Parts grow: a hole ends a load, and what lies behind it would be
-brought in vain.
+The next part is requested while one is still arriving. Parts grow: a hole ends a load, and what lies behind it would be
+transferred in vain.
 """
 
 import threading
@@ -19,36 +19,35 @@ from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.passing import UNSOUND, Announced
 from kvloom.pool.storage.pool import Pool
 
-_FIRST_KEYS = 16  # of a load's first part; the next are larger
+_FIRST_KEYS = 16  # of a load's first part; later parts are larger
 _MOST_KEYS = 64
-_AHEAD = 2  # parts under way on a connection
-_TURN_S = 0.05  # of a load at a connection, for which others may wait
+_AHEAD = 2  # requested parts on a connection
+_TURN_S = 0.05  # a load's turn at a connection that others may wait for
 
 
 class Wanted:
-    """The keys of a load, in order, and how far it can come. Any thread may call."""
+    """The keys of a load, in order, and how far it can come. May be called from any thread."""
 
     def __init__(self, keys: list[bytes], has_end: bool, came: Came | None = None) -> None:
-        """has_end: a key that nobody has, or that finds no room, ends it: those behind it are of no use.
-
-        came: who is told.
+        """has_end: a key that no node has, or that finds no room, ends the load: those behind it are useless. came:
+        callback for progress.
         """
         self._number = {key: number for number, key in enumerate(keys)}
         self._has_end = has_end
         self._came = came
         self._end = len(keys)
-        self._asked: Counter[bytes] = Counter()  # nodes that may still have it
+        self._asked: Counter[bytes] = Counter()  # key -> number of nodes that may still have it
         self._lock = threading.Lock()
 
     def expect(self, keys: Iterable[bytes]) -> None:
-        """One more node is asked for each of these."""
+        """One more node is asked for each of these keys."""
         self._asked.update(keys)
 
     def is_useful(self, key: bytes) -> bool:
         return self._number[key] < self._end
 
     def lacks(self, key: bytes) -> None:
-        """One of those who were asked does not have it."""
+        """One of the nodes asked does not have it."""
         with self._lock:
             self._asked[key] -= 1
             if not self._asked[key]:
@@ -59,7 +58,7 @@ class Wanted:
             self._end_at(key)
 
     def came(self, num_bytes: int) -> None:
-        """So many bytes of blocks that are here now. Who waits for them may say that it was enough."""
+        """`num_bytes` of blocks have arrived. The callback may say that this is enough."""
         if self._came is not None and num_bytes and not self._came(num_bytes):
             with self._lock:
                 self._end = 0
@@ -70,24 +69,24 @@ class Wanted:
 
 
 class Fetch:
-    """What one node is asked for. Each connection's thread calls `run`; they share the parts."""
+    """A request to one node. The thread of each connection calls `run`; they share the parts."""
 
     def __init__(self, pool: Pool, keys: list[bytes], wanted: Wanted) -> None:
         self._pool = pool
         self._wanted = wanted
         self._parts = _parts(keys)
         self._lock = threading.Lock()
-        self.held: list[Held] = []  # what came, pinned
-        self.block_bytes = 0  # of the largest of these
+        self.held: list[Held] = []  # blocks that arrived, pinned
+        self.block_bytes = 0  # bytes of the largest of them
 
     @property
     def num_parts(self) -> int:
         return len(self._parts)
 
     def run(self, channel: Channel, deadline_s: float) -> Cause:
-        """Brings some parts: others wait for the connection too. A part that breaks off is taken up by who calls next.
+        """Transfer some parts; then others may use the connection. An interrupted part is continued by the next caller.
 
-        Returns CORRUPT or NO_ROOM where a block was lost to that. Raises as the channel does.
+        Returns CORRUPT or NO_ROOM where a block was lost for that reason. Raises as the channel does.
         """
         problem, under_way, until_s = Cause.NONE, list[list[bytes]](), time.monotonic() + _TURN_S
         is_begun = False
@@ -111,7 +110,7 @@ class Fetch:
             raise
 
     def _take(self) -> list[bytes]:
-        """The next part's keys that are still of use; none when there are none."""
+        """The keys of the next part that are still useful; none when there are no more."""
         with self._lock:
             while self._parts:
                 part = [key for key in self._parts.pop(0) if self._wanted.is_useful(key)]
@@ -120,7 +119,7 @@ class Fetch:
         return []
 
     def _receive(self, channel: Channel, keys: list[bytes], deadline_s: float) -> Cause:
-        """The answer to the request for `keys`. Those that have come are taken out of the list."""
+        """Receive the answer to a request for `keys`. Blocks that arrived are removed from the list."""
         answer = channel.receive(deadline_s).message
         if not isinstance(answer, m.PeerBlocks) or len(answer.lengths) != len(keys):
             raise WireError("expected blocks")
@@ -141,7 +140,7 @@ class Fetch:
         return problem
 
     def _announced(self, keys: list[bytes], answer: m.PeerBlocks) -> Announced:
-        """Those that the other node has."""
+        """The keys that the other node has."""
         if all(answer.lengths):
             return Announced(keys.copy(), answer.lengths, answer.sums, is_rcache=True)
         here = [i for i, length in enumerate(answer.lengths) if length]

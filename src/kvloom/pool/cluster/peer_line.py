@@ -1,4 +1,4 @@
-"""PeerLine: one connection to another node, for one call at a time; made anew when it breaks."""
+"""PeerLine: one connection to another node, for one call at a time; reconnects when it breaks."""
 
 import secrets
 import socket
@@ -24,28 +24,27 @@ if TYPE_CHECKING:
     from kvloom.net.tls import MutualTls
 
 _CONNECT_S = 1.0
-_MAX_REASON = 300  # characters of why we are refused, in the log
-_PATIENCE_S = 0.5  # a call that waited this long for others, while none of them was answered, is a failure of the peer
+_MAX_REASON = 300  # characters of the peer's refusal in the log
+# a call that waited this long for others, none of which was answered, counts as a failure of the peer
+_PATIENCE_S = 0.5
 
 
 def session_keys(secret: bytes, client_nonce: bytes, agent_nonce: bytes) -> tuple[bytes, bytes]:
-    """Keys of the frames from the calling node and from the called one, for this pair of nonces."""
+    """Frame keys of the calling and of the called node, for this pair of nonces."""
     name = (client_nonce + agent_nonce).hex()
     return derive(secret, "peer frames of caller", name), derive(secret, "peer frames of called", name)
 
 
 def ask(channel: Channel, message: m.Message, deadline_s: float) -> m.Message:
-    """One message and its answer."""
+    """Send one message and return its answer."""
     channel.send(message, deadline_s, deadline_ms=remaining_ms(deadline_s))
     return channel.receive(deadline_s).message
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """This node as it shows itself to others. tls: how connections are encrypted; None = not.
-
-    num_lines: connections to each other node that a load may use at once. max_block_bytes: of the largest block that
-    this node takes.
+    """How this node presents itself to others. tls: files, None = not encrypted. num_lines: connections to each node
+    that one load may use at once. max_block_bytes: the largest block that this node accepts.
     """
 
     node_id: str
@@ -56,13 +55,13 @@ class Own:
 
 
 class PeerLine:
-    """Any thread may call. Nothing here raises for what happens on the other machine or in between."""
+    """May be called from any thread. Never raises for errors of the other machine or of the network."""
 
     def __init__(self, address: Address, own: Own, breaker: Breaker, complaints: Complaints) -> None:
-        """breaker, complaints: of the peer, which may have more lines."""
+        """breaker, complaints: shared by all lines to the peer."""
         self._own_id = own.node_id
         self._own_max_bytes = own.max_block_bytes
-        self.max_block_bytes = 0  # of the largest block that the peer takes; 0 = it has not said so yet
+        self.max_block_bytes = 0  # largest block that the peer accepts; 0 = it has not said
         self._address = address
         self._secret = own.secret
         self._tls = own.tls
@@ -73,16 +72,16 @@ class PeerLine:
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self._answered_s = 0.0
-        self.num_waiting = 0  # calls whose turn it is not yet, about
+        self.num_waiting = 0  # approximate number of waiting calls
 
     def call(self, deadline_s: float, call: Callable[[Channel], Cause]) -> Cause:
-        """Runs `call(channel)` when it is its turn and the breaker allows it. Returns what it does, or what went wrong.
+        """Run `call(channel)` in turn if the breaker allows it. Returns its result, or what went wrong.
 
-        It may run twice: a connection that broke since it was last used is made anew.
+        It may run twice: a connection that broke since its last use is replaced.
         """
         start_s = time.monotonic()
         if start_s >= deadline_s:
-            return Cause.TIMEOUT  # no fault of the peer
+            return Cause.TIMEOUT  # not the peer's fault
         if not self._lock.acquire(blocking=False) and not self._wait(deadline_s - start_s):
             now_s = time.monotonic()
             if self._answered_s < start_s <= now_s - _PATIENCE_S:
@@ -95,7 +94,7 @@ class PeerLine:
             try:
                 result = self._try(call, deadline_s)
             except CHANNEL_ERRORS as error:
-                if self._breaker.failures == failures:  # else another line met the same
+                if self._breaker.failures == failures:  # otherwise another line has seen the same failure
                     self._breaker.fail(time.monotonic())
                 return Cause.TIMEOUT if isinstance(error, TimeoutError) else Cause.PEER_DOWN
             self._answered_s = time.monotonic()
@@ -105,7 +104,7 @@ class PeerLine:
             self._lock.release()
 
     def _wait(self, timeout_s: float) -> bool:
-        """For the lock; whether it is held."""
+        """Acquire the lock. Returns whether it is held."""
         self.num_waiting += 1
         try:
             return self._lock.acquire(timeout=timeout_s)
@@ -113,7 +112,7 @@ class PeerLine:
             self.num_waiting -= 1
 
     def _try(self, call: Callable[[Channel], Cause], deadline_s: float) -> Cause:
-        """On the connection there is, then on a new one. Raises as the channel does."""
+        """Run on the present connection, then on a new one. Raises as the channel does."""
         if self._channel is not None:
             try:
                 return call(self._channel)
@@ -162,7 +161,7 @@ class PeerLine:
         return channel
 
     def _note_size(self, max_block_bytes: int) -> None:
-        """The peer is as it should be, but for the size of blocks, perhaps."""
+        """The peer is valid; log if it accepts only smaller blocks than this node."""
         self.max_block_bytes = max_block_bytes
         if max_block_bytes < self._own_max_bytes:
             problem = (
@@ -184,14 +183,16 @@ class PeerLine:
         raise problem
 
     def _complain(self, error: Exception) -> None:
-        """Of a peer that is there and does not do as agreed, or that nobody can find; one that is away is no news."""
+        """Log a peer that misbehaves or whose name cannot be resolved; one that is down is not logged."""
         if isinstance(error, UnknownName):
             self._complaints.warn(self._name, str(error))
         elif isinstance(error, WireError | ssl.SSLError | ConnectionResetError | BrokenPipeError):
             self._complaints.warn(self._name, problem_of(error, self._tls is not None))
 
     def end_revoked(self) -> bool:
-        """Ends the connection if the peer's certificate is revoked by now; a call under way fails. Whether it did."""
+        """End the connection if the peer's certificate has been revoked; a call under way fails. Returns whether it
+        did.
+        """
         channel = self._channel
         if not isinstance(channel, TlsChannel) or not channel.is_revoked:
             return False
@@ -207,7 +208,7 @@ class PeerLine:
             self._channel = None
 
     def close(self) -> None:
-        """Ends the connection; a call under way fails."""
+        """Close the connection; a call under way fails."""
         channel = self._channel
         if channel is not None:
             channel.abort()

@@ -24,10 +24,10 @@ from kvloom.pool.storage.pool import Pool
 from kvloom.pool.storage.spans import Spans
 
 _PUSH_S = 5.0
-_PAUSE_S = 0.001  # between two turns of a load at a connection that others wait for
-_MAX_QUEUE = 256  # blocks waiting to be pushed; who has more waits
-_PUSH_BLOCKS = 32  # in one message
-_PUSH_BYTES = 4 << 20  # in one message, the last block apart
+_PAUSE_S = 0.001  # seconds between two turns of a load at a connection that others wait for
+_MAX_QUEUE = 256  # most blocks waiting to be pushed; further pushes wait
+_PUSH_BLOCKS = 32  # blocks in one message
+_PUSH_BYTES = 4 << 20  # bytes in one message, without the last block
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class _Push:
 
 
 class PeerLink:
-    """Any thread may call. Nothing here raises for what happens on the other machine or in between."""
+    """May be called from any thread. Never raises for errors of the other machine or of the network."""
 
     def __init__(self, own: Own, address: Address) -> None:
         self.address = address
@@ -56,17 +56,17 @@ class PeerLink:
         self._thread.start()
 
     def num_lines(self, fetch: Fetch) -> int:
-        """On how many lines a fetch is worth running at once."""
+        """On how many lines it is worth running this fetch at once."""
         return min(fetch.num_parts, len(self._loads))
 
     def get(self, fetch: Fetch, line: int, deadline_s: float) -> Cause:
-        """Brings blocks over one of the lines. Returns TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM, or NONE."""
+        """Fetch blocks over one of the lines. Returns TIMEOUT, PEER_DOWN, CORRUPT or NO_ROOM, or NONE."""
         problem = one = Cause.NONE
         while fetch.num_parts and one not in (Cause.TIMEOUT, Cause.PEER_DOWN):
             one = self._loads[line].call(deadline_s, lambda channel: fetch.run(channel, deadline_s))
             problem = one or problem
             if self._loads[line].num_waiting:
-                time.sleep(_PAUSE_S)  # else this thread would be the first again
+                time.sleep(_PAUSE_S)  # otherwise this thread would take the next turn too
         return problem
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
@@ -88,7 +88,7 @@ class PeerLink:
         return found
 
     def put(self, tenant: str, blocks: list[Outgoing], deadline_s: float) -> list[bool]:
-        """Stores blocks on the peer. Of each, whether it has it now."""
+        """Store blocks on the peer. Returns for each whether it has it now."""
         statuses, lengths = b"", [len(block.data) for block in blocks]
         spans = Spans.of([block.data for block in blocks], lengths)
 
@@ -115,10 +115,10 @@ class PeerLink:
         return [Status(status).is_success for status in statuses]
 
     def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
-        """Queues a pinned block for the peer, waiting for room until the deadline; False when there was none, or when
-        the peer, as far as is known, takes no block of its size.
+        """Queue a pinned block for the peer, waiting for room until the deadline. False when there was none, or when
+        the peer is known to accept no block of its size.
 
-        Takes over the pin, which ends when the block is sent or given up.
+        Takes over the pin, which ends when the block was sent or given up.
         """
         known = max(line.max_block_bytes for line in (self._saves, *self._loads))
         try:
@@ -152,7 +152,7 @@ class PeerLink:
         self._drain()
 
     def _drain(self) -> None:
-        """Gives up what still waits."""
+        """Give up all waiting blocks."""
         with contextlib.suppress(queue.Empty):
             while True:
                 push = self._pushes.get_nowait()
@@ -160,7 +160,9 @@ class PeerLink:
                     _give_up(push)
 
     def _push(self, batch: list[_Push]) -> None:
-        """Sends blocks of one tenant home, and ends their pins. The home may have lost what it had: it is asked."""
+        """Send blocks of one tenant to their home, and end their pins. The home may have evicted known blocks, so it is
+        asked first.
+        """
         pool, deadline_s = batch[0].pool, time.monotonic() + _PUSH_S
         known = [each.entry.key for each in batch if each.entry.is_home]
         has = self._has(self._saves, pool.tenant, known, deadline_s) if known else []
@@ -173,11 +175,11 @@ class PeerLink:
         pool.unpin([each.entry for each in batch])
 
     def end_revoked(self) -> int:
-        """Ends connections if the peer's certificate is revoked by now. How many."""
+        """End connections if the peer's certificate has been revoked. Returns how many."""
         return sum(line.end_revoked() for line in (*self._loads, self._saves))
 
     def close(self) -> None:
-        """Ends the pushes and the connections; a call under way fails."""
+        """End pushes and connections; a call under way fails."""
         self._is_closed = True
         with contextlib.suppress(queue.Full):
             self._pushes.put_nowait(None)

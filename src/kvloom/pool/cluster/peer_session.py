@@ -28,7 +28,7 @@ class PeerSession:
         self._new_nonce = new_nonce
 
     def run(self, hello: m.Hello) -> None:
-        """From the peer's Hello to the end of the connection. Never raises for what the peer does."""
+        """Serve the peer from its Hello to the end of the connection. Never raises for what the peer does."""
         try:
             if not self._authenticate(hello):
                 return

@@ -1,4 +1,4 @@
-"""Peers: the other nodes of the cluster, as sessions use them. Static ones, or as the control plane says."""
+"""Peers: the other nodes of the cluster, as sessions use them; configured, or as the control plane says."""
 
 import threading
 import time
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kvloom.net.tls import MutualTls
 
 _FETCH_THREADS = 8
-TLS_LINES = 2  # one processor decrypts less than a network brings
+TLS_LINES = 2  # one core decrypts less than a network brings
 
 
 class Peers:
-    """Implements `kvloom.pool.node.Others`. Any thread may call."""
+    """Implements `kvloom.pool.node.Others`. May be called from any thread."""
 
     def __init__(
         self,
@@ -34,9 +34,8 @@ class Peers:
         num_lines: int = 0,
         max_block_bytes: int = 0,
     ) -> None:
-        """tls: how links are encrypted; None = not. num_lines: connections for loads from a node, 0 = by `tls`.
-
-        max_block_bytes: that this node takes; of peers that take less is told.
+        """tls: files, None = not encrypted. num_lines: connections for loads from a node, 0 = by `tls`.
+        max_block_bytes: what this node accepts; peers that accept less are logged.
         """
         self._own_id = own_id
         self._own = Own(own_id, secret, tls, num_lines or (TLS_LINES if tls is not None else 1), max_block_bytes)
@@ -47,7 +46,7 @@ class Peers:
         self._executor = ThreadPoolExecutor(_FETCH_THREADS, thread_name_prefix="ems-fetch")
 
     def set_members(self, others: Iterable[Address], draining: frozenset[str] = frozenset()) -> None:
-        """The other nodes from now on. Draining ones (this one may be among them) are read from, not written to."""
+        """Replace the other nodes. Draining nodes (this one may be among them) are read from, not written to."""
         addresses = {address.id: address for address in others if address.id != self._own_id}
         with self._lock:
             for gone in [i for i, link in self._links.items() if addresses.get(i) != link.address]:
@@ -63,7 +62,7 @@ class Peers:
         return self._links.get(node_id)
 
     def route(self, key: bytes) -> Route:
-        """Where a new block of this key belongs."""
+        """The home of a new block with this key."""
         with self._lock:
             link = self._link(key, self._active)
         if link is None:
@@ -71,7 +70,7 @@ class Peers:
         return Route.CUT_OFF if link.breaker.is_open(time.monotonic()) else Route.AWAY
 
     def _by_link(self, keys: list[bytes]) -> dict[PeerLink, list[bytes]]:
-        """Whom to ask for which key: its home, and the home it had before nodes began to drain."""
+        """The nodes to ask for each key: its home, and its home before nodes began to drain."""
         groups: dict[PeerLink, list[bytes]] = {}
         with self._lock:
             for key in keys:
@@ -86,7 +85,7 @@ class Peers:
     def fetch(
         self, pool: Pool, keys: list[bytes], deadline_s: float, has_end: bool = False, came: Came | None = None
     ) -> Fetched:
-        """Brings those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
+        """Fetch those blocks that other nodes have into the pool, from all nodes at once; they are pinned."""
         wanted = Wanted(keys, has_end, came)
         tasks, fetches = [], []
         for link, part in self._by_link(keys).items():
@@ -96,19 +95,19 @@ class Peers:
         if not tasks:
             return Fetched(Cause.NONE, [])
         calls = [self._executor.submit(link.get, fetch, line, deadline_s) for link, fetch, line in tasks[1:]]
-        link, fetch, line = tasks[0]  # in this thread, which has nothing else to do
+        link, fetch, line = tasks[0]  # on this thread, which would only wait
         problems = [link.get(fetch, line, deadline_s), *(call.result() for call in calls)]
         problem = next((each for each in problems if each), Cause.NONE)
         block_bytes = max(fetch.block_bytes for fetch in fetches)
         return Fetched(problem, [held for fetch in fetches for held in fetch.held], block_bytes)
 
     def has(self, tenant: str, keys: list[bytes], deadline_s: float) -> list[bool]:
-        """Which of `keys` other nodes have; those that did not say so in time have none."""
+        """Which of `keys` other nodes have; a node that does not answer in time has none."""
         asked = list(self._by_link(keys).items())
         if not asked:
             return [False] * len(keys)
         calls = [self._executor.submit(link.has, tenant, part, deadline_s) for link, part in asked[1:]]
-        link, part = asked[0]  # in this thread, which has nothing else to do
+        link, part = asked[0]  # on this thread, which would only wait
         answers = [link.has(tenant, part, deadline_s), *(call.result() for call in calls)]
         found = set()
         for (_link, part), answer in zip(asked, answers, strict=True):
@@ -116,7 +115,7 @@ class Peers:
         return [key in found for key in keys]
 
     def push_later(self, pool: Pool, entry: Block, parent: bytes, deadline_s: float) -> bool:
-        """Sends a block to its home in the background; False when too many wait for that until the deadline.
+        """Send a block to its home in the background. False when too many blocks wait for that until the deadline.
 
         Takes over one pin.
         """
@@ -128,19 +127,19 @@ class Peers:
         return link.push_later(pool, entry, parent, deadline_s)
 
     def push_now(self, tenant: str, block: Outgoing, deadline_s: float) -> bool:
-        """Sends a block to its home; False when it did not arrive in time."""
+        """Send a block to its home. False when it did not arrive in time."""
         with self._lock:
             link = self._link(block.key, self._active)
         return link is not None and link.put(tenant, [block], deadline_s) == [True]
 
     def status(self) -> dict[str, bool]:
-        """For each other node whether it is being called at present."""
+        """For each other node whether it is reachable at present."""
         now_s = time.monotonic()
         with self._lock:
             return {node_id: not link.breaker.is_open(now_s) for node_id, link in self._links.items()}
 
     def end_revoked(self) -> int:
-        """Ends connections to nodes whose certificate is revoked by now. How many."""
+        """End connections to nodes whose certificate has been revoked. Returns how many."""
         with self._lock:
             links = list(self._links.values())
         return sum(link.end_revoked() for link in links)

@@ -1,4 +1,4 @@
-"""Lookup: the addresses behind a peer's name, found within a deadline; the system's own lookup knows none."""
+"""Lookup: the addresses of a peer's name, resolved within a deadline, which the system's resolver does not support."""
 
 import socket
 import threading
@@ -8,15 +8,17 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from kvloom.net.listening import is_address
 
 Addresses = list[tuple[str, int]]
-_PATIENCE_S = 0.5  # a lookup that took this long is the name's fault
+_PATIENCE_S = 0.5  # a lookup that takes this long counts as a failure of the name
 
 
 class UnknownName(OSError):
-    """There are no addresses for a name, or none in time."""
+    """A name has no addresses, or they were not found in time."""
 
 
 class Lookup:
-    """Of one host. Any thread may call; a lookup that lasts is waited for by all, and goes on when they gave up."""
+    """Resolves one host. May be called from any thread; all share a lookup under way, which continues after they time
+    out.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._host = host
@@ -25,7 +27,7 @@ class Lookup:
         self._under_way: Future[Addresses] | None = None
 
     def addresses(self, timeout_s: float) -> Addresses:
-        """Those to try, in order. Raises UnknownName, or TimeoutError where there was hardly any time."""
+        """Addresses to try, in order. Raises UnknownName, or TimeoutError when there was hardly any time."""
         if is_address(self._host):
             return [(self._host, self._port)]
         try:
@@ -36,7 +38,7 @@ class Lookup:
             raise UnknownName("its name is not looked up in time") from None
 
     def _begun(self) -> "Future[Addresses]":
-        """The lookup that is under way, if need be a new one. Raises UnknownName where no thread can be had."""
+        """The lookup under way, or a new one if needed. Raises UnknownName when no thread is available."""
         with self._lock:
             if self._under_way is None:
                 future = Future[Addresses]()

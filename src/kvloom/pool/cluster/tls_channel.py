@@ -1,4 +1,4 @@
-"""TlsChannel: a Channel inside TLS; and what is said, once, of peers that cannot be spoken to."""
+"""TlsChannel: a Channel inside TLS; and log lines, once each, about peers whose handshake fails."""
 
 import logging
 import socket
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MAX_COMPLAINTS = 1024  # remembered; whoever comes from more addresses is told of again
+_MAX_COMPLAINTS = 1024  # remembered peers; the problem of one that was forgotten is logged again
 
 
 class RevokedError(WireError):
@@ -24,11 +24,12 @@ class RevokedError(WireError):
 
 
 class TlsChannel(Channel):
-    """As Channel, without descriptors. What TLS has decrypted already is no longer in the socket, and either direction
-    may have to wait for the other one: so each call is tried first, and waits for what TLS says it lacks."""
+    """As Channel, without descriptors. Decrypted bytes may wait inside TLS while the socket is empty, and each
+    direction may need the other one: so each call is tried first, and then waits for what TLS asks for.
+    """
 
     def __init__(self, files: "MutualTls", sock: socket.socket, is_server: bool) -> None:
-        """Takes over a connected socket. Raises OSError when it is connected no more."""
+        """Takes over a connected socket. Raises OSError when it has been disconnected."""
         self._files = files
         self._tls = files.wrap(sock, is_server)
         super().__init__(self._tls)
@@ -36,18 +37,19 @@ class TlsChannel(Channel):
         self._certificate = b""
 
     def handshake(self, deadline_s: float) -> None:
-        """Before anything else. The other side's refusal of our certificate comes with the first `receive` only."""
+        """Must come first. If the peer refuses our certificate, only the first `receive` reports it."""
         self._tried(deadline_s, self._tls.do_handshake)
         self._certificate = self._tls.getpeercert(binary_form=True) or b""
 
     @property
     def is_revoked(self) -> bool:
-        """Whether the other side's certificate is revoked by now. Any thread may ask."""
+        """Whether the peer's certificate has been revoked. May be called from any thread."""
         return bool(self._certificate) and self._files.is_revoked(self._certificate)
 
     def refuse_revoked(self) -> None:
-        """Raises RevokedError. For when whoever ends revoked connections can see this one: files may have been read
-        again since the handshake began."""
+        """Raises RevokedError. Called once this connection is in the list that revocations are checked against: the
+        files may have been read again since the handshake began.
+        """
         if self.is_revoked:
             raise RevokedError("its certificate is refused, certificate revoked")
 
@@ -78,7 +80,7 @@ class TlsChannel(Channel):
 
     def receive_into(self, view: memoryview, deadline_s: float | None) -> None:
         position, size, read = 0, len(view), self._tls.read
-        while position < size:  # a record, 16 KiB, at a time: a call less for each counts
+        while position < size:  # a TLS record, 16 KiB, at a time, which takes fewer calls
             remaining_s(deadline_s)
             try:
                 count = cast(int, read(size - position, view[position:]))
@@ -94,14 +96,14 @@ class TlsChannel(Channel):
 
 
 class Complaints:
-    """Warnings in the log, one for each thing that is wrong with somebody. Any thread may call."""
+    """Logs a warning for each problem of a peer, once. May be called from any thread."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def warn(self, who: str, problem: str) -> None:
-        """Says "who: problem", unless that was the last thing said of them."""
+        """Log "who: problem", unless it was the last thing logged about them."""
         with self._lock:
             if self._said.get(who) == problem:
                 return
@@ -111,13 +113,13 @@ class Complaints:
         logger.warning("%s: %s", who, problem)
 
     def forget(self, who: str) -> None:
-        """All is well with them: the next problem is news."""
+        """They work again: the next problem is logged."""
         with self._lock:
             self._said.pop(who, None)
 
 
 def problem_of(error: Exception, has_tls: bool) -> str:
-    """What was wrong with a handshake, in words that stay the same from one try to the next. has_tls: we speak TLS."""
+    """A description of a failed handshake that is the same at every retry. has_tls: this side uses TLS."""
     text = str(error)
     if isinstance(error, RevokedError):
         return text

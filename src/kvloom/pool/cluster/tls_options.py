@@ -1,4 +1,4 @@
-"""What the agent's options of TLS between nodes name."""
+"""The agent's options for TLS between nodes."""
 
 from collections.abc import Mapping
 from pathlib import Path

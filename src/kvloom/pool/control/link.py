@@ -1,4 +1,4 @@
-"""ControlLink: an agent's heartbeat to the control plane; applies what it is told, and goes on without it."""
+"""ControlLink: an agent's heartbeat to the control plane; applies its orders, and continues without it."""
 
 import hashlib
 import hmac
@@ -22,11 +22,11 @@ from kvloom.reading import read_bytes
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT_S = 3.0  # of a connection, and of each pause within an answer
+_TIMEOUT_S = 3.0  # seconds to connect, and of each pause within an answer
 _ANSWER_S = 30.0
 _MAX_ANSWER_BYTES = 64 << 20
 _SIGNATURE_BYTES = 32
-_MAX_REASON = 300  # characters of why a heartbeat is refused, in the log
+_MAX_REASON = 300  # characters of the refusal in the log
 
 
 class _Refusal(msgspec.Struct):
@@ -34,10 +34,10 @@ class _Refusal(msgspec.Struct):
 
 
 class ControlLink:
-    """A thread that beats every `interval_s` until `close`."""
+    """A thread that sends a heartbeat every `interval_s` until `close`."""
 
     def __init__(self, node: Node, peers: Peers, address: Callable[[], str], interval_s: float = 2.0) -> None:
-        """address: host:port under which other nodes reach this one, "" when they cannot."""
+        """address: host:port at which other nodes reach this one, "" when they cannot."""
         self.is_connected = False
         self._node = node
         self._peers = peers
@@ -51,7 +51,7 @@ class ControlLink:
         self._thread = threading.Thread(target=self._run, name="ems-control", daemon=True)
 
     def start(self) -> None:
-        """Begins with what an earlier life of this node was told, if it kept that, until the first answer comes."""
+        """Until the first answer, uses the orders that an earlier run of this node has stored, if any."""
         state = self._node.config.state
         kept = read_orders(state, self._node.config.secret) if state is not None else None
         if kept is not None:
@@ -82,7 +82,9 @@ class ControlLink:
         return True
 
     def _post(self, beat: bytes) -> bytes:
-        """The answer to a heartbeat. Raises HTTPError, or ValueError for one that is too long or too slow."""
+        """Send a heartbeat and return the answer. Raises HTTPError, or ValueError for an answer that is too long or too
+        slow.
+        """
         config = self._node.config
         url = f"{config.control_url.rstrip('/')}/v1/nodes/{config.node_id}:heartbeat"
         headers = {"Authorization": f"Bearer {node_token(config.secret)}", "Content-Type": "application/json"}
@@ -98,7 +100,7 @@ class ControlLink:
         return bytes(answer)
 
     def _complain(self, problem: str) -> None:
-        """Says what is wrong when it begins, and when it is over."""
+        """Log a problem when it begins, and when it is over."""
         if problem != self._complaint:
             log.warning("%s", problem or "the control plane answers again")
         self._complaint = problem
@@ -116,7 +118,7 @@ class ControlLink:
             self._node.counts.add("state_failures")
 
     def _apply(self, orders: Orders) -> None:
-        """Raises ValueError, and changes nothing, when the orders make no sense."""
+        """Raises ValueError, and changes nothing, when the orders are invalid."""
         credentials = [Credential.from_json(each) for each in orders.credentials]
         members = [Address(name, *parse_address(address)) for name, address in orders.members.items()]
         self._node.replace_credentials(credentials)
@@ -139,7 +141,7 @@ class ControlLink:
 
 
 def _reason(answer: bytearray) -> str:
-    """Why a heartbeat was refused, as the control plane says it; empty when this is no answer of its."""
+    """The control plane's reason for a refusal; empty when the answer is not from one."""
     try:
         return msgspec.json.decode(answer, type=_Refusal).error_msg[:_MAX_REASON]
     except (msgspec.MsgspecError, RecursionError):
@@ -147,12 +149,13 @@ def _reason(answer: bytearray) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """What went wrong with a call over HTTP; httpx says more in further lines, or nothing."""
+    """A failed HTTP call in one line; httpx's messages may have several, or none."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def write_orders(path: Path, secret: bytes, orders: Orders) -> None:
-    """Keeps orders in a file that only its owner reads, signed with the cluster's secret; the old file or the new one.
+    """Store orders in a file that only its owner can read, signed with the cluster's secret; never leaves a partial
+    file.
 
     It holds verifiers of access keys, never keys. Raises OSError.
     """
@@ -161,7 +164,7 @@ def write_orders(path: Path, secret: bytes, orders: Orders) -> None:
 
 
 def read_orders(path: Path, secret: bytes) -> Orders | None:
-    """The orders kept in a file; None when there is none or the cluster's secret did not sign it."""
+    """The stored orders; None when there are none, or the cluster's secret did not sign them."""
     try:
         data = read_bytes(path)
         signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]

@@ -1,25 +1,26 @@
-"""Members: which nodes are alive, and whose a node's id is where two agents show the same. Pure."""
+"""Members: which nodes are alive, and which of two agents with the same node id owns it. Pure."""
 
 from collections import deque
 from collections.abc import Iterable
 
-ALIVE_S = 10.0  # a node that has not been heard of for longer is not offered to others
-_MAX_LIVES = 16  # of a node that are remembered
+ALIVE_S = 10.0  # seconds; a node that was silent for longer is not offered to others
+_MAX_LIVES = 16  # incarnations of a node that are remembered
 
 
 class Members:
-    """Of this run of the control plane. Times in seconds of a clock that nobody sets."""
+    """Members of this run of the control plane. Times in seconds of a monotonic clock."""
 
     def __init__(self, known: Iterable[str], now_s: float) -> None:
-        """known: nodes that were alive when the control plane last was. They count as heard of now: who tells the first
-        node that beats of no others has it keep what belongs to them."""
+        """known: nodes that were alive when the control plane last ran. They count as heard of now: otherwise the first
+        node that beats would be told that there are no others, and would keep blocks whose home they are.
+        """
         self._heard_s = dict.fromkeys(known, now_s)
         self._lives: dict[str, deque[str]] = {}
 
     def hear(self, node_id: str, incarnation: str, now_s: float) -> bool:
-        """Notes a heartbeat. False, and nothing is noted, when a later agent took over the id and is alive.
+        """Record a heartbeat. False, and nothing is recorded, when a later agent has taken over the id and is alive.
 
-        incarnation: of the agent, another one each time it starts; "" = one that does not say.
+        incarnation: a new one at every start of the agent; "" = unknown.
         """
         if incarnation:
             lives = self._lives.setdefault(node_id, deque(maxlen=_MAX_LIVES))
@@ -32,11 +33,11 @@ class Members:
         return True
 
     def is_alive(self, node_id: str, now_s: float) -> bool:
-        """Whether it was heard of lately."""
+        """Whether it was heard of recently."""
         heard_s = self._heard_s.get(node_id)
         return heard_s is not None and now_s - heard_s <= ALIVE_S
 
     def forget(self, node_id: str) -> None:
-        """As if it had never been heard of."""
+        """Forget the node completely."""
         self._heard_s.pop(node_id, None)
         self._lives.pop(node_id, None)

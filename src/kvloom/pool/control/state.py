@@ -28,16 +28,17 @@ CREATE TABLE IF NOT EXISTS nodes (node_id TEXT PRIMARY KEY, address TEXT NOT NUL
 
 
 class Conflict(Exception):
-    """There is one of that name already."""
+    """The name is taken."""
 
 
 class Missing(Exception):
-    """There is none of that name."""
+    """The name is unknown."""
 
 
 class Heartbeat(msgspec.Struct):
-    """What a node tells: where it can be reached (host:port, empty = nowhere), its numbers, and which life of its agent
-    this is (empty = of an agent that does not say)."""
+    """A node's report: its address (host:port, empty = unreachable), its figures, and its agent's incarnation (empty =
+    unknown).
+    """
 
     address: str
     stats: NodeStats
@@ -45,7 +46,7 @@ class Heartbeat(msgspec.Struct):
 
 
 class Orders(msgspec.Struct):
-    """What a node is told. members: node id -> host:port; evict: [tenant, bytes] pairs, once."""
+    """Orders to a node. members: node id -> host:port; evict: (tenant, bytes) pairs, sent once."""
 
     credentials: list[dict[str, Any]]
     tenants: list[tuple[str, int, int]]
@@ -55,7 +56,7 @@ class Orders(msgspec.Struct):
 
 
 class ControlState:
-    """Any thread may call. `now` gives the time in seconds since the epoch; `steady` of a clock that nobody sets."""
+    """May be called from any thread. `now` gives seconds since the epoch; `steady` those of a monotonic clock."""
 
     def __init__(
         self, path: Path | str, now: Callable[[], float], steady: Callable[[], float] = time.monotonic
@@ -145,9 +146,9 @@ class ControlState:
         ]
 
     def heartbeat(self, node_id: str, beat: Heartbeat) -> Orders:
-        """Notes a node's numbers and says what it needs to know.
+        """Record a node's figures, and return its orders.
 
-        Raises Conflict when another agent that started later calls itself so too.
+        Raises Conflict when an agent that started later uses the same id.
         """
         stats = msgspec.json.encode(beat.stats).decode()
         with self._lock:
@@ -174,7 +175,7 @@ class ControlState:
         )
 
     def nodes(self) -> list[dict[str, Any]]:
-        """All nodes ever heard of and not removed; `stats` as last told."""
+        """All nodes ever heard of and not removed; `stats` as last reported."""
         with self._lock:
             rows = self._db.execute("SELECT * FROM nodes ORDER BY node_id").fetchall()
             now_s = self._steady()
@@ -191,7 +192,7 @@ class ControlState:
         ]
 
     def drain(self, node_id: str, is_draining: bool) -> None:
-        """Whether new blocks stay away from the node. Raises Missing."""
+        """Whether new blocks avoid the node. Raises Missing."""
         self._change("UPDATE nodes SET is_draining = ? WHERE node_id = ?", (is_draining, node_id), node_id)
 
     def remove_node(self, node_id: str) -> None:
@@ -201,7 +202,7 @@ class ControlState:
             self._members.forget(node_id)
 
     def evict(self, node_id: str, tenant: str, size: int) -> None:
-        """Has the node drop that many bytes of a tenant at its next heartbeat. Raises Missing."""
+        """Make the node evict that many bytes of a tenant at its next heartbeat. Raises Missing."""
         self._change("UPDATE nodes SET node_id = node_id WHERE node_id = ?", (node_id,), node_id)
         with self._lock:
             self._evict[node_id].append((tenant, size))

@@ -28,7 +28,7 @@ class _Slab:
     used: int = 0  # slots handed out
     free: set[int] = field(default_factory=set)  # slot indices given back
     next: int = 0  # slots from here on were never handed out
-    is_closed: bool = False  # nothing more is handed out of it
+    is_closed: bool = False  # closed: no more slots are handed out
 
     @property
     def room(self) -> int:
@@ -46,7 +46,7 @@ class SlabAllocator:
         self._open: dict[int, list[int]] = {}  # class -> slabs with a free slot (may be stale; checked on use)
         self._room: Counter[int] = Counter()  # class -> free slots in its slabs
         self._class_bytes: Counter[int] = Counter()  # class -> bytes of its slabs
-        self.used_bytes = 0  # of handed-out slots, those in closed slabs apart
+        self.used_bytes = 0  # of handed-out slots, except those in closed slabs
         self.capacity = 0  # bytes of slabs that are not closed
 
     @property
@@ -56,12 +56,12 @@ class SlabAllocator:
 
     @property
     def num_missing(self) -> int:
-        """Bytes that the last slab lacks; 0 when it is whole, or closed."""
+        """Bytes that the last slab lacks to its full size; 0 when it is complete or closed."""
         last = self._slabs[-1] if self._slabs else None
         return 0 if last is None or last.is_closed else self.slab_bytes - last.size
 
     def grow(self, size: int) -> None:
-        """Adds `size` bytes: to a last slab that is short, `num_missing` at most, or as one more slab."""
+        """Add `size` bytes: to an incomplete last slab, `num_missing` at most, or as a new slab."""
         if self.num_missing:
             slab = self._slabs[-1]
             before = slab.room
@@ -77,11 +77,11 @@ class SlabAllocator:
         self.capacity += size
 
     def skip(self) -> None:
-        """Adds a slab that is closed from the start, so that the next one has another number."""
+        """Add a closed slab, so that numbers of later slabs move on."""
         self._slabs.append(_Slab(0, is_closed=True))
 
     def allocate(self, slot: int, count: int = 1) -> list[int]:
-        """Offsets of free slots of that class: as many of `count` as one slab has; none = no room."""
+        """Offsets of up to `count` free slots of that class, all from one slab; empty = no room."""
         index = self._slab_for(slot) if slot <= self.slab_bytes else None
         if index is None:
             return []
@@ -136,7 +136,7 @@ class SlabAllocator:
             self._open[slab.slot].append(index)
 
     def close(self, slab: int) -> int:
-        """Takes a slab out of use for ever; what is handed out of it stays until freed. Returns its bytes."""
+        """Take a slab out of use for ever; its slots stay valid until freed. Returns its bytes."""
         closed = self._slabs[slab]
         if closed.is_closed:
             return 0
@@ -173,14 +173,14 @@ class SlabAllocator:
         return self._class_bytes[slot]
 
     def room(self, slot: int) -> int:
-        """Bytes that blocks of a class could take without anything being freed."""
+        """Bytes of free slots that blocks of a class could use now."""
         free = len(self._free_slabs) * (self.slab_bytes // slot)
         if self.num_missing and not self._slabs[-1].slot:
             free += self._slabs[-1].size // slot - self.slab_bytes // slot
         return (self._room[slot] + free) * slot
 
     def check(self) -> None:
-        """States the invariants: counts agree, free lists hold no slot twice, a free slab has no class."""
+        """Assert the invariants: counts agree, free lists hold no slot twice, a free slab has no class."""
         assert len(set(self._free_slabs)) == len(self._free_slabs)
         room: Counter[int] = Counter()
         total = 0

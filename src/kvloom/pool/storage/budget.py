@@ -1,8 +1,8 @@
 """Budget: how a node's memory is shared between tenants.
 
-A tenant's guarantee is set aside for it and never lent. What is left is given out to whoever comes first, up to each
-tenant's quota. A tenant that finds nothing left evicts its own blocks, never another's: so nobody can push out, or
-learn about, what others keep. When limits change, `excess` says who has to give memory back for them to hold at once.
+A tenant's guarantee is reserved for it and never lent. The rest goes to whoever asks first, up to each tenant's quota.
+A tenant that finds nothing left evicts its own blocks, never another's, so no tenant can evict, or learn about, the
+blocks of others. When limits change, `excess` says which tenants must give memory back.
 """
 
 import ctypes
@@ -14,14 +14,14 @@ PAGE_BYTES = 4096  # memory is given out in whole pages
 
 
 class Refusal(StrEnum):
-    """Why a block found no room."""
+    """Why there was no room for a block."""
 
-    QUOTA = "quota"  # it is larger than what the tenant may use
-    NODE_FULL = "node_full"  # others have the memory, and nothing is guaranteed to the tenant
-    PINNED = "pinned"  # what could go is being read or written
-    NO_MEMORY = "no_memory"  # the system gave none
+    QUOTA = "quota"  # it is larger than the tenant's quota
+    NODE_FULL = "node_full"  # other tenants hold the memory, and nothing is guaranteed to this one
+    PINNED = "pinned"  # all evictable blocks are being read or written
+    NO_MEMORY = "no_memory"  # the system gave no memory
     TOO_LARGE = "too_large"  # larger than --slab
-    RATE = "rate"  # the tenant saves faster than it may
+    RATE = "rate"  # the tenant exceeds its rate
 
 
 def _whole_pages(size: int) -> int:
@@ -40,18 +40,18 @@ class _Share:
 
 
 class Budget:
-    """Bytes of a node. Any thread may call."""
+    """Bytes of a node. May be called from any thread."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self._shares: dict[str, _Share] = {}
         self._lock = threading.Lock()
-        self.version = ctypes.c_uint64()  # grows when limits change or room comes about; C++ looks at it
+        self.version = ctypes.c_uint64()  # incremented when limits change or memory becomes free; C++ reads it
 
     def set_limits(self, tenant: str, guarantee: int, quota: int) -> bool:
-        """Sets or changes a tenant's limits, bytes; False, and no change, when the node cannot keep all guarantees.
+        """Set a tenant's limits in bytes. False, and no change, when the node cannot keep all guarantees.
 
-        Others may hold more than is left for them now: `excess` says how much.
+        Others may hold more than they are entitled to then: see `excess`.
         """
         with self._lock:
             others = sum(share.guarantee for name, share in self._shares.items() if name != tenant)
@@ -73,7 +73,9 @@ class Budget:
         return self._shares[tenant].quota
 
     def take(self, tenant: str, size: int) -> int:
-        """Books up to `size` bytes for a tenant, whole pages, as its quota and the node allow. How many; 0 = none."""
+        """Reserve up to `size` bytes for a tenant, in whole pages, within its quota and the node's memory. Returns how
+        many; 0 = none.
+        """
         with self._lock:
             share = self._shares[tenant]
             taken = max(0, min(size, self._left(share))) // PAGE_BYTES * PAGE_BYTES
@@ -81,7 +83,7 @@ class Budget:
             return taken
 
     def has_room(self, tenant: str) -> bool:
-        """Whether `take` would give something."""
+        """Whether `take` would return anything."""
         with self._lock:
             return self._left(self._shares[tenant]) >= PAGE_BYTES
 
@@ -96,10 +98,10 @@ class Budget:
             self.version.value += 1
 
     def excess(self) -> dict[str, int]:
-        """Bytes that each tenant must give back, so that all keep to their quotas and all guarantees can be used.
+        """Bytes that each tenant must give back, so that all quotas are kept and all guarantees can be used.
 
-        What guarantees lack comes from all who use more than theirs, each in proportion to that, in whole pages: a part
-        of a page that is given back is nobody's, and a guarantee that counts on it could not be used to its end.
+        Missing guarantees are taken from all tenants above theirs, in proportion to the excess, in whole pages: a part
+        of a page is of no use to anybody.
         """
         with self._lock:
             over = {name: _whole_pages(max(0, share.used - share.quota)) for name, share in self._shares.items()}
@@ -113,19 +115,21 @@ class Budget:
             return {name: size for name, size in over.items() if size}
 
     def why_refused(self, tenant: str, size: int) -> Refusal:
-        """Why a tenant cannot have `size` bytes, which `take` did not give it, beside what it has."""
+        """Why a tenant cannot have `size` more bytes, which `take` refused."""
         share = self._shares[tenant]
         return Refusal.QUOTA if share.used + size > share.quota else Refusal.NODE_FULL
 
     def check(self) -> None:
-        """States the invariant: what is guaranteed and what is in use fit into the node, unless `excess` says so."""
+        """Assert the invariant: guarantees and memory in use fit into the node, unless `excess` says otherwise."""
         assert sum(share.guarantee for share in self._shares.values()) <= self.total_bytes
         over = self.excess()
         assert sum(max(s.guarantee, s.used - over.get(n, 0)) for n, s in self._shares.items()) <= self.total_bytes
 
 
 class RateLimit:
-    """Bytes a second on average, one second's worth at once. Any thread may call; times in seconds of one clock."""
+    """A token bucket: bytes a second on average, bursts of one second's worth. Any thread; times in seconds of one
+    clock.
+    """
 
     def __init__(self, bytes_per_s: int) -> None:
         self._bytes_per_s = bytes_per_s
@@ -134,7 +138,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def take(self, size: int, now_s: float) -> bool:
-        """Whether `size` bytes may go now. The last ones that fit may overdraw, so that no size waits for ever."""
+        """Whether `size` bytes may pass now. The last ones may overdraw, so that no size waits for ever."""
         with self._lock:
             self._level = min(self._bytes_per_s, self._level + max(0.0, now_s - self._at_s) * self._bytes_per_s)
             self._at_s = now_s

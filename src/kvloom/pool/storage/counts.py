@@ -1,4 +1,4 @@
-"""Counts: what happened so far, by name, as several threads count it."""
+"""Counts: named event counters for several threads."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -6,38 +6,38 @@ from enum import StrEnum
 
 
 class Denial(StrEnum):
-    """Why a whole request was refused, or its connection ended."""
+    """Why a request was refused, or its connection was closed."""
 
-    REVOKED = "revoked"  # the access key that the session was opened with
-    STAGING = "staging"  # all of the staging memory was in use until half of the call's time was over
-    NO_MEMORY = "no_memory"  # the system gave none for a staging area
-    INVALID = "invalid"  # a size, a segment or a part of the staging area that cannot be
-    NOT_DIRECT = "not_direct"  # memory was to be reserved, which only an agent with --direct does
-    LEASES = "leases"  # the session reads too many batches at once
-    MALFORMED = "malformed"  # no frame, or none that was expected
-    LATE = "late"  # the client did not say in time who it is, or did not take its answer
-    NO_THREAD = "no_thread"  # the system gave no thread for the caller
+    REVOKED = "revoked"  # the session's access key was revoked
+    STAGING = "staging"  # all staging memory was in use until half of the call's time had passed
+    NO_MEMORY = "no_memory"  # the system gave no memory for a staging area
+    INVALID = "invalid"  # an invalid size, segment or part of the staging area
+    NOT_DIRECT = "not_direct"  # the client asked for memory to write to, which needs an agent with --direct
+    LEASES = "leases"  # the session has too many leases
+    MALFORMED = "malformed"  # not a frame, or not one that was expected
+    LATE = "late"  # the client did not log in, or did not read its answer, in time
+    NO_THREAD = "no_thread"  # no thread available for the caller
 
     @property
     def counter(self) -> str:
-        """As counts name it."""
+        """The name of its counter."""
         return f"denied_{self}"
 
 
 class Counts(Mapping[str, int]):
-    """Any thread may call. A name that nobody has counted is 0; it does not stand in the list of names."""
+    """May be called from any thread. A name that was never counted is 0, and missing from the list of names."""
 
     def __init__(self) -> None:
         self._values: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def add(self, name: str, count: int = 1) -> None:
-        """So often more. `counts[name] += count` would lose what another thread adds between its two halves."""
+        """Add to a counter; `counts[name] += count` would not be atomic."""
         with self._lock:
             self._values[name] = self._values.get(name, 0) + count
 
     def raise_to(self, name: str, value: int) -> None:
-        """So often, as somebody else has counted; never less than before."""
+        """Raise a counter to a value that was counted elsewhere; it never falls."""
         with self._lock:
             self._values[name] = max(self._values.get(name, 0), value)
 

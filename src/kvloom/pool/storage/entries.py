@@ -1,4 +1,4 @@
-"""What a pool is made of: its files, a published block, and memory for one that is being written."""
+"""The elements of a pool: its files, a published block, and memory for a block being written."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeAlias
@@ -13,12 +13,12 @@ class Geometry:
 
     segment_bytes: int
     slab_bytes: int
-    has_huge_pages: bool = False  # where the system gives them
-    is_sealed: bool = True  # clients may map a segment for reading only
+    has_huge_pages: bool = False  # if the system has them
+    is_sealed: bool = True  # clients may only map a segment for reading
 
 
 class Block(Protocol):
-    """A published block, pinned by who looks at it. slot: bytes of memory it takes, its size class."""
+    """A published block, pinned by the reader. slot: bytes of memory that it takes, its size class."""
 
     @property
     def key(self) -> bytes: ...
@@ -39,7 +39,7 @@ class Block(Protocol):
         """The key before it in its chain, or empty."""
         ...
 
-    is_home: bool  # its home, another node or a store, has it too, as far as known
+    is_home: bool  # whether its home (another node or a store) is known to have it too
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +57,9 @@ class Entry:
     children: "dict[Entry, None]" = field(default_factory=dict)
     pins: int = 0
     is_live: bool = True
-    is_spoiled: bool = False  # its bytes changed by themselves: its memory is not used again
-    is_home: bool = False  # its home, another node or a store, has it too, as far as known
-    used_at: int = 0  # bytes the tenant had saved when it was last used
+    is_spoiled: bool = False  # its bytes are damaged: its memory is not used again
+    is_home: bool = False  # whether its home (another node or a store) is known to have it too
+    used_at: int = 0  # bytes that the tenant had saved when it was last used
 
     @property
     def parent_key(self) -> bytes:
@@ -68,7 +68,7 @@ class Entry:
 
 
 class Reservation(NamedTuple):
-    """Memory for a block that is being written; it ends in `publish` or `abandon`."""
+    """Memory for a block being written; ended by `publish` or `abandon`."""
 
     key: bytes
     offset: int
@@ -88,7 +88,7 @@ Begun: TypeAlias = Reservation | Block | NoRoom
 
 
 class Written(NamedTuple):
-    """Memory that holds its block's bytes now. parent: the key before it in its chain, or empty."""
+    """Reserved memory that holds the block's bytes. parent: the key before it in its chain, or empty."""
 
     reservation: Reservation
     checksum: bytes
@@ -96,7 +96,9 @@ class Written(NamedTuple):
 
 
 class Published(NamedTuple):
-    """What became of a written block, and the block of its key, pinned: it, or one that somebody was faster with."""
+    """The result for a written block, and the block of its key, pinned: this one, or one that another writer published
+    first.
+    """
 
     status: Status
     entry: Block

@@ -1,26 +1,26 @@
-"""Which block goes when room is needed: S3-FIFO or least recently used. Pure.
+"""Eviction: which block goes when room is needed, by S3-FIFO or least recently used. Pure.
 
-S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue and move to the main one only if they are
-used again before its end, so a scan of one-time blocks does not push out what is shared. Keys that fall out of the
-small queue are remembered; coming back, they enter the main queue at once. How large the small queue is follows what is
-asked for after it went, as in ARC (Megiddo and Modha, FAST 2003): many writers whose blocks are read a while later need
-more than a tenth (decision 065).
+S3-FIFO (Yang et al., SOSP 2023) is the default: new keys enter a small queue, and move to the main one only if they are
+used again before they reach its end; so a scan of one-time blocks does not evict shared ones. Keys that leave the small
+queue are remembered, and enter the main queue at once when they come back. The size of the small queue adapts to the
+misses of remembered keys, as in ARC (Megiddo and Modha, FAST 2003): many writers whose blocks are read a while later
+need more than a tenth (decision 065).
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
-_MAX_USES = 3  # more hits than this do not make a key stay longer
-_WHOLE = 1 << 32  # shares are integers of it, so that C++ finds the same
-_LEAST, _MOST = _WHOLE // 10, _WHOLE * 9 // 10  # what the small queue holds of the keys, at least
-_FALL = 8  # a key that had been used is missed by so many times more than one that never was
-_MAX_MISSED, _MAX_RATIO, _MIN_SIZE = 64, 64, 256  # so that no call moves the share by much
-_MAX_PASSED = 4096  # keys that a victim is looked for among; so that no pool is so large that this takes long
+_MAX_USES = 3  # further hits do not keep a key longer
+_WHOLE = 1 << 32  # shares are integer multiples of 1 / it, so that C++ computes the same
+_LEAST, _MOST = _WHOLE // 10, _WHOLE * 9 // 10  # smallest and largest share of the small queue
+_FALL = 8  # a miss of a key that was used counts so many times as much as of one that was not
+_MAX_MISSED, _MAX_RATIO, _MIN_SIZE = 64, 64, 256  # bounds how far one call moves the share
+_MAX_PASSED = 4096  # keys examined for a victim, so that the time does not grow with the pool
 
 
 class Order(Protocol):
-    """Order of departure of a set of keys of equal cost."""
+    """The eviction order of a set of keys of equal cost."""
 
     def __len__(self) -> int: ...
 
@@ -33,20 +33,20 @@ class Order(Protocol):
         """The key was used."""
 
     def missed(self, key: bytes, count: int) -> None:
-        """A reader asked for the key, which is not in, and for `count` - 1 behind it."""
+        """A reader asked for the key, which is not in the set, and for `count` - 1 more behind it."""
 
     def remove(self, key: bytes) -> None:
-        """The key is gone, for whatever reason; no-op when it is not in."""
+        """The key is gone, for whatever reason; does nothing when it is not in the set."""
 
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
-        """The key that should go, still in the set; None when all are kept. Each call ends."""
+        """The key to evict, still in the set; None when all are kept. Always terminates."""
 
     def check(self) -> None:
         """States the invariants."""
 
 
 class Lru:
-    """The key that was not used for the longest time goes: for loads that come back to what they used last."""
+    """The least recently used key goes: for loads that return to what they used last."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, None] = OrderedDict()
@@ -74,18 +74,20 @@ class Lru:
         return next((key for key in self._keys if not is_kept(key)), None)
 
     def check(self) -> None:
-        """Nothing to state: a key is in once by construction."""
+        """Nothing to check: a key cannot be in twice."""
 
 
 class S3Fifo:
-    """Scans do not push out what is used again."""
+    """Keeps keys that are used again in spite of scans."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[bytes, int] = OrderedDict()  # key -> uses since it entered or was passed over
+        # key -> uses since it entered the queue or was passed over
+        self._small: OrderedDict[bytes, int] = OrderedDict()
         self._main: OrderedDict[bytes, int] = OrderedDict()
-        self._ghost: OrderedDict[bytes, bool] = OrderedDict()  # left the small queue -> was missed since
-        self._former: OrderedDict[bytes, None] = OrderedDict()  # left the main queue, and was not missed since
-        self._share = _LEAST  # of the keys, for the small queue
+        self._ghost: OrderedDict[bytes, bool] = OrderedDict()  # keys that left the small queue -> missed since
+        # keys that left the main queue and were not missed since
+        self._former: OrderedDict[bytes, None] = OrderedDict()
+        self._share = _LEAST  # share of the keys in the small queue
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
@@ -94,7 +96,7 @@ class S3Fifo:
         return key in self._small or key in self._main
 
     def add(self, key: bytes) -> None:
-        """A key that is not in yet."""
+        """Add a key that is not in the set."""
         assert key not in self._small, "added twice"
         assert key not in self._main, "added twice"
         self.missed(key, 1)
@@ -111,7 +113,9 @@ class S3Fifo:
             queue[key] += 1
 
     def missed(self, key: bytes, count: int) -> None:
-        """Moves the share towards the queue that would have kept it; the fewer of its keys are known, the further."""
+        """Move the share towards the queue that would have kept the key; the fewer of its keys are remembered, the
+        further.
+        """
         num_unused, num_used = max(1, len(self._ghost)), max(1, len(self._former))
         step = min(count, _MAX_MISSED) * _WHOLE // max(_MIN_SIZE, len(self))
         if self._ghost.get(key) is False:
@@ -135,12 +139,14 @@ class S3Fifo:
                 self._former.popitem(last=False)
 
     def victim(self, is_kept: Callable[[bytes], bool]) -> bytes | None:
-        """The key that should go, still in the set; None when all are kept. Each call ends: it ages what it passes."""
+        """The key to evict, still in the set; None when all are kept. Terminates, because it ages the keys that it
+        passes.
+        """
         small, main = self._small, self._main
         total, left = len(small) + len(main), _MAX_PASSED
         for _ in range(min(len(small), left)):
             if len(small) * _WHOLE < self._share * total:
-                break  # what is left in the small queue is new: give it time to be used
+                break  # the rest of the small queue is new: give it time to be used
             key = next(iter(small))
             if is_kept(key):
                 small.move_to_end(key)
@@ -160,7 +166,7 @@ class S3Fifo:
         return next((key for keys in (main, small) for key in keys if not is_kept(key)), None)
 
     def check(self) -> None:
-        """States the invariants: the queues share no key, uses are in range, the memory of the past is bounded."""
+        """Assert the invariants: queues are disjoint, uses are in range, remembered keys are bounded."""
         assert not self._small.keys() & self._main.keys()
         assert not (self._ghost.keys() | self._former.keys()) & (self._small.keys() | self._main.keys())
         assert not self._ghost.keys() & self._former.keys()
@@ -169,7 +175,7 @@ class S3Fifo:
 
 
 class Classes:
-    """The orders of all size classes, of the tenant's own blocks apart from copies of other nodes' blocks."""
+    """Orders of all size classes, separate for the tenant's own blocks and for copies of other nodes' blocks."""
 
     def __init__(self, new_order: Callable[[], Order]) -> None:
         self._new_order = new_order
@@ -189,11 +195,11 @@ class Classes:
             order.missed(key, count)
 
     def of_slot(self, slot: int) -> list[Order]:
-        """Those of one class, copies first."""
+        """Both orders of a class, copies first."""
         return [orders[slot] for orders in (self._copies, self._own) if slot in orders]
 
     def copies(self) -> list[Order]:
-        """Those of the copies, the class that takes the most memory first."""
+        """Orders of copies, the class that takes most memory first."""
         return _heaviest_first(self._copies)
 
     def every(self) -> list[Order]:

@@ -1,4 +1,4 @@
-"""Held: pinned blocks, as who reads them sees them."""
+"""Held: a batch of pinned blocks."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,7 +6,9 @@ from kvloom.pool.storage.entries import Block
 
 
 class Located(NamedTuple):
-    """Where pinned blocks lie, [blocks] each: segment, offset within it, bytes; and their sums, 16 bytes each."""
+    """Positions of pinned blocks, [blocks] each: segment, offset within it, length in bytes; and checksums, 16 bytes
+    each.
+    """
 
     segments: list[int]
     offsets: list[int]
@@ -22,7 +24,7 @@ class Held(Protocol):
     def located(self) -> Located: ...
 
     def blocks(self) -> list[Block]:
-        """Each, for who looks at them one by one; who takes them ends their pins."""
+        """Each block by itself; the caller then ends their pins."""
         ...
 
     def release(self) -> None:

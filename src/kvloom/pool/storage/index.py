@@ -1,8 +1,8 @@
-"""Index: the published blocks of a tenant by key, their chains, who goes when room is needed, and why one is away.
+"""Index: a tenant's published blocks by key, their chains, the eviction order, and the reasons of misses.
 
-A chain links blocks that were saved one after the other; its end goes before its beginning, which is of more use.
-Blocks whose home is this node and copies of other nodes' blocks are linked apart: copies come and go, and a block at
-its home is found without the copies before it.
+A chain links blocks that were saved one after the other; its end is evicted before its beginning, which is more useful.
+Blocks at their home and copies of other nodes' blocks are linked separately: copies come and go, and a block at its
+home is useful without the copies before it.
 """
 
 from collections import OrderedDict
@@ -12,14 +12,14 @@ from kvloom.pool.storage.entries import Entry, Written
 from kvloom.pool.storage.evict import Classes, Order
 from kvloom.pool.storage.memory import TenantMemory
 
-_MAX_REMEMBERED = 65536  # keys whose loss can still be explained
+_MAX_REMEMBERED = 65536  # keys whose loss can be explained
 
 
 class Index:
     """Guarded by the lock of its pool."""
 
     def __init__(self, memory: TenantMemory, orders: Classes) -> None:
-        """memory: is told which blocks are used."""
+        """memory: is notified of uses."""
         self.entries: dict[bytes, Entry] = {}
         self.orders = orders
         self.rcache_bytes = 0
@@ -34,7 +34,7 @@ class Index:
         self._memory.touch(entry)
 
     def add(self, written: Written) -> Entry:
-        """A block of a key that is not in; pinned once."""
+        """Add a block whose key is not in the index; pinned once."""
         (key, offset, length, slot, is_rcache), checksum, parent = written
         before = self.entries.get(parent)
         if before is not None and before.is_rcache != is_rcache:
@@ -51,7 +51,7 @@ class Index:
         return entry
 
     def forget(self, entry: Entry, cause: Cause) -> None:
-        """Takes a block out. Its memory is the caller's when no reader pins it, else that of its last reader."""
+        """Remove a block. The caller owns its memory if no reader pins it, otherwise its last reader does."""
         del self.entries[entry.key]
         entry.queue.remove(entry.key)
         self._memory.discard(entry)
@@ -67,20 +67,22 @@ class Index:
         self.remember(entry.key, cause)
 
     def remember(self, key: bytes, cause: Cause) -> None:
-        """Why a key is not in."""
+        """Record why a key is not in the index."""
         self._lost[key] = cause
         if len(self._lost) > _MAX_REMEMBERED:
             self._lost.popitem(last=False)
 
     def missed(self, key: bytes, count: int) -> Cause:
-        """A reader did not find the key, nor `count` - 1 behind it. COLD when it was never in, as far as remembered."""
+        """A reader did not find the key, nor `count` - 1 more behind it. Returns why; COLD when it was never there, as
+        far as is known.
+        """
         self.orders.missed(key, count)
         return self._lost.get(key, Cause.COLD)
 
     def evict(self, orders: list[Order], wanted: int) -> list[Entry]:
-        """Forgets the least useful block of the first order that has one, and its chain's blocks from the end to it.
+        """Remove the least useful block of the first order that has one, after the blocks of its chain from the end.
 
-        Stops at `wanted` bytes. The memory of what it returns is the caller's, to use or to free.
+        Stops at `wanted` bytes. The caller owns the memory of the returned blocks.
         """
         key = next((key for order in orders if (key := order.victim(self._is_pinned)) is not None), None)
         if key is None:
@@ -111,7 +113,9 @@ class Index:
         return entry
 
     def check(self) -> None:
-        """States the invariants: orders list the same blocks; chains are linked both ways, and within their kind."""
+        """Assert the invariants: orders list the same blocks; chains are linked in both directions, and within their
+        kind.
+        """
         self.orders.check()
         assert sum(map(len, self.orders.every())) == len(self.entries)
         for key, entry in self.entries.items():

@@ -1,8 +1,8 @@
-"""TenantMemory: the memory of one tenant on one node, and of what use each part of it is.
+"""TenantMemory: the memory of one tenant on one node, and how useful each part of it is.
 
-Segments are shared with clients, so they go back to the node whole; slabs are what size classes have. Use fades with
-the bytes saved since a block was last used: a class that is not used any more loses its slabs to those that are, within
-about as many bytes of saves as the tenant has memory.
+Segments are shared with clients, so they go back to the node as a whole; slabs belong to size classes. Usefulness
+decays with the bytes saved since a block was last used: a class that is not used any more loses its slabs to others
+within about as many bytes of saves as the tenant has memory.
 """
 
 from collections import Counter, defaultdict
@@ -14,12 +14,12 @@ from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Entry, Geometry
 from kvloom.pool.storage.segments import SharedMemory
 
-_MARGIN = 15 / 16  # a class takes another's slab when that is worth less than this share of its own memory
+_MARGIN = 15 / 16  # a class takes another one's slab when that is worth less than this fraction of its own memory
 
 
 @dataclass(slots=True)
 class _Use:
-    """Of a slab or a class: bytes of its blocks, and the sum of bytes * the time they were used at."""
+    """Use of a slab or a class: bytes of its blocks, and the sum of bytes * time of last use."""
 
     bytes: int = 0
     stamps: int = 0
@@ -29,7 +29,7 @@ class _Use:
         self.stamps += size * used_at
 
     def worth(self, now: int, capacity: int) -> float:
-        """Its bytes, less the older they are: half when they were used as long ago as `capacity` bytes take to save."""
+        """Its bytes, weighted by age: half after `capacity` bytes of saves."""
         if not self.bytes:
             return 0.0
         age = now - self.stamps / self.bytes
@@ -40,12 +40,12 @@ class _Use:
 class _Shelf:
     """The published blocks of one slab."""
 
-    entries: dict[Entry, None] = field(default_factory=dict)  # in the order in which they came
+    entries: dict[Entry, None] = field(default_factory=dict)  # in order of arrival
     use: _Use = field(default_factory=_Use)
 
 
 class TenantMemory:
-    """Guarded by the lock of its tenant's pool, but for `view`."""
+    """Guarded by the lock of its tenant's pool, except `view`."""
 
     def __init__(self, tenant: str, budget: Budget, geometry: Geometry) -> None:
         self._tenant = tenant
@@ -53,13 +53,13 @@ class TenantMemory:
         self._geometry = geometry
         self._slabs_a_segment = geometry.segment_bytes // geometry.slab_bytes
         self._allocator = SlabAllocator(geometry.slab_bytes)
-        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never used again
-        self._leaving: set[int] = set()  # segments that go when what is handed out of them is freed
-        self._spoiled: Counter[int] = Counter()  # slots of a segment whose bytes changed by themselves
+        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never reused
+        self._leaving: set[int] = set()  # segments that are given back once all their slots are freed
+        self._spoiled: Counter[int] = Counter()  # damaged slots of each segment
         self._shelves: list[_Shelf] = []
         self._of_class: defaultdict[int, _Use] = defaultdict(_Use)
-        self._clock = 0  # bytes saved
-        self.num_given_back = 0  # segments
+        self._clock = 0  # bytes saved so far
+        self.num_given_back = 0  # segments given back so far
 
     @property
     def used_bytes(self) -> int:
@@ -88,13 +88,13 @@ class TenantMemory:
         return self._allocator.allocate(slot, count)
 
     def free(self, offset: int) -> None:
-        """Gives a slot back, and its segment to the system if it is the last of one that leaves."""
+        """Free a slot, and give its segment back if it is the last slot of one that leaves."""
         self._allocator.free(offset)
         if self._leaving:
             self._let_go(offset // self._geometry.segment_bytes)
 
     def spoil(self, offset: int) -> None:
-        """Never hands a slot out again."""
+        """Never hand the slot out again."""
         number = offset // self._geometry.segment_bytes
         self._spoiled[number] += 1
         self._let_go(number)
@@ -136,7 +136,7 @@ class TenantMemory:
     # Slabs
 
     def grow(self) -> bool:
-        """Takes more memory of the node: what the last slab lacks, or one more. Raises OSError when it has none."""
+        """Take more memory from the node: complete the last slab, or add one. Raises OSError when it has none."""
         missing = self._allocator.num_missing
         size = self._budget.take(self._tenant, missing or self._geometry.slab_bytes)
         if not size:
@@ -155,19 +155,19 @@ class TenantMemory:
         return True
 
     def prefault(self) -> bool:
-        """Has the kernel provide the pages of the last slab; False when it cannot. Not under the lock."""
+        """Make the kernel provide the pages of the last slab; False when it cannot. Call without the lock."""
         segment = self._segments[-1]
         index = (self._allocator.num_slabs - 1) % self._slabs_a_segment
         return segment is not None and segment.prefault(index * self._geometry.slab_bytes, self._geometry.slab_bytes)
 
     def wants_slab(self, slot: int) -> bool:
-        """Whether a class should have a slab of another class, rather than evict its own blocks."""
+        """Whether a class should take a slab of another class, rather than evict its own blocks."""
         return bool(self._lesser(slot))
 
     def slab_to_clear(self, slot: int, is_forced: bool = False) -> list[Entry]:
-        """The blocks of the slab that a class should have of another one; empty when it should evict its own.
+        """The blocks of the slab that a class should take from another one; empty when it should evict its own.
 
-        is_forced: it has none that can go. A slab that somebody reads or writes in is no candidate.
+        is_forced: it has no evictable block. A slab in which blocks are read or written is no candidate.
         """
         lesser = self._lesser(slot)
         if not lesser and not is_forced:
@@ -184,7 +184,7 @@ class TenantMemory:
         return list(found.entries) if found is not None else []
 
     def _lesser(self, slot: int) -> set[int]:
-        """The classes whose memory is clearly of less use than that of this one."""
+        """The classes whose memory is clearly less useful than this one's."""
         worth = {
             each: use.worth(self._clock, self.capacity) / memory
             for each, use in self._of_class.items()
@@ -196,9 +196,8 @@ class TenantMemory:
     # Giving back
 
     def coldest_segment(self, is_idle: bool = False) -> int | None:
-        """The segment whose blocks are of the least use; is_idle: of those that nobody reads or writes in.
-
-        None when there is none that could be given back.
+        """The segment whose blocks are least useful; is_idle: only those without readers and writers. None when none
+        can be given back.
         """
         worth = {
             number: sum(self._shelves[index].use.worth(self._clock, self.capacity) for index in self._slabs_of(number))
@@ -221,11 +220,11 @@ class TenantMemory:
         return [entry for index in self._slabs_of(segment) for entry in self._shelves[index].entries]
 
     def give_back(self, segment: int) -> int:
-        """Takes a segment out of use, and gives it to the system when nobody reads or writes in it any more.
+        """Take a segment out of use; the system gets it when it has no readers and writers any more.
 
-        Its blocks must have lost their keys. Returns its bytes, which others may use from now on.
+        Its blocks must have lost their keys. Returns its bytes, which are free for others at once.
         """
-        while self._allocator.num_slabs < (segment + 1) * self._slabs_a_segment:  # slabs that were never taken
+        while self._allocator.num_slabs < (segment + 1) * self._slabs_a_segment:  # slabs that were never used
             self._allocator.skip()
             self._shelves.append(_Shelf())
         size = sum(map(self._allocator.close, self._slabs_of(segment)))

@@ -25,7 +25,7 @@ class PoolOptions(NamedTuple):
 
 
 def prepare() -> None:
-    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    """Load the library before a call needs it: the first time on a machine it is compiled, which is logged."""
     if is_to_be_compiled(INDEX):
         log.info("compiling %s, once on this machine", INDEX.name)
     functions()

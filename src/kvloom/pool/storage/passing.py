@@ -1,4 +1,4 @@
-"""Blocks that pass between nodes, as batches: what one offers, and what arrives at the other."""
+"""Batches of blocks that pass between nodes: what one offers, and what arrives at the other."""
 
 from typing import NamedTuple, Protocol
 
@@ -9,12 +9,14 @@ from ems.wire.messages import SUM_BYTES, split_keys
 from kvloom.pool.storage.held import Held
 from kvloom.pool.storage.spans import Spans
 
-UNSOUND = 254  # a status: other bytes came than were announced
+UNSOUND = 254  # status: the bytes do not match their checksum
 Sums = npt.NDArray[np.uint8]  # [blocks, 16]
 
 
 class Offered(Protocol):
-    """What is here of some keys, pinned until `release`. Of each key: lengths, 0 where nothing is; sums; spans."""
+    """Blocks of some keys that are here, pinned until `release`. For each key: lengths (0 = not here), checksums,
+    spans.
+    """
 
     @property
     def lengths(self) -> list[int]: ...
@@ -29,10 +31,8 @@ class Offered(Protocol):
 
 
 class Announced(NamedTuple):
-    """Blocks that another node announces, whose bytes follow. sums: 16 bytes each; parents: the key before each in its
-    chain, 32 bytes each, or none at all.
-
-    is_rcache: their home is the node that sends them; they stay here as copies.
+    """Blocks that another node announces; their bytes follow. sums: 16 bytes each; parents: key before each in its
+    chain, 32 bytes each, or empty. is_rcache: the sending node is their home; they stay here as copies.
     """
 
     keys: list[bytes]
@@ -42,14 +42,15 @@ class Announced(NamedTuple):
     is_rcache: bool = False
 
     def part(self, start: int, end: int) -> "Announced":
-        """Some of them."""
+        """A range of them."""
         sums, parents = self.sums[start * SUM_BYTES : end * SUM_BYTES], b"".join(split_keys(self.parents)[start:end])
         return Announced(self.keys[start:end], self.lengths[start:end], sums, parents, self.is_rcache)
 
 
 class Arrived(NamedTuple):
-    """What became of them: a `Status` each, or UNSOUND; and the blocks of their keys that are here, pinned, with the
-    bytes of each."""
+    """Results: a `Status` each, or UNSOUND; and the blocks of their keys that are here, pinned, with the length of
+    each.
+    """
 
     statuses: bytes
     held: Held
@@ -57,17 +58,17 @@ class Arrived(NamedTuple):
 
 
 class Arrival(Protocol):
-    """Memory for announced blocks, one of two to be called when they came, or did not."""
+    """Memory for announced blocks; call `settle` when their bytes have come, otherwise `give_up`."""
 
     @property
     def spans(self) -> Spans:
-        """Where their bytes belong; nowhere, if a block is here already or finds no room."""
+        """Memory for their bytes; none where a block is here already or finds no room."""
         ...
 
     def settle(self, sums: Sums) -> Arrived:
-        """Publishes those whose bytes' sums are those announced."""
+        """Publish those whose checksums match."""
         ...
 
     def give_up(self) -> None:
-        """Keeps nothing of them."""
+        """Drop all of them."""
         ...

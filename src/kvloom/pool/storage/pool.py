@@ -1,8 +1,8 @@
-"""Pool: what a tenant's blocks on one node can be asked, whichever way they are kept.
+"""Pool: the interface of a tenant's blocks on one node, however they are kept.
 
-A block is written in two steps: `begin` reserves memory that nobody else sees, `publish` makes it readable; a writer
-that dies in between leaves nothing behind. A read pins its blocks, and a pinned block keeps its bytes whatever happens
-to its key. `TenantPool` keeps them in Python, `NativePool` in C++, with the same answers.
+A block is written in two steps: `begin` reserves memory that is invisible to others, `publish` makes it readable; a
+writer that dies in between leaves nothing behind. Readers pin blocks, and a pinned block keeps its bytes whatever
+happens to its key. `TenantPool` keeps blocks in Python, `NativePool` in C++, with the same results.
 """
 
 from abc import ABC, abstractmethod
@@ -24,9 +24,8 @@ from kvloom.pool.storage.segments import SharedMemory
 
 
 class Batch(NamedTuple):
-    """Blocks to save. keys: 32 bytes each, in chain order; parent: the key before the first, or empty; None = no chain.
-
-    areas: their bytes; is_rcache: which are copies of other nodes' blocks.
+    """Blocks to save. keys: 32 bytes each, in chain order; parent: the key before the first, or empty; None = not a
+    chain. areas: their bytes; is_rcache: which are copies of other nodes' blocks.
     """
 
     keys: list[bytes]
@@ -40,9 +39,9 @@ Refused: TypeAlias = tuple[bytes, Refusal]
 
 
 class Saved(NamedTuple):
-    """One status a key, up to the first that found no room; those that are here now, pinned; how many are new.
+    """One status a key, up to the first that found no room; the blocks that are here now, pinned; how many are new.
 
-    refused: those without room. They may be tried again; who does not counts them.
+    refused: keys without room. They may be tried again; a caller that does not counts them.
     """
 
     statuses: bytearray
@@ -52,22 +51,22 @@ class Saved(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What a session may be answered without asking the node."""
+    """What a session may answer without asking the node."""
 
-    can_save: bool  # its rate has no limit, and no block's home is another node
+    can_save: bool  # the tenant's rate is unlimited, and every block's home is this node
     has_others: bool  # other nodes may have what is not here
-    keyring_version: c_uint64  # grows when the session's key may have been revoked
+    keyring_version: c_uint64  # incremented when the session's key may have been revoked
 
 
 class Serving(Protocol):
-    """The requests of a session, but for those that are answered without its knowing."""
+    """Source of a session's requests, except those that it answers itself."""
 
     def receive(self) -> Frame:
-        """The next one; waits for ever. Raises what `Channel.receive` does."""
+        """The next request; waits for ever. Raises as `Channel.receive` does."""
         ...
 
     def has_frame(self) -> bool:
-        """Whether `receive` would return at once, or what comes is being answered."""
+        """Whether `receive` would return at once, or an arriving request is being answered."""
         ...
 
     def use_arena(self, arena: SharedMemory | None) -> None:
@@ -89,7 +88,7 @@ class Pool(ABC):
         self._budget = budget
         self._rcache_share = rcache_share
         self._counts = Counts()
-        self._has_no_memory = False  # the system's answer when memory was last asked for
+        self._has_no_memory = False  # whether the system refused memory when last asked
 
     @property
     def counts(self) -> Counts:
@@ -128,8 +127,9 @@ class Pool(ABC):
 
     @abstractmethod
     def missed(self, key: bytes, count: int) -> Cause:
-        """A reader did not find the key, nor `count` - 1 behind it. Why: COLD when it was never here, as far as
-        remembered."""
+        """A reader did not find the key, nor `count` - 1 more behind it. Returns why; COLD when it was never here, as
+        far as is known.
+        """
 
     @abstractmethod
     def view(self, offset: int, length: int) -> Bytes:
@@ -146,7 +146,7 @@ class Pool(ABC):
     @property
     @abstractmethod
     def num_given_back(self) -> int:
-        """Segments that went back to the system: who has mapped one may let go of it."""
+        """Number of segments given back to the system: clients that have mapped one should unmap it."""
 
     # Sessions
 
@@ -158,10 +158,10 @@ class Pool(ABC):
 
     @abstractmethod
     def save(self, batch: Batch) -> Saved:
-        """Copies blocks to memory of their own, sums, publishes and pins them; ends after one without room."""
+        """Copy blocks into memory, compute checksums, publish and pin them; stops after a block without room."""
 
     def begin(self, key: bytes, length: int, is_rcache: bool = False) -> Begun:
-        """Memory for a block; or the block of that key, pinned; or that there is no room."""
+        """Memory for a block; or the block of that key, pinned; or NoRoom."""
         return self.begin_all([key], [length], [is_rcache])[0]
 
     @abstractmethod
@@ -178,7 +178,7 @@ class Pool(ABC):
 
     @abstractmethod
     def abandon(self, reservation: Reservation) -> None:
-        """Gives memory back unwritten."""
+        """Free the memory unwritten."""
 
     # Between nodes
 
@@ -188,12 +188,12 @@ class Pool(ABC):
 
     @abstractmethod
     def arrive(self, blocks: Announced) -> Arrival:
-        """Memory for blocks of another node. One that finds no room does not keep out those behind it."""
+        """Memory for blocks of another node. A block without room does not stop those behind it."""
 
     # Damage
 
     def distrust(self, entry: Block) -> bool:
-        """Checks a pinned block's bytes; when they changed, forgets it and never uses its memory again."""
+        """Check a pinned block's bytes; if damaged, remove it and never use its memory again."""
         if xxhash.xxh3_128_digest(self.view(entry.offset, entry.length).data) == entry.checksum:
             return False
         if self._spoil(entry):
@@ -202,10 +202,10 @@ class Pool(ABC):
 
     @abstractmethod
     def _spoil(self, entry: Block) -> bool:
-        """Forgets a pinned block, and never uses its memory again; False when it was forgotten before."""
+        """Remove a pinned block, and never use its memory again. False when it was removed before."""
 
     def _refuse(self, key: bytes, slot: int, refused: list[Refused] | None = None) -> Status:
-        """Counts a block that found no room, by why that is. refused: gets it instead: it may be tried again."""
+        """Count a block that found no room, by reason. refused: collects it instead, because it may be tried again."""
         capacity = self._capacity()
         if slot > self.geometry.slab_bytes:
             cause = Refusal.TOO_LARGE
@@ -234,34 +234,35 @@ class Pool(ABC):
 
     @abstractmethod
     def _remember(self, key: bytes, cause: Cause) -> None:
-        """Why a key is not in."""
+        """Record why a key is not here."""
 
     # Room
 
     @abstractmethod
     def evict(self, size: int) -> int:
-        """Drops blocks of `size` bytes, or all that are not pinned. Bytes freed.
+        """Evict blocks of `size` bytes, or all that are not pinned. Returns the bytes freed.
 
-        First the segments of least use, which go back to the node, then single blocks, least useful first.
+        First the least useful segments, which go back to the node, then single blocks, least useful first.
         """
 
     @abstractmethod
     def shrink(self, size: int) -> None:
-        """Gives `size` bytes back to the node, or somewhat more: whole segments, those of least use first.
+        """Give at least `size` bytes back to the node, in whole segments, the least useful first.
 
-        Others may use them at once. What is being read of them stays readable until then.
+        Others may use the memory at once; blocks being read stay readable until then.
         """
 
     @abstractmethod
     def make_room_ahead(self, slot: int, count: int) -> bool:
-        """Evicts some of what a batch of `count` blocks would evict, before it comes. Whether more is to go.
+        """Evict some of what a batch of `count` blocks would evict, before it comes. Returns whether there is more to
+        evict.
 
         At most a small share of the memory is kept free.
         """
 
     @abstractmethod
     def warm(self) -> None:
-        """Takes all memory the quota allows and has the kernel provide its pages now; for a thread of its own."""
+        """Take all memory that the quota allows, and make the kernel provide its pages; for a thread of its own."""
 
     # Knowing
 
@@ -279,4 +280,4 @@ class Pool(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """States the invariants: index, queues and slabs list the same blocks; chains are linked both ways."""
+        """Assert the invariants: index, queues and slabs list the same blocks; chains are linked in both directions."""

@@ -1,6 +1,7 @@
 """Segments: the memory of a tenant's pool, as anonymous files that clients can map but not change.
 
-No name in any file system: when the agent is gone and the last client unmaps, the kernel takes the memory back.
+They have no name in any file system: when the agent has ended and the last client unmaps them, the kernel frees the
+memory.
 """
 
 import contextlib
@@ -25,9 +26,8 @@ class SharedMemory:
     """A mapped memfd of `size` bytes. `data` is the agent's writable view; `fd` goes to clients."""
 
     def __init__(self, name: str, size: int, is_sealed: bool, has_huge_pages: bool = False) -> None:
-        """is_sealed: whoever receives `fd` may map it for reading only. Its size is fixed either way.
-
-        has_huge_pages: of pages that the administrator reserved, else of those that the kernel merges, else not.
+        """is_sealed: receivers of `fd` may only map it for reading. Its size is fixed either way. has_huge_pages: use
+        pages that the administrator reserved, else transparent huge pages, else normal ones.
         """
         self.size = size
         self._can_merge = True  # until the kernel refuses
@@ -45,10 +45,10 @@ class SharedMemory:
         return os.fstat(self.fd).st_blksize >= HUGE_PAGE_BYTES
 
     def prefault(self, start: int, size: int) -> bool:
-        """Has the kernel provide the pages of a range now; a first write later would pay ten times over.
+        """Make the kernel provide the pages of a range now; first writes would cost ten times as much later.
 
-        Huge ones where it can (since 6.1): a client pays for each page that it reads first. Returns False where it
-        cannot at all (before 5.14, or out of memory): then pages come when touched.
+        Huge pages if possible (since 6.1), because a client pays for each page that it reads first. False where it is
+        not possible (before 5.14, or out of memory): then pages come when touched.
         """
         if self._can_merge:
             self._merge(-(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, start + size)
@@ -56,14 +56,14 @@ class SharedMemory:
 
     @property
     def is_merged(self) -> bool:
-        """Whether the kernel has not refused huge pages yet."""
+        """Whether the kernel has not refused transparent huge pages yet."""
         return self._can_merge
 
     def _merge(self, start: int, stop: int) -> None:
-        """From a huge page's beginning on. In one call, since each waits for all processors."""
+        """From the next huge page boundary on. One call, because each one waits for all cores."""
         whole = self.data[start : stop // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES]
         if len(whole):
-            whole[::HUGE_PAGE_BYTES].max()  # where there is no page at all the kernel makes none
+            whole[::HUGE_PAGE_BYTES].max()  # the kernel merges only where there is a page already
             self._can_merge = advise(whole, _MADV_COLLAPSE) in (0, errno.EAGAIN)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Spans: where the bytes of blocks lie in this process, one block after the other."""
+"""Spans: addresses of blocks' bytes in this process, one block after the other."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from ems.runs import Bytes, address_of
 
 
 class Spans:
-    """rows [blocks, 2] uint64: the address, 0 where there is none, and how many bytes."""
+    """rows [blocks, 2] uint64: address (0 = none) and number of bytes."""
 
     def __init__(self, rows: npt.NDArray[np.uint64]) -> None:
-        """Whoever makes it sees to it that the memory stays."""
+        """The caller keeps the memory alive."""
         self.rows = rows
         self._kept: Sequence[Bytes | None] = ()
 
     @classmethod
     def of(cls, memories: Sequence[Bytes | None], lengths: Sequence[int]) -> "Spans":
-        """Of arrays, which stay as long as it does. None: there is no memory for a block of that length."""
+        """Of arrays, which it keeps alive. None: there is no memory for a block of that length."""
         rows = [
             (0 if memory is None else address_of(memory), length)
             for memory, length in zip(memories, lengths, strict=True)

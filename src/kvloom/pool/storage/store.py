@@ -1,7 +1,7 @@
 """TenantPool: a tenant's blocks kept in Python: index, memory, pins, eviction. One lock guards the index; bytes are
-copied outside of it.
+copied without it.
 
-It serves where the library cannot be had, and what `NativePool` answers is compared with it.
+Used where the library is not available, and as the reference that `NativePool` is compared with.
 """
 
 import logging
@@ -24,9 +24,9 @@ from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 
 log = logging.getLogger(__name__)
 
-_MAX_EVICTIONS = 4096  # to make room for one block
-_AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
-_AHEAD_BLOCKS = 64  # evicted at a time: a request that comes meanwhile waits for that long
+_MAX_EVICTIONS = 4096  # victims examined to make room for one block
+_AHEAD_SHARE = 1 / 16  # share of a quota that is kept free at most, for the next batch
+_AHEAD_BLOCKS = 64  # blocks evicted at a time, while other requests wait
 
 
 class TenantPool(Pool):
@@ -40,7 +40,7 @@ class TenantPool(Pool):
         rcache_share: float,
         new_order: Callable[[], Order] = S3Fifo,
     ) -> None:
-        """As `Pool`. new_order: who goes first among the blocks of a size class."""
+        """As `Pool`. new_order: creates the eviction order of a size class."""
         super().__init__(tenant, budget, geometry, rcache_share)
         self._lock = threading.Lock()
         self._memory = TenantMemory(tenant, budget, geometry)
@@ -96,7 +96,7 @@ class TenantPool(Pool):
                     self._release(entry)
 
     def _release(self, entry: Entry) -> None:
-        """The memory of a block that has neither key nor pins can have another."""
+        """Free the memory of a block that has neither key nor pins."""
         if entry.is_spoiled:
             self._memory.spoil(entry.offset)
         else:
@@ -130,7 +130,7 @@ class TenantPool(Pool):
     ) -> list[Begun]:
         found: list[Begun] = []
         is_alike = len(set(lengths)) == 1 and not any(is_rcache)
-        free: list[int] = []  # offsets that were emptied together, for the keys to come
+        free: list[int] = []  # offsets freed together, for the keys to come
         with self._lock:
             num_new = sum(self._index.get(key) is None for key in keys) if is_alike else 1
             for key, length, is_copy in zip(keys, lengths, is_rcache, strict=True):
@@ -249,7 +249,7 @@ class TenantPool(Pool):
         return self._memory.give_back(segment)
 
     def _free(self, gone: Iterable[Entry]) -> int:
-        """The memory of blocks that lost their key and are not pinned can have another. How many bytes."""
+        """Free the memory of removed blocks that are not pinned. Returns the bytes."""
         freed = 0
         for entry in gone:
             self._memory.free(entry.offset)
@@ -267,18 +267,21 @@ class TenantPool(Pool):
             if self._grow():
                 return True
             if self._memory.wants_slab(slot):
-                return False  # a whole slab will do for long, and takes its time: when it is needed
+                return False  # a whole slab lasts long and takes time: only when it is needed
             gone = self._evict(self._index.orders.of_slot(slot), min(lacking, _AHEAD_BLOCKS * slot))
             self._free(gone)
             return bool(gone)
 
     def _make_room(self, slot: int, is_rcache: bool, wanted: int) -> list[int]:
-        """Offsets of slots of that size, one at least, within the tenant's limits; none when only pinned blocks are in
-        the way. wanted: bytes that are worth emptying at once."""
+        """Offsets of free slots of that size, at least one, within the tenant's limits; none when only pinned blocks
+        are in the way.
+
+        wanted: bytes that are worth freeing at once.
+        """
         for _ in range(_MAX_EVICTIONS):
             if is_rcache and self._has_many_copies(slot):
                 gone = self._evict(self._index.orders.copies(), wanted)
-                if not gone:  # all copies are being read: one more only where nobody uses the memory
+                if not gone:  # all copies are being read: another one only fits into unused memory
                     while not (offsets := self._memory.allocate(slot, 1)) and self._grow():
                         pass
                     return offsets
@@ -299,7 +302,7 @@ class TenantPool(Pool):
         return []
 
     def _evict(self, orders: list[Order], wanted: int) -> list[Entry]:
-        """Forgets blocks of the first order that has one to go, until `wanted` bytes; their memory is the caller's."""
+        """Remove blocks of the first order that has a victim, until `wanted` bytes; the caller owns their memory."""
         gone = self._index.evict(orders, wanted)
         self.counts.add("evicted", len(gone))
         return gone
@@ -321,7 +324,7 @@ class TenantPool(Pool):
         return is_grown
 
     def _clear_slab(self, slot: int, is_forced: bool = False) -> bool:
-        """Empties the slab of another class that is of less use than this class's; is_forced: of the least use."""
+        """Empty a slab of a less useful class; is_forced: of the least useful one."""
         gone = self._memory.slab_to_clear(slot, is_forced)
         for entry in gone:
             self._index.forget(entry, Cause.EVICTED)

@@ -1,4 +1,4 @@
-"""Engine: what an agent needs of a distributed store, and how one is opened from its address."""
+"""Engine: the interface of a distributed store for an agent, and how one is opened from its URL."""
 
 import importlib
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class Engine(Protocol):
     """
 
     def put(self, names: Sequence[str], values: Sequence[bytes]) -> None:
-        """Stores values; a name that is there keeps its value or gets the new one, as the store has it."""
+        """Store values; whether an existing value is replaced is up to the store."""
         ...
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:
-        """Each value, None where there is none."""
+        """Each value, None where there is none; in memory of its own."""
         ...
 
     def has(self, names: Sequence[str]) -> list[bool]:

@@ -14,8 +14,8 @@ from mooncake.store import MooncakeDistributedStore
 from kvloom.pool.config import parse_size
 from kvloom.pool.stores.engine import EngineError
 
-_BUFFER_BYTES = 256 << 20  # for values on their way; the store's own memory
-_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the system's own choices
+_BUFFER_BYTES = 256 << 20  # buffer for values under way; not the store's own memory
+_FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the range of ports that the system assigns
 _OPTIONS = {"host", "metadata", "protocol", "devices", "segment"}
 
 
@@ -32,7 +32,7 @@ def connect(address: str, password: str) -> "MooncakeEngine":
         raise ValueError("engine: needs mooncake://master:port?host=own_address")
     segment = options.get("segment", "0")
     store = MooncakeDistributedStore()
-    # a port that no earlier life of this agent used: the store refuses a name it still remembers
+    # a new port at every start: the store refuses a name that it still remembers
     port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     code = store.setup(
         f"{options['host']}:{port}",
@@ -60,7 +60,7 @@ class MooncakeEngine:
             raise EngineError(f"put failed with code {code}")
 
     def get(self, names: Sequence[str]) -> list[memoryview | None]:
-        """The buffers are the store's client's; each lives as long as its view."""
+        """The buffers belong to the store's client; each lives as long as its view."""
         handles = self._store.batch_get_buffer(list(names))
         return [None if handle is None else memoryview(handle).cast("B") for handle in handles]
 

@@ -1,7 +1,7 @@
-"""EngineTier: the rest of the cluster as one distributed store, instead of nodes that ask each other.
+"""EngineTier: the rest of the cluster as one distributed store, instead of peers.
 
-Calls run in a few threads of their own. One that outlives its deadline is abandoned, not interrupted: what it returns
-later is dropped, and the blocks it reads from stay pinned until it returns, so its memory is never anyone else's.
+Calls run on a few threads. A call that outlives its deadline is abandoned, not interrupted: its late result is dropped,
+and the blocks that it reads stay pinned until it returns, so that their memory is not reused.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from kvloom.pool.storage.entrywise import HeldEntries
 from kvloom.pool.storage.pool import Pool
 from kvloom.pool.stores.engine import Engine, EngineError
 
-_WORKERS = 4  # calls at once, abandoned ones included
-_PUSH_BLOCKS = 16  # stored by one call
-_FETCH_KEYS = 16  # asked for at once: a hole ends a load, what lies behind it would be brought in vain
-_MAX_QUEUE = 1024  # blocks waiting to be stored; who has more waits
+_WORKERS = 4  # threads; abandoned calls hold one each
+_PUSH_BLOCKS = 16  # blocks stored by one call
+_FETCH_KEYS = 16  # blocks requested at once: a missing one ends a load, so what lies behind it would be loaded in vain
+_MAX_QUEUE = 1024  # most blocks waiting to be stored; further ones wait
 _PUSH_S = 10.0
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class _Push:
 
 
 class _Answer(NamedTuple, Generic[T]):
-    """Of the store. problem: NONE, TIMEOUT or PEER_DOWN; then there is no result."""
+    """A result of the store. problem: NONE; TIMEOUT or PEER_DOWN = there is no result."""
 
     problem: Cause
     result: T | None
@@ -65,7 +65,7 @@ class EngineTier:
     # Others
 
     def route(self, key: bytes) -> Route:
-        """All blocks belong into the store, unless it is being left alone."""
+        """The home of all blocks is the store, unless it is unreachable for now."""
         with self._lock:
             return Route.CUT_OFF if self._breaker.is_open(self._now()) else Route.AWAY
 
@@ -122,11 +122,11 @@ class EngineTier:
         return self._call(lambda: self._engine.put(names, values), deadline_s).problem is Cause.NONE
 
     def status(self) -> dict[str, bool]:
-        """Whether the store is being called at present."""
+        """Whether the store is reachable at present."""
         return {"engine": self.route(b"") is Route.AWAY}
 
     def close(self) -> None:
-        """Ends the threads as they come back; calls under way fail."""
+        """End the threads as their calls return; calls under way fail."""
         self._is_closed = True
         for _ in range(_WORKERS):
             self._calls.put(None)
@@ -137,14 +137,14 @@ class EngineTier:
     # Threads
 
     def _call(self, call: Callable[[], T], deadline_s: float) -> "_Answer[T]":
-        """Runs a call until the deadline."""
+        """Run a call until the deadline."""
         future = self._submit(call)
         if future is None:
             return _Answer(Cause.PEER_DOWN, None)
         return self._wait(future, deadline_s)
 
     def _submit(self, call: Callable[[], T]) -> "Future[T] | None":
-        """Has a thread run the call; None when the store is being left alone or abandoned calls hold all threads."""
+        """Run the call on a thread; None when the store is unreachable for now, or abandoned calls hold all threads."""
         with self._lock:
             if self._num_busy >= _WORKERS or not self._breaker.allows(self._now()):
                 return None
@@ -171,7 +171,7 @@ class EngineTier:
                 result, error = call(), None
             except EngineError as raised:
                 result, error = None, raised
-            except Exception as raised:  # a client library's own bug must not take a worker away
+            except Exception as raised:  # a bug in the client library must not end the thread
                 result, error = None, EngineError(repr(raised))
             with self._lock:
                 self._num_busy -= 1
@@ -194,7 +194,9 @@ class EngineTier:
             self._push(batch)
 
     def _push(self, batch: list[_Push]) -> None:
-        """Stores a batch; its pins end when the call returns, however late. Of what it had the store is asked first."""
+        """Store a batch; its pins end when the call returns, however late. The store is first asked which known blocks
+        it still has.
+        """
 
         def put() -> None:
             try:
@@ -214,7 +216,7 @@ class EngineTier:
                 push.pool.unpin([push.entry])
 
     def _missing(self, batch: list[_Push]) -> list[_Push]:
-        """What the store has to be given: all that is new to it, and what it has lost since it had it."""
+        """Blocks that must be stored: new ones, and those that the store has lost."""
         known = [push for push in batch if push.entry.is_home]
         has = self._engine.has(list(map(_name, known))) if known else []
         there = {push.entry.key for push in compress(known, has)}
@@ -226,18 +228,18 @@ def _name(push: _Push) -> str:
 
 
 def _value(push: _Push) -> bytes:
-    """As the store keeps a block: its checksum, then its bytes."""
+    """The stored form of a block: its checksum, then its bytes."""
     entry = push.entry
     return b"".join((entry.checksum, push.pool.view(entry.offset, entry.length).data))
 
 
 def _names(tenant: str, keys: list[bytes]) -> list[str]:
-    """Names in the store: the tenant first, so that its access rules can tell tenants apart."""
+    """Names in the store: the tenant first, so that access rules can separate tenants."""
     return [f"ems:{tenant}:{key.hex()}" for key in keys]
 
 
 def _keep(pool: Pool, key: bytes, value: memoryview) -> tuple[Cause, Block | None]:
-    """Publishes a value of the store if its checksum holds. Returns what went wrong, and the block, pinned."""
+    """Publish a value of the store if its checksum matches. Returns the problem, and the block, pinned."""
     data = value[SUM_BYTES:]
     if len(data) == 0:
         pool.counts.add("corrupt_on_wire")

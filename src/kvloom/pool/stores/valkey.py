@@ -10,7 +10,7 @@ from kvloom.pool.stores.engine import EngineError
 
 _ERRORS = (valkey.ValkeyError, valkey.exceptions.ValkeyClusterException, OSError)
 _CONNECT_S = 2.0
-_CALL_S = 10.0  # of one socket operation: a call that the agent gave up ends at last
+_CALL_S = 10.0  # seconds of one socket operation, so that abandoned calls end
 
 
 def connect(address: str, password: str) -> "ValkeyEngine":

@@ -1,4 +1,4 @@
-"""The C++ library of blocks on their way between nodes, as stream.cpp has it."""
+"""The C++ library for transferring blocks between nodes (stream.cpp)."""
 
 import ctypes
 import logging
@@ -12,18 +12,18 @@ from ems.wire.messages import SUM_BYTES
 
 log = logging.getLogger(__name__)
 STREAM = Library("libkvloom_stream", Path(__file__).parent)
-CLOSED = -1  # instead of an errno: the other side has closed the connection
+CLOSED = -1  # not an errno: the peer has closed the connection
 
 
 class Functions(NamedTuple):
-    """The library; its functions let go of the interpreter's lock."""
+    """The library; its functions release the interpreter lock."""
 
     library: ctypes.CDLL
     xxh3: Xxh3
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Says what its functions take and return. Raises OSError when the library sums otherwise than Python does."""
+    """Declare types of arguments and results. Raises OSError when its checksums differ from Python's."""
     functions = ctypes.POINTER(Xxh3)
     library.stream_sum.argtypes = [functions, c_void_p, c_uint64, c_void_p]
     library.stream_sum.restype = None
@@ -47,7 +47,7 @@ def functions() -> Functions | None:
 
 
 def prepare() -> None:
-    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    """Load the library before a call needs it: the first time on a machine it is compiled, which is logged."""
     if is_to_be_compiled(STREAM):
         log.info("compiling %s, once on this machine", STREAM.name)
     functions()

@@ -1,4 +1,4 @@
-"""Blocks of a NativePool: pinned ones, as arrays and one by one; and those that pass between nodes."""
+"""Blocks of a NativePool: pinned ones, as arrays or one by one; and batches that pass between nodes."""
 
 import ctypes
 from typing import Protocol
@@ -29,12 +29,14 @@ class Owner(Protocol):
         ...
 
     def settle(self, arrival: c.Arrival, blocks: Announced, statuses: npt.NDArray[np.uint8]) -> bytes:
-        """Ends what `arrive` began. Returns what became of each; statuses: what `arrival` has for that."""
+        """Finish what `arrive` began. Returns the result for each block; statuses: the results in `arrival`."""
         ...
 
 
 class NativeBlock:
-    """A pinned block. What may change meanwhile is asked for; `born` tells it from a later block of its number."""
+    """A pinned block. State that may change is asked for; `born` distinguishes it from a later block with its
+    number.
+    """
 
     __slots__ = ("_born", "_owner", "checksum", "id", "is_rcache", "key", "length", "offset", "slot")
 
@@ -71,7 +73,7 @@ class NativeBlock:
 
     @property
     def is_home(self) -> bool:
-        """Whether its home has it too; may be set by who no longer pins it."""
+        """Whether its home has it too; may also be set after the pin has ended."""
         now = self._now()
         return bool(now.is_home) and now.born == self._born
 
@@ -82,7 +84,7 @@ class NativeBlock:
 
 
 class HeldBlocks:
-    """Pinned blocks as arrays; made with room for `most`, then filled."""
+    """Pinned blocks as arrays, with capacity for `most`."""
 
     def __init__(self, owner: Owner, most: int) -> None:
         self._owner = owner
@@ -92,7 +94,7 @@ class HeldBlocks:
         self._sums = b""
 
     def pin(self, keys: bytes) -> None:
-        """The prefix of `keys` that is here; there is room for as many."""
+        """Pin the prefix of `keys` that is here; there must be capacity for all."""
         sums, most = ctypes.create_string_buffer(SUM_BYTES * len(self.ids)), len(self.ids)
         ids, offsets, lengths = address_of(self.ids), address_of(self.offsets), address_of(self.lengths)
         short = self._owner.functions.short
@@ -101,7 +103,7 @@ class HeldBlocks:
         self._sums = sums.raw[: SUM_BYTES * count]
 
     def keep(self, count: int) -> None:
-        """Of what a save filled in, the blocks among the first `count`."""
+        """Keep the first `count` blocks of a save."""
         ids = self.ids[:count]
         self.ids = ids[ids != c.NONE]
 

@@ -11,10 +11,10 @@ from ems.native.library import Xxh3, load, xxh3
 from ems.wire.messages import SUM_BYTES
 
 INDEX = Library("libkvloom_pool", Path(__file__).parent)
-NONE = 0xFFFF_FFFF  # instead of a block's number
-LEFT = 255  # a status: its memory is being given back meanwhile
+NONE = 0xFFFF_FFFF  # not a block's number
+LEFT = 255  # status: its memory is being given back
 DONE, MORE, NEEDS_MEMORY = 0, 1, 2
-AGAIN = -2  # instead of bytes that were given back: to be called again
+AGAIN = -2  # not a number of bytes: call again
 
 Key = c_uint8 * KEY_BYTES
 Sum = c_uint8 * SUM_BYTES
@@ -24,7 +24,7 @@ LOOK, GROW, REFUSE = ctypes.CFUNCTYPE(None), ctypes.CFUNCTYPE(c_int), ctypes.CFU
 
 
 class Counts(ctypes.Structure):
-    """What sessions that C++ serves have counted, as handle.hpp has it; saved: by `Status`, missed: by `Cause`."""
+    """Counters of sessions that C++ serves (handle.hpp); saved: by `Status`, missed: by `Cause`."""
 
     num_calls: int
     saved: Any
@@ -44,7 +44,7 @@ class Counts(ctypes.Structure):
 
 
 class Glance(ctypes.Structure):
-    """What is read without a call; the last three are written so, of the budget."""
+    """Figures read without a call; the last three are written by Python, from the budget."""
 
     num_evicted: int
     num_given_back: int
@@ -65,7 +65,7 @@ class Glance(ctypes.Structure):
 
 
 class Callbacks(ctypes.Structure):
-    """What sessions ask of Python, as serving.hpp has it."""
+    """Python functions that sessions call (serving.hpp)."""
 
     _fields_ = [
         ("look", LOOK),
@@ -76,7 +76,7 @@ class Callbacks(ctypes.Structure):
 
 
 class Terms(ctypes.Structure):
-    """What a session may answer without Python, as serving.hpp has it."""
+    """What a session may answer without Python (serving.hpp)."""
 
     _fields_ = [
         ("can_save", c_int64),
@@ -111,7 +111,7 @@ class Save(ctypes.Structure):
 
 
 class Arrival(ctypes.Structure):
-    """Blocks of another node that came, or did not; as batch.hpp has it. Arrays by address, `num` elements each."""
+    """Blocks of another node that have arrived, or not (batch.hpp). Arrays by address, `num` elements each."""
 
     _fields_ = [
         ("keys", c_char_p),
@@ -128,7 +128,7 @@ class Arrival(ctypes.Structure):
 
 
 class Eviction(ctypes.Structure):
-    """An order to evict, and how far it is carried out. Bytes, but for the last two."""
+    """An order to evict, and its progress. Bytes, except the last two."""
 
     freed: int
     closed_bytes: int
@@ -136,7 +136,7 @@ class Eviction(ctypes.Structure):
 
 
 class Described(ctypes.Structure):
-    """A pinned block, as it was when it was asked for."""
+    """The state of a pinned block when it was asked for."""
 
     key: Any
     sum: Any
@@ -181,8 +181,9 @@ class Usage(ctypes.Structure):
 
 
 class Functions(NamedTuple):
-    """of_batches: let go of the interpreter's lock, for what copies or may take long; short: keep it, and save its
-    being asked for again. Neither waits for it while it holds a pool."""
+    """of_batches: functions that release the interpreter lock, because they copy or may take long; short: those that
+    keep it. Neither waits for it while it holds a pool.
+    """
 
     of_batches: ctypes.CDLL
     short: ctypes.PyDLL

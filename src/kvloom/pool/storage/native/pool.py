@@ -1,6 +1,6 @@
-"""NativePool: a tenant's blocks kept in C++: one call a batch looks up, places, copies, sums, publishes and pins.
+"""NativePool: a tenant's blocks kept in C++: one call a batch looks up, allocates, copies, sums, publishes and pins.
 
-What needs the node or the system stays here: the budget, the segments, the counters.
+What needs the node or the system stays in Python: the budget, the segments, the counters.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from kvloom.pool.storage.segments import SharedMemory
 from kvloom.pool.storage.spans import Spans
 
 log = logging.getLogger(__name__)
-_AHEAD_SHARE = 1 / 16  # of a quota that is kept free at most, for the next batch
+_AHEAD_SHARE = 1 / 16  # share of a quota that is kept free at most, for the next batch
 Ids = npt.NDArray[np.uint32]
 
 
@@ -51,10 +51,10 @@ class NativePool(Pool):
         self._short, self._long = functions.short, functions.of_batches
         self.handle = self._short.pool_open(geometry.segment_bytes, geometry.slab_bytes, is_lru, secrets.randbits(64))
         self._glance: c.Glance = self._short.pool_glance(self.handle).contents
-        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never used again
-        self._growing = threading.Lock()  # one asks for memory, or gives some back, at a time
+        self._segments: list[SharedMemory | None] = []  # None = given back; its number is never reused
+        self._growing = threading.Lock()  # held while memory is taken or given back
         self.budget_version = budget.version
-        me = weakref.proxy(self)  # a pool that nobody needs any more goes at once
+        me = weakref.proxy(self)  # so that a pool without references is freed at once
         self._asked = callbacks(
             Asks(
                 lambda: me._look(),
@@ -138,7 +138,7 @@ class NativePool(Pool):
         return NativeServing(self, channel, self._asked, terms)
 
     def _look(self) -> None:
-        """Writes down what C++ has to know of the budget."""
+        """Copy what C++ needs to know of the budget."""
         glance, budget = self._glance, self._budget
         glance.looked_at = budget.version.value
         glance.quota, glance.may_grow = budget.quota(self.tenant), budget.has_room(self.tenant)
@@ -176,9 +176,8 @@ class NativePool(Pool):
         return found
 
     def _write(self, held: HeldBlocks, batch: Batch, areas: int | None, spans: Spans | None = None) -> bytearray:
-        """A status a key; what it met into `held`. areas: where the bytes are; None = memory is only reserved.
-
-        spans: where that is; then a key without room does not keep out those behind it.
+        """Returns a status a key, and adds the blocks to `held`. areas: the bytes; None = memory is only reserved.
+        spans: set to that memory; then a key without room does not stop those behind it.
         """
         count = len(batch.keys)
         keys, held.lengths[:] = b"".join(batch.keys), batch.areas.lengths
@@ -300,7 +299,7 @@ class NativePool(Pool):
         return bool(outcome == c.MORE)
 
     def _grow(self) -> bool:
-        """Takes more memory, if the tenant may have it."""
+        """Take more memory, if the tenant may have it."""
         with self._growing:
             try:
                 is_grown = self._take_slab()
@@ -313,7 +312,7 @@ class NativePool(Pool):
             return is_grown
 
     def _take_slab(self) -> bool:
-        """What the last slab lacks, or one more. Raises OSError when the system has none."""
+        """Complete the last slab, or add one. Raises OSError when the system has no memory."""
         geometry, usage = self.geometry, self._usage()
         size = self._budget.take(self.tenant, usage.num_missing or geometry.slab_bytes)
         if not size:
@@ -332,7 +331,7 @@ class NativePool(Pool):
         return True
 
     def _close_left(self) -> None:
-        """Gives segments that nobody uses any more to the system."""
+        """Give unused segments that leave back to the system."""
         while self._glance.num_left:
             number = self._short.pool_take_left(self.handle)
             segment = self._segments[number] if number >= 0 else None

@@ -1,6 +1,7 @@
-"""NativeServing: a session's requests that C++ answers from the pool; what it leaves is received here.
+"""NativeServing: answers a session's requests in C++ from the pool; other requests are returned to Python.
 
-The session's thread waits, reads and answers without Python's lock; it comes back with a request that needs the node.
+The session's thread waits, reads and answers without the interpreter lock; it returns with a request that needs the
+node.
 """
 
 import ctypes
@@ -34,7 +35,7 @@ class Asks(NamedTuple):
 
 
 def callbacks(asks: Asks) -> c.Callbacks:
-    """The same for C++; to be kept as long as it may call them."""
+    """The same for C++; keep a reference as long as C++ may call them."""
     return c.Callbacks(
         c.LOOK(asks.look),
         c.GROW(asks.grow),
@@ -44,7 +45,7 @@ def callbacks(asks: Asks) -> c.Callbacks:
 
 
 class Tally:
-    """Adds what C++ has counted to counts by name. One thread at a time."""
+    """Transfers C++'s counters to counts by name. Used by one thread at a time."""
 
     def __init__(self, counts: c.Counts) -> None:
         self._counts = counts
@@ -72,7 +73,7 @@ class NativeServing:
     """Used by its session's thread only."""
 
     def __init__(self, owner: Any, channel: Channel, asked: c.Callbacks, terms: Terms) -> None:
-        """owner: the pool, which is kept, as `asked` is."""
+        """owner: the pool, kept alive, as is `asked`."""
         self._kept = owner, asked, terms
         self._functions: c.Functions = owner.functions
         self._channel = channel
@@ -91,7 +92,7 @@ class NativeServing:
         short.serving_feed(self._handle, ahead, len(ahead))
 
     def receive(self) -> Frame:
-        """The next request that C++ does not answer. Raises what `Channel.receive` does."""
+        """The next request that C++ does not answer. Raises as `Channel.receive` does."""
         data, size = ctypes.c_void_p(), ctypes.c_int64()
         waiting = self._functions.of_batches.serving_next
         problem = waiting(self._handle, self._valid_at, ctypes.byref(data), ctypes.byref(size))
@@ -101,7 +102,7 @@ class NativeServing:
             raise OSError(problem, os.strerror(problem))
         assert data.value is not None
         self._channel.feed(ctypes.string_at(data.value, size.value))
-        self._valid_at = self._version.value  # before the session looks whether its key is valid
+        self._valid_at = self._version.value  # before the session checks that its key is valid
         return self._channel.receive()
 
     def has_frame(self) -> bool:
