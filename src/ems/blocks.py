@@ -21,8 +21,8 @@ _Names = Callable[[int, int], bytes]
 class Request:
     """The blocks of a call, in chain order. A block's bytes are, tensor by tensor, its tokens in order.
 
-    blocks: where they lie. tokens: of each layer group, how many each block has. parent: the key before the first
-    block, or empty.
+    blocks: their positions. tokens: for each layer group, the number of tokens of each block. parent: the key before
+    the first block, or empty.
     """
 
     def __init__(self, blocks: Blocks, tokens: list[list[int]], names: _Names, parent: bytes = b"") -> None:
@@ -35,19 +35,21 @@ class Request:
         return len(self.blocks)
 
     def keys(self, start: int, end: int) -> bytes:
-        """The names of blocks start .. end, packed; computed now: the first can be on their way before the last."""
+        """The names of blocks start .. end, packed. Computed on demand, so that the first can be sent before the last
+        is known.
+        """
         return self._names(start, end)
 
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What planning needs to know of the registered cache: its names, tokens a block, number of slots."""
+    """What planning needs of the registered cache: its names, tokens a block, number of slots."""
 
     keys: KeySpace
     block_size: int
     num_slots: int
     groups: tuple[tuple[int, int], ...] = ()  # tokens a block and number of slots of each layer group, if there are any
-    planner: Planner | None = None  # of what is plain
+    planner: Planner | None = None  # plans calls that are plain
 
     def names(self, hashes: Sequence[int]) -> bytes:
         """Of full blocks, packed."""
@@ -56,7 +58,7 @@ class Cache:
 
 
 class Arguments(NamedTuple):
-    """What a caller of save or load gave, unchecked. others: the keyword arguments beyond the first three."""
+    """Unchecked arguments of a save or load. others: keyword arguments beyond the first three."""
 
     slot_mapping: object
     hashes: object
@@ -67,8 +69,8 @@ class Arguments(NamedTuple):
 def plan(cache: Cache, arguments: Arguments, is_load: bool = False) -> Request:
     """The blocks of a call, under hash semantics (hashes, offsets) or token semantics (token_ids, mask in `others`).
 
-    is_load: tokens that the mask skips are not written, where it ends within a block; a save needs the whole block.
-    Raises EmsException(EMS_INVALID_ARGUMENT) naming the argument.
+    is_load: tokens that the mask skips are not written if it ends within a block; a save needs whole blocks. Raises
+    EmsException(EMS_INVALID_ARGUMENT) that names the argument.
     """
     slot_mapping, hashes, offsets, others = arguments
     unknown = sorted(others.keys() - {"token_ids", "mask", "chunk_descs"})
@@ -147,7 +149,7 @@ def _runs(name: str, chunk: object, block_size: int, num_slots: int) -> tuple[Ru
 
 
 def _check_apart(name: str, chunks: list[tuple[Run, ...]], block_size: int) -> None:
-    """Refuses chunks that share a slot: a load would leave there what the last of them has."""
+    """Refuses chunks that share a slot: after a load the slot would hold the last one's data."""
     spans = sorted((runs[0][0] * block_size + runs[0][1], sum(count for *_where, count in runs)) for runs in chunks)
     for (start, length), (after, _length) in pairwise(spans):
         if after < start + length:
@@ -247,7 +249,9 @@ def _array(name: str, values: object) -> npt.NDArray[np.generic]:
 
 
 def _integers(name: str, values: object, has_bools: bool = False) -> Slots:
-    """A list, tuple, array or tensor of integers as an array; has_bools: or of bools. Raises naming `name`."""
+    """An array of integers from a list, tuple, array or tensor; has_bools: or of bools. Raises an error that names
+    `name`.
+    """
     if values is None:
         raise invalid_argument(name, "is missing")
     array = _array(name, values)

@@ -1,4 +1,4 @@
-"""The registered KV cache: what its tensors look like, and how blocks are gathered from and scattered into them."""
+"""The registered KV cache: its tensors, and how blocks are gathered from and scattered into them."""
 
 import ctypes
 import importlib.util
@@ -37,19 +37,19 @@ class KvBufferWrapper:
 
 
 class Gatherer(Protocol):
-    """Has the bytes of blocks."""
+    """Can copy the bytes of blocks."""
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         """Fills each target with its block's bytes."""
         ...
 
     def gather_summed(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> bytes:
-        """As `gather`; the sums of what the targets hold then, 16 bytes each."""
+        """As `gather`; returns the checksums of what the targets hold then, 16 bytes each."""
         ...
 
 
 class Tensors(Gatherer, Protocol):
-    """Moves blocks between registered tensors and host memory. `batch_bytes` is how much it likes at once."""
+    """Moves blocks between registered tensors and host memory. `batch_bytes`: the preferred amount at once."""
 
     batch_bytes: int
 
@@ -58,12 +58,12 @@ class Tensors(Gatherer, Protocol):
         ...
 
     def scatter_checked(self, blocks: Sequence[Block], sources: Sequence[Bytes], sums: bytes) -> int:
-        """As `scatter`, up to the first source whose sum is not the one given. How many were written."""
+        """As `scatter`, up to the first source whose checksum differs. Returns how many were written."""
         ...
 
 
 class RegisteredCache:
-    """A checked KV cache. `layout` goes into every key; `token_bytes` is what one token takes over all tensors."""
+    """A checked KV cache. `layout` is part of every key; `token_bytes` is the size of one token over all tensors."""
 
     def __init__(self, kvcache: object, layer_groups: object = None) -> None:
         """kvcache: per layer a list of tensors [blocks, block_size, heads, head_size] (MLA: [blocks, block_size, dim]).
@@ -186,7 +186,7 @@ def _check_tensor(name: str, tensor: Tensor, first: Tensor, head: Tensor) -> Non
 class HostTensors(Checked):
     """Tensors in host memory: plain copies, which release the interpreter lock."""
 
-    batch_bytes = 256 << 10  # what was just verified is still in the processor's cache when it is copied
+    batch_bytes = 256 << 10  # verified data is still in the processor's cache when it is copied
 
     def __init__(self, tensors: list[Tensor], group_of: list[int]) -> None:
         self._parts = [

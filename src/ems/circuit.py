@@ -1,6 +1,6 @@
-"""Circuit: a pool that fails or is late costs one deadline; then it is left alone until it was found healthy again.
+"""Circuit: a pool that fails or is late costs one deadline; then it is not called until it has been found healthy.
 
-A thread of its own looks after 1 s, 2 s, 4 s ... 30 s.
+A thread of its own checks it after 1 s, 2 s, 4 s ... 30 s.
 """
 
 import logging
@@ -13,11 +13,11 @@ from ems.common.breaker import Breaker
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
-_START_S = 10.0  # a pool on a busy machine may take longer to answer its first caller than a request would wait
+_START_S = 10.0  # on a busy machine the first call may take longer than a request would wait
 
 
 class Circuit:
-    """Whether the pool is worth asking. `connect` says so: called on a thread, again and again while it is not."""
+    """Whether to call the pool. `connect` checks it, on a thread, repeatedly while it is down."""
 
     def __init__(self, connect: Callable[[], bool], first_pause_s: float = FIRST_PAUSE_S) -> None:
         self._connect = connect
@@ -34,12 +34,12 @@ class Circuit:
         return self._is_up
 
     def wait_for_first_look(self) -> None:
-        """Until it is known whether the pool is there, 10 s at most: for who starts, when nobody waits yet."""
+        """Wait, at most 10 s, until it is known whether the pool is there: at startup, when no request waits yet."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_looked, _START_S)
 
     def failed(self, problem: str) -> None:
-        """The pool failed a call: nothing is asked of it until it has been found healthy."""
+        """The pool failed a call: it is not called until it has been found healthy."""
         with self._changed:
             if self._is_up:
                 log.warning("the KV pool failed (%s); going on without it", problem)
@@ -48,7 +48,7 @@ class Circuit:
                 self._changed.notify_all()
 
     def succeeded(self) -> None:
-        """The pool answered somebody who waited: the next failure is a first one."""
+        """The pool answered a call in time: the next failure counts as the first."""
         with self._changed:
             if self._is_up:
                 self._breaker.succeed()
@@ -60,7 +60,7 @@ class Circuit:
         self._thread.join()
 
     def _watch(self) -> None:
-        """Looks now, and whenever the breaker allows it until the pool is healthy; then waits for a call that fails."""
+        """Check now, and whenever the breaker allows it until the pool is healthy; then wait for a call that fails."""
         while self._may_look():
             is_healthy = self._connect()
             with self._changed:
@@ -73,7 +73,7 @@ class Circuit:
                 self._changed.notify_all()
 
     def _may_look(self) -> bool:
-        """Waits until it is time to look; False when the circuit was closed meanwhile."""
+        """Wait until the next check is due. False when the circuit was closed meanwhile."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._is_up)
             while not self._is_closed and not self._breaker.allows(time.monotonic()):

@@ -1,4 +1,4 @@
-"""EmsConfig, CcKvOption and CcResult: what goes into the SDK's calls and what comes out."""
+"""EmsConfig, CcKvOption and CcResult: parameters and results of the SDK's calls."""
 
 import re
 from dataclasses import dataclass
@@ -58,9 +58,9 @@ class EmsConfig:
 class CcKvOption:
     """Options of one call (spec ems table 8-5). Mutable: callers raise `timeout` and retry.
 
-    write_rcache: keep a local copy of blocks whose home is another node.
-    read_local_only: never ask another node. timeout: ms from the call (an asynchronous one: from its submission) to its
-    end, 0..2**32-1; 0 is one attempt on the local agent without waiting for other nodes.
+    write_rcache: keep a local copy of blocks whose home is another node. read_local_only: never ask another node.
+    timeout: ms from the call (for an asynchronous one, from its submission) to its end, 0..2**32-1; 0 is one attempt on
+    the local agent without waiting for other nodes.
     """
 
     write_rcache: bool = True
@@ -88,10 +88,9 @@ def checked_option(option: object) -> CcKvOption:
 
 @dataclass(frozen=True, slots=True)
 class CcResult:
-    """success: how many blocks from the first on were saved or loaded without a gap; total: how many were asked for.
-
-    local: how many of those saved are on this node only, where other nodes do not find them: their home is cut off, or
-    was too busy to take them before the deadline.
+    """success: blocks saved or loaded from the first on without a gap; total: blocks asked for. local: saved blocks
+    that are only on this node, where other nodes do not find them, because their home was unreachable or too busy
+    until the deadline.
     """
 
     success: int

@@ -25,36 +25,36 @@ from ems.transport import Link, LinkPool
 _DEFAULT: Final = CcKvOption()
 _IO_THREADS = 4
 _FLOOR_S = 0.02  # timeout=0 still needs one round trip to the agent on this node
-_MAX_SNAPSHOT_BYTES = 1 << 30  # copies waiting to be saved; beyond them a save waits for its end
+_MAX_SNAPSHOT_BYTES = 1 << 30  # bytes of copies waiting to be saved; further saves are waited for
 
 
 @dataclass(slots=True)
 class _Call:
-    """One save or load whose arguments are checked, on its way to the agent."""
+    """A save or load with checked arguments, before it is sent to the agent."""
 
     is_load: bool
     arguments: Arguments  # planned again when the agent has another salt
-    salt: bytes  # of the names in `request`
+    salt: bytes  # salt of the names in `request`
     request: Request | Plan
     option: CcKvOption
     start_s: float
     is_async: bool = False
-    source: Snapshot | None = None  # a copy of the blocks to save; None = they are read where they lie
+    source: Snapshot | None = None  # a copy of the blocks to save; None = they are read where they are
 
     @property
     def name(self) -> str:
-        """As the profiler knows it."""
+        """Its name in the profiler's lines."""
         return ("async_" if self.is_async else "") + ("load" if self.is_load else "save")
 
 
 class CcFuture:
-    """Result of an asynchronous call. Until it is done the registered cache's blocks belong to the call."""
+    """Result of an asynchronous call. Until it is done the caller must not touch its blocks in the registered cache."""
 
     def __init__(self, future: "Future[CcResult]") -> None:
         self._future = future
 
     def result(self) -> CcResult:
-        """Waits for the result, at most until the call's deadline. Raises EmsException as the call would have."""
+        """Wait for the result, at most until the call's deadline. Raises EmsException as the call would have."""
         return self._future.result()
 
     def done(self) -> bool:
@@ -63,7 +63,7 @@ class CcFuture:
 
 
 class ContextCaching:
-    """The pool as one rank of a model sees it. Made by `Ems.init`; any thread may call.
+    """The pool as seen by one rank of a model. Made by `Ems.init`; may be called from any thread.
 
     Methods raise EmsException: EMS_INVALID_ARGUMENT for wrong arguments, EMS_IO_ERROR when the pool is gone,
     EMS_IO_TIMEOUT when nothing was decided in time. Misses, damaged blocks and a full pool only show in CcResult.
@@ -85,7 +85,7 @@ class ContextCaching:
 
     @property
     def pool_id(self) -> str:
-        """Names the pool and the tenant in it; equal where the same blocks are found. "" before the first call."""
+        """Identifies the pool and the tenant in it: equal where the same blocks are found. "" before the first call."""
         return self._links.pool_id.hex()
 
     def register_kvcache(self, kvcache: object, store_layer_group_desc: object = None) -> None:
@@ -136,7 +136,7 @@ class ContextCaching:
     ) -> CcFuture:
         """`save` in the background; wrong arguments raise here. The blocks must not change until it is done.
 
-        With EMS_ASYNC_SNAPSHOT=1 they are copied before this returns, and may.
+        With EMS_ASYNC_SNAPSHOT=1 they are copied before this returns, and may change.
         """
         return self._later(self._checked(Arguments(slot_mapping, hashes, offsets, kwargs), option, is_load=False))
 
@@ -189,7 +189,7 @@ class ContextCaching:
         return self._cache
 
     def _planning_cache(self, salt: bytes) -> Cache:
-        """The names of blocks under the tenant's salt, made once an agent and layout."""
+        """The names of blocks under the tenant's salt, computed once for each agent and layout."""
         registered = self._registered()
         with self._lock:
             if self._key_space is None or self._key_space[0] != salt:
@@ -200,7 +200,7 @@ class ContextCaching:
             return self._key_space[1]
 
     def _lend_calls(self) -> tuple[Link | None, NativeCalls | None]:
-        """An idle link, and plain calls over it; both None where Python is asked."""
+        """An idle link, and plain calls over it; both None where the Python path must be used."""
         key_space = self._key_space
         if key_space is not None and (planner := key_space[1].planner) is not None:
             link = self._links.take_idle()
@@ -212,7 +212,9 @@ class ContextCaching:
         return None, None
 
     def _at_once(self, arguments: Arguments, option: CcKvOption | None, is_load: bool) -> CcResult | None:
-        """A plain call over a link that is there, in one step; None where nothing was done, and Python is to look."""
+        """A plain call over an existing link, in one step; None where nothing was done and the Python path must be
+        used.
+        """
         start_s = time.monotonic()
         how = _how(start_s, option)
         link, calls = self._lend_calls() if not arguments.others else (None, None)
@@ -224,7 +226,7 @@ class ContextCaching:
         return self._finished(begun, "load" if is_load else "save", start_s)
 
     def _planned_at_once(self, call: _Call) -> CcResult | None:
-        """Likewise a call that was planned before."""
+        """The same for a call that was planned before."""
         how = _how(call.start_s, call.option)
         if not isinstance(call.request, Plan) or call.source is not None or time.monotonic_ns() > how.deadline_ns:
             return None
@@ -240,7 +242,7 @@ class ContextCaching:
         return self._finished(begun, call.name, call.start_s)
 
     def _finished(self, begun: pipeline.Begun, name: str, start_s: float) -> CcResult | None:
-        """What a call came to that C++ has ended, or not begun."""
+        """The result of a call that C++ has finished, or not begun."""
         link, last = begun.link, begun.calls.last
         result = CcResult(last.count, last.total) if begun.problem == 0 else None
         if result is not None and self._profiler.is_on:
@@ -249,7 +251,7 @@ class ContextCaching:
         return result
 
     def _exists_at_once(self, hashes: object, option: CcKvOption | None) -> int | None:
-        """Likewise."""
+        """The same for `exists`."""
         how = _how(time.monotonic(), option)
         link, calls = self._lend_calls()
         if link is None or calls is None:
@@ -263,14 +265,14 @@ class ContextCaching:
         return found
 
     def _checked(self, arguments: Arguments, option: CcKvOption | None, is_load: bool) -> _Call:
-        """Checks the arguments before anything is sent; the salt of the last agent serves for that."""
+        """Check arguments before anything is sent; names use the last agent's salt."""
         settings, start_s = checked_option(option), time.monotonic()
         salt = self._key_space[0] if self._key_space else b""
         request = self._planned(salt, arguments, is_load)
         return _Call(is_load, arguments, salt, request, settings, start_s)
 
     def _planned(self, salt: bytes, arguments: Arguments, is_load: bool) -> Request | Plan:
-        """By C++ where that can; whatever is wrong Python says."""
+        """By C++ where possible; Python reports whatever is wrong."""
         cache = self._planning_cache(salt)
         if cache.planner is not None and not arguments.others:
             found = cache.planner.plan(arguments.slot_mapping, arguments.hashes, arguments.offsets)
@@ -336,14 +338,14 @@ class ContextCaching:
         except EmsException:
             if progress.success == 0:
                 raise
-        except Exception as error:  # whatever it is, the caller's engine must only ever see an EmsException
+        except Exception as error:  # whatever it is, the caller's engine must only see EmsException
             raise internal_error(f"{type(error).__name__}: {error}") from error
         finally:
             self._profiler.record(call.name, total, progress.success, progress.num_bytes, call.start_s)
         return CcResult(progress.success, total, progress.local)
 
     def _request_for(self, link: Link, call: _Call) -> Request | Plan:
-        """The call's, planned anew where the agent has another salt, or only Python can carry it out."""
+        """The call's request, planned again if the agent has another salt, or if only Python can carry it out."""
         request, salt = call.request, link.welcome.key_salt
         if salt != call.salt:
             request = self._planned(salt, call.arguments, call.is_load)
@@ -356,7 +358,7 @@ class ContextCaching:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def after_fork(self) -> None:
-        """In a forked child: the parent's threads are not here; new ones start when needed."""
+        """In a forked child: the parent's threads do not exist here; new ones start on demand."""
         self._start()
 
 
@@ -365,7 +367,7 @@ def _deadline_s(start_s: float, option: CcKvOption) -> float:
 
 
 def _how(start_s: float, option: CcKvOption | None) -> How:
-    """How C++ carries out a call. Raises EMS_INVALID_ARGUMENT."""
+    """Parameters of a call in C++. Raises EMS_INVALID_ARGUMENT."""
     settings = checked_option(option) if option is not _DEFAULT else _DEFAULT
     is_local = settings.read_local_only or settings.timeout == 0
     return How(int(_deadline_s(start_s, settings) * 1e9), is_local, settings.write_rcache)

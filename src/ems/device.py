@@ -1,4 +1,4 @@
-"""Tensors on an accelerator. They are torch's, which the caller has imported."""
+"""Tensors on an accelerator. They are torch tensors; the caller has imported torch."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,8 +15,8 @@ _WORDS = {8: "int64", 4: "int32", 2: "int16", 1: "uint8"}  # a thread of the dev
 class DeviceTensors(Checked):
     """A batch is packed on the device, then crosses the bus in one copy.
 
-    Blocks that lie alike are packed by one call a tensor, however many they are. Works on any device of torch; the host
-    side of the copy is pinned where the device is CUDA.
+    Blocks with the same pattern of runs are packed by one call for each tensor. Works on any torch device; the host
+    side of the copy is pinned for CUDA.
     """
 
     batch_bytes = 32 << 20
@@ -32,14 +32,14 @@ class DeviceTensors(Checked):
         self._device = tensors[0].device
 
     def _rows_of(self, tensor: Any) -> Any:
-        """A view of the same memory as words [blocks, words of a block]; the blocks may be apart."""
+        """A view of the same memory as words [blocks, words of a block]; there may be gaps between blocks."""
         row = tensor[0].numel()
         flat = tensor.detach().as_strided((tensor.shape[0], row), (tensor.stride(0), 1))
         return flat.view(self._torch.uint8).view(self._dtype)
 
     def gather(self, blocks: Sequence[Block], targets: Sequence[Bytes]) -> None:
         try:
-            self._synchronize()  # what the caller computes on its streams must be there before it is read
+            self._synchronize()  # what the caller computes on its streams must be finished before it is read
             size = sum(len(target) for target in targets)
             packed = self._torch.empty(size, dtype=self._torch.uint8, device=self._device)
             for area, rows, numbers in self._parts(blocks, packed.view(self._dtype)):
@@ -72,7 +72,7 @@ class DeviceTensors(Checked):
             self._torch.accelerator.synchronize(self._device)
 
     def _parts(self, blocks: Sequence[Block], packed: Any) -> Iterator[tuple[Any, Any, Any]]:
-        """What stands for what: words of `packed` [n, words], and as many of some rows; and the numbers of n rows."""
+        """Pairs of matching memory: words of `packed` [n, words] and words of rows; with the numbers of the n rows."""
         position = 0
         for places, some in groupby(blocks, key=_places):
             alike = list(some)
@@ -92,7 +92,7 @@ class DeviceTensors(Checked):
             position += size * len(alike)
 
     def _runs(self, block: Block, packed: Any, position: int) -> Iterator[tuple[Any, Any, Any]]:
-        """Of a block whose tokens lie apart."""
+        """The same for a block whose tokens are not contiguous."""
         for rows, width, group in self._rows:
             for number, start, count in block[group]:
                 size, first = count * width, start * width
@@ -102,7 +102,7 @@ class DeviceTensors(Checked):
                 position += size
 
     def _size(self, block: Block) -> int:
-        """Of a block, in words."""
+        """Size of a block in words."""
         return sum(width * sum(count for _number, _start, count in block[group]) for _rows, width, group in self._rows)
 
     def _numbers(self, numbers: list[int]) -> Any:
@@ -113,13 +113,13 @@ class DeviceTensors(Checked):
 
 
 def _is_aligned(tensor: Any, width: int, size: int) -> bool:
-    """Whether tokens and blocks of the tensor begin and end at words of that size."""
+    """Whether tokens and blocks of the tensor begin and end at multiples of that word size."""
     stride_bytes = tensor.stride(0) * tensor.element_size()
     return width % size == 0 and stride_bytes % size == 0 and tensor.data_ptr() % size == 0
 
 
 def _places(block: Block) -> tuple[tuple[int, int], ...] | None:
-    """Where the tokens of a block begin in each layer group, and how many they are; None where they lie apart."""
+    """Where a block's tokens begin in each layer group, and their number; None where they are not contiguous."""
     if any(len(runs) != 1 or runs[0][0] == SKIPPED for runs in block):
         return None
     return tuple((start, count) for ((_number, start, count),) in block)

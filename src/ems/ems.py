@@ -23,7 +23,7 @@ _EMBEDDED_POOL = "256M"
 
 
 class _State:
-    """What `Ems.init` makes and `Ems.shutdown` ends."""
+    """What `Ems.init` creates and `Ems.shutdown` ends."""
 
     def __init__(self, config: EmsConfig, embedded: EmbeddedAgent | None) -> None:
         self.identity = (config.access_id or "", config.access_key or "", config.cc_config)
@@ -42,7 +42,7 @@ class _State:
 
 _lock = threading.Lock()
 _state: _State | None = None
-_embedded: EmbeddedAgent | None = None  # of an enclosing embedded()
+_embedded: EmbeddedAgent | None = None  # that of an enclosing embedded()
 
 
 class Ems:
@@ -116,7 +116,7 @@ def open_pool(config: EmsConfig, layout: str = "", socket: str | Path = "") -> K
 
 
 def _embedded_if_asked() -> EmbeddedAgent | None:
-    """A private agent when EMS_EMBEDDED=1 and no agent is found."""
+    """A private agent if EMS_EMBEDDED=1 and no agent is found."""
     if os.environ.get("EMS_EMBEDDED") != "1":
         return None
     path = find_socket()

@@ -33,7 +33,8 @@ class Layout:
     dtype: str
     block_size: int
     token_shapes: tuple[tuple[int, ...], ...]
-    groups: tuple[tuple[int, int], ...] = ()  # for caches in layer groups: each tensor's group and its tokens a block
+    # for caches with layer groups: each tensor's group, and its tokens a block
+    groups: tuple[tuple[int, int], ...] = ()
 
     def fingerprint(self) -> bytes:
         """32 bytes; differs whenever a stored block would be read differently. Elements are little-endian."""
@@ -68,7 +69,7 @@ def _encode_str(text: str) -> bytes:
 
 
 def _encode_owner(salt: bytes, identity: Identity) -> bytes:
-    """Whose names: the tenant, by its salt, and the model instance."""
+    """The owner in names: the tenant, by its salt, and the model instance."""
     rank_in_tp = -1 if identity.rank_in_tp is None else identity.rank_in_tp
     texts = map(_encode_str, (identity.model_id, identity.llm_engine, identity.kvcache_type))
     numbers = map(encode_int, (identity.tp_world_size, identity.pp_world_size, rank_in_tp, identity.rank_in_pp))
@@ -86,15 +87,15 @@ class ValueNames:
         self._base = sha256(b"ems value 1" + _encode_owner(salt, identity) + _encode_str(layout)).digest()
 
     def of_value(self, key: bytes, length: int) -> bytes:
-        """Name of the value of `length` bytes under `key`: one of another length has another name."""
+        """Name of the value of `length` bytes under `key`; another length gives another name."""
         return sha256(self._base + _LENGTHS(len(key), length) + key).digest()
 
 
 class BatchNames(Protocol):
-    """Makes the names of a KeySpace many at a time. base: what each begins with."""
+    """Computes many names of a KeySpace at once. base: the common prefix of their input."""
 
     def of_hashes(self, base: bytes, values: Sequence[int], counts: "npt.NDArray[np.int64]") -> bytes | None:
-        """`KeySpace.of_chunks`; None where it cannot."""
+        """`KeySpace.of_chunks`; None where it is not supported."""
         ...
 
     def of_tokens(self, base: bytes, tokens: "npt.NDArray[np.int64]", block_size: int) -> bytes:
@@ -103,10 +104,12 @@ class BatchNames(Protocol):
 
 
 class KeySpace:
-    """The names of one registered layout of one rank for one tenant. in_batches: who makes many; None = itself."""
+    """The names of one registered layout of one rank for one tenant. in_batches: computes many at once; None = one by
+    one here.
+    """
 
     def __init__(self, salt: bytes, identity: Identity, layout: Layout, in_batches: BatchNames | None = None) -> None:
-        """`hash_base`: what the names of blocks begin with whose prefix hash the caller computed."""
+        """`hash_base`: prefix of the hash input for blocks whose prefix hash the caller computed."""
         base = sha256(b"ems key 2" + _encode_owner(salt, identity) + layout.fingerprint())
         self.hash_base = base.digest() + b"h"
         self._token_base = base.digest() + b"t"
@@ -146,18 +149,18 @@ class KeySpace:
 
 
 def verifier(access_key: str, salt: bytes) -> bytes:
-    """What is stored instead of an access key. Keys are long and random, so one keyed hash suffices."""
+    """What is stored instead of an access key. One keyed hash is enough, because keys are long and random."""
     return hmac.new(salt, b"ems verifier 1" + access_key.encode(), sha256).digest()
 
 
 def proof(secret: bytes, role: str, access_id: str, client_nonce: bytes, agent_nonce: bytes) -> bytes:
-    """Shows knowledge of `secret` for this pair of nonces; `role` keeps a proof from being sent back to its author."""
+    """Proves knowledge of `secret` for this pair of nonces; `role` keeps a proof from being replayed to its author."""
     message = b"".join((_encode_str(role), _encode_str(access_id), client_nonce, agent_nonce))
     return hmac.new(secret, message, sha256).digest()
 
 
 def same(left: bytes, right: bytes) -> bool:
-    """Equality in a time that does not tell where they differ."""
+    """Constant-time equality."""
     return hmac.compare_digest(left, right)
 
 

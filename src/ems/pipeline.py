@@ -1,4 +1,4 @@
-"""Saving and loading over one link: sub-batches of copies that overlap with the agent's work, and the verified read.
+"""Saving and loading over one link: sub-batches whose copies overlap with the agent's work, and verified reads.
 
 Both update a `Progress` as they go, so that a call that is cut short still knows the prefix it finished.
 """
@@ -30,12 +30,12 @@ _NO_ROOM = (
     "full of what is being read and written; the agent's /metrics count such blocks by cause"
 )
 _GROUP_KEYS = 64  # blocks a sub-batch: each costs a message
-_FIRST_BYTES = 256 << 10  # the first sub-batch is small, so that the agent begins soon; the next grow
+_FIRST_BYTES = 256 << 10  # bytes of the first sub-batch: small, so that the agent begins soon; later ones grow
 _GROWTH = 4
 _SUCCESSES = bytes(status for status in m.Status if status.is_success)
 _REGIONS = 4  # sub-batches under way at once
 _ALIGN = 64
-_REGION_BYTES = 512 << 10  # four of them stay in a processor's cache on the way to the agent
+_REGION_BYTES = 512 << 10  # bytes; four sub-batches stay in a processor's cache on the way to the agent
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class Progress:
     success: int = 0
     local: int = 0
     num_bytes: int = 0
-    problem: m.Status | None = None  # of the first block that was not saved
+    problem: m.Status | None = None  # result of the first block that was not saved
 
     @property
     def is_whole(self) -> bool:
-        """No block has failed so far."""
+        """Whether no block has failed so far."""
         return self.problem is None
 
     def add(self, statuses: bytes) -> None:
@@ -61,7 +61,7 @@ class Progress:
             self.problem = m.Status(statuses[count]) if count < len(statuses) else None
 
     def add_counted(self, done: Save) -> None:
-        """What a save in one call has counted."""
+        """Add the counters of a save in one call."""
         self.success += done.num_success
         self.local += done.num_local
         self.num_bytes += done.done_bytes
@@ -70,7 +70,7 @@ class Progress:
 
 @dataclass(slots=True)
 class Transfer:
-    """One save or load over a lent link. request: a Plan only where C++ can carry it out."""
+    """A save or load over a lent link. request: a Plan only where C++ can carry it out."""
 
     link: Link
     request: Request | Plan
@@ -85,7 +85,7 @@ class Transfer:
 
 
 class Begun(NamedTuple):
-    """A call in one step that C++ has left with something to do or to say."""
+    """A call in one step that C++ returned with something left to do or to report."""
 
     link: Link
     calls: NativeCalls
@@ -115,7 +115,7 @@ def calls_of(link: Link, planner: Planner) -> NativeCalls | None:
 
 
 def save(transfer: Transfer, cache: RegisteredCache | Snapshot, begun: Begun | None = None) -> None:
-    """Saves the blocks in order; stops at the first that the pool does not take."""
+    """Save the blocks in order; stop at the first that the pool does not accept."""
     request, link = transfer.request, transfer.link
     if begun is not None:
         transfer.progress.add_counted(begun.calls.last.save)
@@ -166,7 +166,7 @@ def _planned(request: Request, tensors: NativeHostTensors, sizes: list[int]) -> 
 
 
 def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, parent: bytes = b"") -> None:
-    """As `_save_staged`, the first `num` blocks, all of it in one call. largest: bytes of one of them."""
+    """As `_save_staged`, for the first `num` blocks in one call. largest: bytes of the largest one."""
     arena, num_regions, region_bytes = _regions(transfer, largest)
     wanted = WantedSave(
         plan=plan,
@@ -186,7 +186,9 @@ def _save_natively(transfer: Transfer, plan: Plan, num: int, largest: int, paren
 
 
 def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
-    """Staging memory for blocks of at most `largest` bytes; how many messages go through it in turn, bytes of each."""
+    """Staging memory for blocks of at most `largest` bytes: number of messages that use it in turn, and bytes of
+    each.
+    """
     largest = _aligned(largest)
     region_bytes = max(largest, min(_REGION_BYTES, largest * _GROUP_KEYS))
     arena = transfer.link.arena(region_bytes * _REGIONS, largest, transfer.deadline_s)
@@ -195,7 +197,7 @@ def _regions(transfer: Transfer, largest: int) -> tuple[Bytes, int, int]:
 
 
 def _save_staged(transfer: Transfer, request: Request, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
-    """Copies into the agent's staging memory, region by region, while the agent takes the regions before."""
+    """Copy into the agent's staging memory, region by region, while the agent processes the regions before."""
     link, deadline_s, progress = transfer.link, transfer.deadline_s, transfer.progress
     arena, num_regions, region_bytes = _regions(transfer, max(sizes))
     groups = _groups(sizes, _FIRST_BYTES, region_bytes)
@@ -231,7 +233,7 @@ def _collect(transfer: Transfer) -> None:
 
 
 def _save_direct(transfer: Transfer, request: Request, cache: RegisteredCache | Snapshot, sizes: list[int]) -> None:
-    """Trusted node: writes into the memory that the agent reserves, then publishes it with its checksums."""
+    """Trusted node: write into memory that the agent reserves, then publish it with its checksums."""
     link, deadline_s, progress = transfer.link, transfer.deadline_s, transfer.progress
     parent = request.parent
     for group in _groups(sizes, m.MAX_BLOCK_BYTES, m.MAX_BLOCK_BYTES):
@@ -262,9 +264,9 @@ def _mapped(link: Link, segments: list[int], deadline_s: float) -> dict[int, Byt
 
 
 def load(transfer: Transfer, cache: RegisteredCache, begun: Begun | None = None) -> None:
-    """Loads the blocks in order until one is missing or damaged; later ones leave the caller's cache as it was.
+    """Load the blocks in order until one is missing or damaged; later ones leave the caller's cache unchanged.
 
-    Where copies of other nodes' blocks found no more room beside those being read, these are released, and it goes on.
+    Where copies of other nodes' blocks found no room beside those being read, these are released, and it continues.
     """
     request, tensors, progress = transfer.request, cache.tensors, transfer.progress
     sizes = _sizes(request, cache)
@@ -304,12 +306,12 @@ def _load_natively(transfer: Transfer, plan: Plan, sizes: list[int], part: slice
 
 
 def _is_cut(done: Loaded) -> bool:
-    """Whether a load ended for want of room for copies."""
+    """Whether a load stopped because copies found no room."""
     return done.cause == m.Cause.NO_ROOM and not done.is_damaged
 
 
 def _load_part(transfer: Transfer, cache: RegisteredCache, sizes: list[int], part: slice) -> bool:
-    """The prefix of some blocks. Whether it ended for want of room for copies."""
+    """Load the prefix of some blocks. Returns whether it stopped because copies found no room."""
     link, request = transfer.link, transfer.request
     assert isinstance(request, Request), "a plan is for C++"
     found = link.call(m.Load(request.keys(part.start, part.stop), transfer.is_local), transfer.deadline_s)
@@ -322,7 +324,7 @@ def _load_part(transfer: Transfer, cache: RegisteredCache, sizes: list[int], par
 
 
 def _copy_found(transfer: Transfer, cache: RegisteredCache, blocks: Blocks, sizes: list[int], found: m.Found) -> int:
-    """Verifies each pinned block where it lies, then copies it. Returns the index of a damaged one, or -1."""
+    """Verify each pinned block in place, then copy it. Returns the index of a damaged one, or -1."""
     tensors, progress = cache.tensors, transfer.progress
     transfer.link.keep_up(found.num_given_back)
     segments = _mapped(transfer.link, found.segments, transfer.deadline_s)

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 AGENT = (sys.executable, "-m", "kvloom", "pool", "agent")
-_START_S = 60.0  # the first time on a machine it compiles its C++
+_START_S = 60.0  # seconds; the first start on a machine compiles C++
 _STOP_S = 5.0
 _POLL_S = 0.01
 
@@ -67,7 +67,7 @@ class EmbeddedAgent:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # an interrupt meant for the engine is not meant for its cache
+            start_new_session=True,  # Ctrl-C for the engine must not end its cache
         )
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the tokens of blocks lie in the registered cache, and where their bytes lie in shared memory."""
+"""Positions of blocks' tokens in the registered cache, and of their bytes in shared memory."""
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Numbers: TypeAlias = npt.NDArray[np.int64]
-Run = tuple[int, int, int]  # tokens that lie together: the block of the caller's cache, the first one in it, how many
-SKIPPED = -1  # instead of a block: tokens of a saved block that a load leaves alone
-Block = tuple[tuple[Run, ...], ...]  # where a block's tokens lie: the runs in each layer group, or in the only one
+Run = tuple[int, int, int]  # contiguous tokens: block of the caller's cache, first token in it, number
+SKIPPED = -1  # not a block: tokens of a saved block that a load skips
+Block = tuple[tuple[Run, ...], ...]  # a block's runs in each layer group, or in the only one
 
 
 class Blocks(Sequence[Block]):
-    """Blocks as arrays, which a batch is moved by, and each as a `Block` for who looks at them one by one.
+    """Blocks as arrays, which batches use, and as single `Block`s.
 
-    runs [runs, 3] int64; edges [blocks * groups + 1] int64: where the runs of each block and layer group begin in it.
+    runs [runs, 3] int64; edges [blocks * groups + 1] int64: index of the first run of each block and layer group.
     """
 
     def __init__(self, runs: Numbers, edges: Numbers, num_groups: int = 1) -> None:
@@ -28,7 +28,7 @@ class Blocks(Sequence[Block]):
 
     @classmethod
     def of(cls, blocks: Sequence[Block]) -> "Blocks":
-        """The same as arrays. All have equally many groups."""
+        """The same as arrays. All have the same number of groups."""
         groups = [group for block in blocks for group in block]
         runs = np.array(list(chain.from_iterable(groups)), np.int64).reshape(-1, 3)
         edges = np.cumsum([0, *map(len, groups)], dtype=np.int64)
@@ -91,33 +91,33 @@ class Areas(Sequence[Bytes]):
         return self._memories[self._numbers[index]][offset : offset + self.lengths[index]]
 
     def are_within(self) -> bool:
-        """Whether every one lies within its memory."""
+        """Whether all lie within their memories."""
         sizes = self._of_memories({number: len(memory) for number, memory in self._memories.items()})
         offsets, lengths = np.asarray(self._offsets, np.int64), np.asarray(self.lengths, np.int64)
         return bool(((offsets >= 0) & (lengths >= 0) & (lengths <= sizes) & (offsets <= sizes - lengths)).all())
 
     def addresses(self) -> Numbers:
-        """Where each begins in this process, [areas]."""
+        """Start of each in this process, [areas]."""
         bases = {number: address_of(memory) for number, memory in self._memories.items()}
         return np.asarray(self._offsets, np.int64) + self._of_memories(bases)
 
     def _of_memories(self, values: Mapping[int, int]) -> Numbers | int:
-        """The value of each area's memory; one for all when there is one memory."""
+        """Each area's memory's value; a single one when there is one memory."""
         if len(values) == 1:
             return next(iter(values.values()))
         return np.array([values[int(number)] for number in self._numbers], np.int64)
 
 
 def addresses_of(areas: Iterable[Bytes]) -> Numbers:
-    """Where each begins in this process, [areas]."""
+    """Start of each in this process, [areas]."""
     return areas.addresses() if isinstance(areas, Areas) else np.array(list(map(address_of, areas)), np.int64)
 
 
 def address_of(memory: npt.NDArray[np.generic]) -> int:
-    """Where an array begins in this process."""
-    buffer: Any = memory  # numpy says so itself from Python 3.12 on
+    """Start of an array in this process."""
+    buffer: Any = memory  # numpy declares itself a buffer from Python 3.12 on
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # a third of the time of what follows
-    except (TypeError, ValueError, BufferError):  # it is empty, read-only, has gaps, or elements that no buffer has
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # takes a third of the time of the alternative
+    except (TypeError, ValueError, BufferError):  # empty, read-only, with gaps, or of a type without buffer support
         address: int = memory.__array_interface__["data"][0]
         return address

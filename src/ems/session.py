@@ -17,7 +17,7 @@ log = logging.getLogger("ems")
 
 
 def locate_socket(_deadline_s: float) -> Path:
-    """The agent's socket where agents serve. Raises OSError when there is none."""
+    """The agent's socket in one of the default places. Raises OSError when there is none."""
     path = find_socket()
     if path is None:
         searched = ", ".join(map(str, candidates()))
@@ -33,7 +33,7 @@ class Session:
         assert config.cc_config is not None
         self._profiler = Profiler()
         self._has_answered = False
-        self._complaint = ""  # the last one said of a pool that never answered
+        self._complaint = ""  # the last problem logged of a pool that never answered
         access_id = "" if config.access_id in (None, LEGACY_DEFAULT_ACCESS_ID) else config.access_id or ""
         self._links = LinkPool(locate, access_id, config.access_key or "")
         self.caching = ContextCaching(self._links, config.cc_config, self._profiler)
@@ -63,6 +63,6 @@ class Session:
         self._profiler.close()
 
     def after_fork(self) -> None:
-        """In a forked child: connections and threads are made anew."""
+        """In a forked child: create connections and threads anew."""
         self._links.after_fork()
         self.caching.after_fork()

@@ -1,6 +1,6 @@
-"""What is taken as a tensor: torch's, numpy's, and what others show through DLPack. None of them is copied.
+"""Tensors of torch, numpy, and others by DLPack. None of them is copied.
 
-torch is not imported here: whoever has a tensor of torch has imported it, and only then is it looked for.
+torch is not imported here: a caller with a torch tensor has imported it.
 """
 
 import math
@@ -15,13 +15,13 @@ import numpy.typing as npt
 from ems.common.exception import invalid_argument
 
 Bytes = npt.NDArray[np.uint8]
-_HOST_DEVICES = (1, 3)  # DLPack's: kDLCPU, kDLCUDAHost
-_SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # numpy knows no bfloat16
+_HOST_DEVICES = (1, 3)  # DLPack's kDLCPU, kDLCUDAHost
+_SAME_SIZE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}  # numpy has no bfloat16
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What tells how to read its blocks. strides: bytes; data: numpy's array on the host, else torch's."""
+    """How to read a tensor's blocks. strides: bytes; data: a numpy array on the host, else a torch tensor."""
 
     dtype: str
     device: str
@@ -41,7 +41,7 @@ class Tensor:
 
     @property
     def has_whole_blocks(self) -> bool:
-        """Whether the tokens of a block lie one after the other."""
+        """Whether the tokens of a block are contiguous."""
         expected = self.item_bytes
         for size, stride in reversed(list(zip(self.shape[1:], self.strides[1:], strict=True))):
             if size > 1 and stride != expected:
@@ -50,19 +50,19 @@ class Tensor:
         return True
 
     def flat(self) -> Bytes:
-        """The memory from the first block to the end of the last, with what lies between blocks; on the host only."""
+        """The memory from the first block to the end of the last, gaps included; on the host only."""
         size = (self.shape[0] - 1) * self.strides[0] + self.block_bytes
         items = np.lib.stride_tricks.as_strided(self.data, (size // self.item_bytes,), (self.item_bytes,))
         return items.view(np.uint8)
 
 
 def imported_torch() -> ModuleType | None:
-    """torch, if somebody has imported it."""
+    """torch, if it has been imported."""
     return sys.modules.get("torch")
 
 
 def as_tensor(name: str, value: object) -> Tensor | None:
-    """What `value` is as a tensor; None when it is none. Raises EmsException(EMS_INVALID_ARGUMENT) naming it `name`."""
+    """`value` as a tensor; None when it is not one. Raises EmsException(EMS_INVALID_ARGUMENT) that calls it `name`."""
     torch = imported_torch()
     if torch is not None and isinstance(value, torch.Tensor):
         return _of_torch(value.detach(), torch)
@@ -92,7 +92,7 @@ def _of_numpy(name: str, array: npt.NDArray[Any]) -> Tensor:
 
 
 def _of_dlpack(name: str, value: Any, torch: ModuleType | None) -> Tensor:
-    """Through numpy; through torch, where somebody has imported it, what numpy does not know."""
+    """Through numpy; through torch, if imported, for what numpy does not support."""
     device, _index = value.__dlpack_device__()
     try:
         if device in _HOST_DEVICES:

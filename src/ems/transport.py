@@ -1,7 +1,7 @@
-"""Links to the node agent: connect, authenticate, call, and map the memory the agent hands out.
+"""Links to the node agent: connect, authenticate, call, and map the agent's memory.
 
-A link serves one call at a time; the pool lends links out and throws away every one that failed or was late, because
-the position in its stream is unknown. After an agent's restart the next loan connects anew.
+A link serves one call at a time. The pool lends links, and closes every link that failed or was late, because its
+position in the stream is unknown. After an agent's restart the next loan reconnects.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ T = TypeVar("T")
 log = logging.getLogger("ems")
 _MAX_IDLE_LINKS = 8
 _CONNECT_S = 5.0
-_RETRY_S = 0.005  # until a full queue of callers is tried again
+_RETRY_S = 0.005  # pause before retrying an agent whose queue of connections is full
 
 
 class Link:
@@ -68,7 +68,7 @@ class Link:
         return welcome
 
     def begin(self, message: m.Message, deadline_s: float) -> None:
-        """Sends a request; answers come in the order of the requests."""
+        """Send a request; answers come in the order of the requests."""
         self._next_id += 1
         self.channel.send(message, deadline_s, request_id=self._next_id, deadline_ms=remaining_ms(deadline_s))
 
@@ -85,7 +85,7 @@ class Link:
         return self.finish(deadline_s)
 
     def exists(self, keys: bytes, is_local: bool, deadline_s: float) -> int:
-        """How many of the packed keys, from the first on, a load would find."""
+        """Length of the prefix of the packed keys that a load would find."""
         line = self._native()
         if line is not None:
             try:
@@ -104,7 +104,7 @@ class Link:
         return count
 
     def _native(self) -> NativeLine | None:
-        """This link in C++, as soon as the library is there."""
+        """This link in C++, as soon as the library is available."""
         if self._line is None:
             self._line = native_line(self.channel.sock.fileno())
         return self._line
@@ -115,7 +115,7 @@ class Link:
         return self._native() is not None
 
     def calls(self, planner: Planner, regions: tuple[int, int, int]) -> NativeCalls | None:
-        """Plain calls in one step each; None where Python carries them out. regions: see `Sizes`, behind the first."""
+        """Plain calls in one step each; None where Python carries them out. regions: the last two of `Sizes`."""
         if self._calls is None or self._calls.planner is not planner:
             line = self._native()
             if line is None or self.welcome.is_direct:
@@ -130,7 +130,7 @@ class Link:
 
     @property
     def staging(self) -> tuple[Bytes | None, int]:
-        """The staging area, if there is one, and how much was asked for."""
+        """The staging area, if there is one, and the size that was asked for."""
         return self._arena, self._arena_asked
 
     def load(self, wanted: WantedLoad, deadline_s: float) -> Loaded:
@@ -139,7 +139,7 @@ class Link:
         return self._loaded(self._line.load, wanted, deadline_s)
 
     def finish_load(self, load: Load, problem: int, deadline_s: float) -> Loaded:
-        """Goes on with a load of `calls` that has come so far."""
+        """Continue a load that `calls` has begun."""
         assert self._line is not None, "there is a library"
         line = self._line
         return self._loaded(lambda begun, maps, _deadline_s: line.finish(begun, problem, maps), load, deadline_s)
@@ -160,12 +160,12 @@ class Link:
             raise self._unexpected(unexpected.data) from None
 
     def save(self, save: Save, deadline_s: float) -> None:
-        """Saves a batch in C++; writes into `save` what became of the blocks, also when it raises."""
+        """Save a batch in C++; writes the results into `save`, also when it raises."""
         assert self._line is not None, "there is a library"
         self.check(self._line.save(save, deadline_s))
 
     def check(self, problem: int) -> None:
-        """Raises what a save in C++ has met."""
+        """Raise the error of a save in C++."""
         assert self._line is not None, "there is a library"
         try:
             self._line.check(problem)
@@ -173,7 +173,7 @@ class Link:
             raise self._unexpected(unexpected.data) from None
 
     def _unexpected(self, data: bytes) -> WireError:
-        """What is to be raised for an answer that C++ did not expect. Raises EmsException for a refusal."""
+        """The error for an answer that C++ did not expect. Raises EmsException for a refusal."""
         self.channel.feed(data)
         answer = self.finish(time.monotonic())
         return WireError(f"expected another answer than {type(answer).__name__}")
@@ -188,7 +188,9 @@ class Link:
         return fd
 
     def arena(self, size: int, least: int, deadline_s: float) -> Bytes:
-        """The staging area: `size` bytes, or `least` where the agent has little; only the agent sees it beside us."""
+        """The staging area: `size` bytes, or at least `least` if the agent is short; visible to the agent and this
+        process only.
+        """
         if self._arena is None or size > self._arena_asked or len(self._arena) < least:
             self._arena = None
             fd = self._call_for_fd(m.Arena(size, least), deadline_s)
@@ -200,7 +202,7 @@ class Link:
         return self._arena
 
     def keep_up(self, num_given_back: int) -> None:
-        """The pool has given so many segments back: stale mappings go."""
+        """The pool has given so many segments back: drop stale mappings."""
         self._maps.keep_up(self.welcome.incarnation, num_given_back)
 
     def segment(self, segment: int, deadline_s: float) -> Bytes:
@@ -217,12 +219,12 @@ class Link:
         return found
 
     def complain(self, problem: str) -> None:
-        """Logs it, once an agent."""
+        """Log it, once for each agent."""
         if self._maps.is_news(self.welcome.incarnation, problem):
             log.warning("%s", problem)
 
     def is_usable(self) -> bool:
-        """Whether an idle link is still connected and has nothing unexpected to read."""
+        """Whether an idle link is still connected and has nothing to read."""
         return not self.channel.has_frame()
 
     def close(self) -> None:
@@ -230,7 +232,7 @@ class Link:
 
 
 def _connected(path: Path, deadline_s: float) -> socket.socket:
-    """A socket at the agent. A busy one's queue may be full: then it waits. Raises OSError, TimeoutError when late."""
+    """A connected socket; waits while the agent's queue is full. Raises OSError, TimeoutError when late."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         while True:
@@ -250,14 +252,14 @@ def _connected(path: Path, deadline_s: float) -> socket.socket:
 
 
 class LinkPool:
-    """Lends links out. Any thread may call; a forked child starts with none."""
+    """Lends links. May be called from any thread; a forked child starts with none."""
 
     def __init__(self, locate: Callable[[float], Path], access_id: str, access_key: str) -> None:
         """locate: finds the agent's socket, given a deadline, or raises OSError."""
         self._locate = locate
         self._access_id = access_id
         self._access_key = access_key
-        self.pool_id = b""  # messages.Welcome.pool, of the last connection; nothing before the first
+        self.pool_id = b""  # messages.Welcome.pool of the last connection; empty before the first
         self._start()
 
     def _start(self) -> None:
@@ -268,9 +270,9 @@ class LinkPool:
 
     @contextlib.contextmanager
     def lend(self, deadline_s: float, link: Link | None = None) -> Iterator[Link]:
-        """A link for one call. What goes wrong inside leaves as EmsException; then the link is not used again.
+        """A link for one call. Errors inside leave as EmsException; then the link is closed.
 
-        link: one that `take_idle` gave and a call has begun on.
+        link: one from `take_idle`, on which a call was begun.
         """
         try:
             link = link or self._take(deadline_s)
@@ -288,7 +290,7 @@ class LinkPool:
             self.give_back(link)
 
     def take_idle(self) -> Link | None:
-        """A link that is connected, if it was not closed since; whoever has it lends it or gives it back."""
+        """A connected idle link; the caller lends it or gives it back."""
         with self._lock:
             return self._idle.pop() if self._idle else None
 
@@ -313,7 +315,7 @@ class LinkPool:
             link.close()
 
     def give_back(self, link: Link) -> None:
-        """After a call whose answers were all read."""
+        """After a call all of whose answers were read."""
         with self._lock:
             if len(self._idle) < _MAX_IDLE_LINKS and not self._is_closed:
                 self._idle.append(link)
@@ -321,7 +323,7 @@ class LinkPool:
         link.close()
 
     def close(self) -> None:
-        """Closes the idle links; lent ones close when they come back."""
+        """Close the idle links; lent ones close when they come back."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for link in idle:
@@ -329,7 +331,7 @@ class LinkPool:
         self._maps.close()
 
     def after_fork(self) -> None:
-        """In a forked child: forgets the parent's connections without saying anything on them."""
+        """In a forked child: forget the parent's connections without writing to them."""
         for link in self._idle:
             link.close()
         self._start()

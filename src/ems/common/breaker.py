@@ -1,4 +1,4 @@
-"""Breaker: when somebody who fails is left alone, and when he is tried again. Pure."""
+"""Breaker: when a failing peer is left alone, and when it is tried again. Pure."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Breaker:
     open_until_s: float = 0.0
 
     def allows(self, now_s: float) -> bool:
-        """Whether to call now. In a pause's end it says yes once, and no until the outcome is reported."""
+        """Whether to call now. After a pause it says yes once, and then no until the outcome is reported."""
         if self.failures < self.max_failures:
             return True
         if now_s < self.open_until_s:
@@ -29,15 +29,15 @@ class Breaker:
         return True
 
     def is_open(self, now_s: float) -> bool:
-        """Whether nobody calls; changes nothing."""
+        """Whether calls are suppressed; changes nothing."""
         return self.pause_s(now_s) > 0
 
     def pause_s(self, now_s: float) -> float:
-        """How long nobody calls from now on; 0 = `allows` says yes."""
+        """Seconds until `allows` says yes; 0 = now."""
         return max(0.0, self.open_until_s - now_s) if self.failures >= self.max_failures else 0.0
 
     def succeed(self) -> None:
-        """A call was answered as it should be."""
+        """A call succeeded."""
         self.failures = 0
         self.open_until_s = 0.0
 

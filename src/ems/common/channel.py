@@ -29,12 +29,12 @@ def remaining_ms(deadline_s: float) -> int:
 
 
 class Channel:
-    """One end of a connection. One thread at a time; after any error it must be closed, its position is unknown.
+    """One end of a connection. Used by one thread at a time. After any error it must be closed, because its position in
+    the stream is unknown.
 
     On Unix sockets no raw bytes follow a frame, so several frames are read at once. The socket stays in blocking mode
-    and waits are polls: changing its timeout before each call would cost a system call each.
-
-    Every method raises TimeoutError, ConnectionError (OSError) or WireError.
+    and waits are polls: changing its timeout before each call would cost a system call each. Every method raises
+    TimeoutError, ConnectionError (OSError) or WireError.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -49,7 +49,7 @@ class Channel:
         self._held = bytearray()
 
     def use_key(self, sending: bytes, receiving: bytes) -> None:
-        """Tags every later frame: `sending` for ours, `receiving` for theirs."""
+        """Tag every later frame: `sending` is the key of our frames, `receiving` of the peer's."""
         self._writer.use_key(sending)
         self._reader.use_key(receiving)
 
@@ -72,15 +72,15 @@ class Channel:
         self.send_bytes(data, deadline_s)
 
     def hold(self, message: Message, request_id: int) -> None:
-        """As `send`, but the frame waits for the next one: several answers wake their reader once."""
+        """As `send`, but the frame is sent with the next one, so that several answers wake their reader once."""
         self._held += self._writer.encode(message, request_id)
 
     def feed(self, data: bytes) -> None:
-        """What another reader of this socket has received for `receive`."""
+        """Bytes for `receive` that another reader of this socket has read."""
         self._reader.feed(data)
 
     def take_received(self) -> bytes:
-        """What was received and not read yet, for another reader of this socket."""
+        """Bytes that were read and not used yet, for another reader of this socket."""
         return self._reader.take()
 
     def has_frame(self) -> bool:
@@ -148,9 +148,10 @@ class Channel:
             position += count
 
     def abort(self) -> None:
-        """Ends the connection under a call of another thread, which then fails; that thread closes it."""
+        """End the connection under another thread's call, which then fails; that thread closes it."""
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # SSLSocket's own would let that thread go on in plain
+            # SSLSocket's own shutdown would let that thread continue in plain text
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.sock.close()

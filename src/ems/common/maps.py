@@ -1,4 +1,4 @@
-"""SegmentMaps: the memory of the pool that a process has mapped."""
+"""SegmentMaps: the pool's memory as mapped into this process."""
 
 import threading
 
@@ -7,14 +7,14 @@ from ems.native.functions import Segment
 from ems.native.line import Mapped
 from ems.runs import Bytes, address_of
 
-_IDLE_S = 30.0  # mappings that nobody used for as long, or twice as long, go
+_IDLE_S = 30.0  # mappings that were unused for one to two such periods are dropped
 
 
 class SegmentMaps:
     """Mappings of the agent's segments, shared by the links of a process; dropped when another agent answers.
 
-    They are let go of when nobody has used one for a while, on a thread: what the agent gave back stays the mapper's
-    until then, and a process that does not load any more learns of it by nothing else.
+    A thread drops unused ones after a while: memory that the agent has given back is only freed when it is unmapped,
+    and a process that loads no more would not notice otherwise.
     """
 
     def __init__(self, idle_s: float = _IDLE_S) -> None:
@@ -29,14 +29,14 @@ class SegmentMaps:
         self._mapped: Mapped | None = None  # the same for C++, until it changes
 
     def keep_up(self, incarnation: bytes, num_given_back: int) -> None:
-        """Lets go of all mappings when the pool has given segments back: their memory is free when nobody maps it."""
+        """Drop all mappings if the pool has given segments back: their memory is freed when no process maps it."""
         with self._lock:
             if (incarnation, num_given_back) != (self._incarnation, self._num_given_back):
                 self._incarnation, self._num_given_back, self._maps = incarnation, num_given_back, {}
                 self._mapped = None
 
     def is_news(self, incarnation: bytes, problem: str) -> bool:
-        """Whether this was not said of that agent yet."""
+        """Whether this problem was not logged for that agent yet."""
         with self._lock:
             is_new = (incarnation, problem) not in self._said
             self._said.add((incarnation, problem))
@@ -73,7 +73,7 @@ class SegmentMaps:
             return self._maps.setdefault(segment, mapped)
 
     def _watch(self) -> None:
-        """Until nothing is mapped."""
+        """Runs until nothing is mapped."""
         while self._is_watched:
             is_closed = self._closed.wait(self._idle_s)
             with self._lock:
@@ -82,5 +82,5 @@ class SegmentMaps:
                 self._is_used = False
 
     def close(self) -> None:
-        """Lets go of all mappings."""
+        """Drop all mappings."""
         self._closed.set()

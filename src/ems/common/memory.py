@@ -25,7 +25,7 @@ _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_shared(fd: int, size: int, is_writable: bool) -> Bytes:
-    """The first `size` bytes of a file; unmapped when nothing refers to them any more. Raises OSError."""
+    """The first `size` bytes of a file; unmapped when no reference is left. Raises OSError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
     found = os.fstat(fd)
     if found.st_size < size:

@@ -1,7 +1,7 @@
-"""Where an agent's Unix socket is: the same search for who serves it and who connects to it.
+"""The path of an agent's Unix socket: server and clients search the same places.
 
 EMS_SOCKET, then /dev/shm/ems/ems.sock (spec ems 3), $XDG_RUNTIME_DIR/ems/ems.sock, and /tmp/ems-UID/ems.sock, which is
-taken only from a folder of the user's own.
+only used in a folder that this user owns.
 """
 
 import os
@@ -14,12 +14,12 @@ _PROBE_S = 1.0
 
 
 def own_folder() -> Path:
-    """For a user without a runtime directory."""
+    """The folder for a user without a runtime directory."""
     return Path(f"/tmp/ems-{os.getuid()}")
 
 
 def candidates() -> list[Path]:
-    """Where to look, best first; only the one that EMS_SOCKET names if it does."""
+    """Paths to try, best first; if EMS_SOCKET is set, only that."""
     named = os.environ.get("EMS_SOCKET")
     if named:
         return [Path(named)]
@@ -30,9 +30,9 @@ def candidates() -> list[Path]:
 
 
 def find_socket() -> Path | None:
-    """The agent's socket; None when there is none. What EMS_SOCKET names is taken unseen.
+    """The agent's socket; None when there is none. EMS_SOCKET is returned without a check.
 
-    Of several the first that somebody serves: an agent that was killed leaves its socket behind.
+    Of several, the first that a process serves: a killed agent leaves its socket behind.
     """
     if os.environ.get("EMS_SOCKET"):
         return candidates()[0]
@@ -41,7 +41,7 @@ def find_socket() -> Path | None:
 
 
 def is_served(path: Path) -> bool:
-    """Whether somebody listens there."""
+    """Whether a process listens there."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_PROBE_S)
         try:
@@ -52,7 +52,7 @@ def is_served(path: Path) -> bool:
 
 
 def serving_path() -> Path:
-    """Where an agent serves when nobody says: the first of the candidates that is its own to write."""
+    """Where an agent serves by default: the first of the paths that it may write to."""
     if os.environ.get("EMS_SOCKET"):
         return candidates()[0]
     if os.access(DOCUMENTED_SOCKET.parent, os.W_OK) or (os.getuid() == 0 and not DOCUMENTED_SOCKET.parent.exists()):
@@ -61,7 +61,7 @@ def serving_path() -> Path:
 
 
 def why_unreachable(path: Path, error: OSError) -> str:
-    """What a failed connection to an agent's socket means, and what to do."""
+    """What a failed connection to an agent's socket means, and what to do about it."""
     if isinstance(error, PermissionError):
         return f"this user may not connect to {path}; see the agent's --socket-group and --socket-mode"
     if isinstance(error, FileNotFoundError | ConnectionRefusedError):
@@ -70,7 +70,7 @@ def why_unreachable(path: Path, error: OSError) -> str:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether this user sees a socket to be trusted there: another user may have a folder for a group of his own."""
+    """Whether there is a trustworthy socket: another user may have made a folder for a group of their own."""
     try:
         return path.exists() and _may_be_trusted(path)
     except PermissionError:
@@ -78,5 +78,5 @@ def _is_there(path: Path) -> bool:
 
 
 def _may_be_trusted(path: Path) -> bool:
-    """Anybody may make a folder in /tmp: that of another user is not ours."""
+    """Whether the folder belongs to this user or root: anybody may make one in /tmp."""
     return path.parent != own_folder() or path.parent.stat().st_uid == os.getuid()

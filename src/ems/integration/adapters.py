@@ -1,4 +1,4 @@
-"""LoRA adapters by their content: requests of one adapter share, whatever it is called and wherever it lies."""
+"""LoRA adapters by content: requests with the same adapter share blocks, whatever its name and path."""
 
 import logging
 import os
@@ -15,7 +15,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 
 @dataclass(slots=True)
 class _Known:
-    """An adapter as it was when the engine first asked for it. future: of its fingerprint, None = it changed since."""
+    """An adapter as it was when the engine first used it. future: of its fingerprint, None = it has changed since."""
 
     path: str
     stamp: Stamp
@@ -23,10 +23,10 @@ class _Known:
 
 
 class Adapters:
-    """Owned by the scheduler's thread; files are read on another.
+    """Owned by the scheduler's thread; files are read on another one.
 
-    What an engine has loaded under an id is known only while its files stay as they were: an adapter whose files
-    change, or that is loaded in place of another, is not shared by this engine any more.
+    What an engine has loaded under an id is only known while its files stay unchanged: an adapter whose files change,
+    or that replaces another, is not shared by this engine any more.
     """
 
     def __init__(self, fingerprint: Callable[[str], str] = lambda path: model_fingerprint(path, ("lora",))) -> None:
@@ -35,7 +35,7 @@ class Adapters:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="ems-adapters")
 
     def look(self, adapter: Any) -> "Future[str] | None":
-        """The fingerprint of vLLM's LoRARequest, maybe still being made; None when it cannot be shared."""
+        """The fingerprint (a future) of a vLLM LoRARequest; None when it cannot be shared."""
         if getattr(adapter, "load_inplace", False):
             return None
         stamp = _stamp_of(adapter.lora_path)
@@ -53,7 +53,7 @@ class Adapters:
 
 
 def _stamp_of(folder: str) -> Stamp:
-    """Name, size and time of each file; empty when it is no folder of this machine."""
+    """Name, size and time of each file; empty when it is not a folder of this machine."""
     try:
         with os.scandir(folder) as found:
             stats = [(entry.name, entry.stat()) for entry in found]

@@ -1,9 +1,10 @@
-"""Layer by layer: blocks wait in host memory, and cross between it and the engine's cache one layer after the other.
+"""Layer-by-layer transfer: blocks wait in host memory, and are copied to and from the engine's cache one layer at a
+time.
 
-A block of the pool has all layers and one checksum, so it comes and goes as a whole, and is verified before its first
-layer is copied. A load is therefore staged before its request runs: what fails has failed by then, and the request
-computes it. A save gathers layers as the step computes them and is stored when it has all. Names are those of blocks
-that are moved between steps.
+A block of the pool contains all layers and one checksum, so it is transferred as a whole and verified before its first
+layer is copied. A load is therefore staged in host memory before its request runs: if it fails, it has failed by then,
+and the request computes the tokens. A save collects layers as the step computes them, and is stored when it has all.
+Names are the same as those of blocks that are moved between steps.
 """
 
 import time
@@ -29,17 +30,17 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # a thread of a d
 
 
 class Side:
-    """Copies beside what the engine computes: on a thread, and for CUDA on a stream of its own."""
+    """Copies in parallel with the engine's computation: on a thread, and for CUDA on a stream of its own."""
 
     def __init__(self, device: torch.device, api: Any = None) -> None:
-        """api: torch.cuda, or what behaves like it; None on the host."""
+        """api: torch.cuda, or an object with its interface; None on the host."""
         self._device = device
         self._api = torch.cuda if api is None and device.type == "cuda" else api
         self._stream: Any = self._api.Stream(device) if self._api is not None else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ems-layers")
 
     def begin(self, copy: Callable[[], None]) -> "Future[Any]":
-        """Copies, in order, what the caller's stream has computed when it comes to that."""
+        """Start a copy, in order, of what the caller's stream has computed by then."""
         if self._api is None:
             return self._thread.submit(copy)
         computed = self._api.Event()
@@ -55,13 +56,13 @@ class Side:
         return copied
 
     def join(self, copying: "Future[Any]") -> None:
-        """What the caller's stream computes from here on sees the copy. Raises what the copy raised."""
+        """Later work on the caller's stream sees the copy. Raises what the copy raised."""
         copied = copying.result()
         if copied is not None:
             self._api.current_stream(self._device).wait_event(copied)
 
     def wait(self, copying: "Future[Any]") -> None:
-        """The copy is over when this returns. Raises what the copy raised."""
+        """Wait for the copy. Raises what the copy raised."""
         copied = copying.result()
         if copied is not None:
             copied.synchronize()
@@ -78,17 +79,17 @@ class Side:
 
 
 class Rows:
-    """Which rows of the host memory are free. Pure."""
+    """Free rows of the host memory. Pure."""
 
     def __init__(self, count: int) -> None:
-        self._free = [range(count)]  # in order, none next to another
+        self._free = [range(count)]  # free ranges in order, never adjacent
 
     @property
     def num_free(self) -> int:
         return sum(map(len, self._free))
 
     def take(self, count: int) -> range:
-        """As many rows as lie together, at most `count`; empty when none is free."""
+        """As many contiguous rows as possible, at most `count`; empty when none is free."""
         if not count or not self._free:
             return range(0)
         place = next((i for i, free in enumerate(self._free) if len(free) >= count), None)
@@ -112,7 +113,7 @@ class Rows:
 
 @dataclass(slots=True)
 class _Staged:
-    """A load on its way to the rows, or there. future: None = nothing was begun."""
+    """A load into rows, under way or done. future: None = nothing was begun."""
 
     rows: range
     future: CcFuture | None
@@ -124,7 +125,7 @@ class _Staged:
 
 @dataclass(slots=True)
 class _Leaving:
-    """A save whose layers go to the rows, one copy each."""
+    """A save whose layers are copied into rows one by one."""
 
     transfer: Transfer
     rows: range
@@ -132,10 +133,10 @@ class _Leaving:
 
 
 class Layers:
-    """Owned by the worker's thread. Blocks of the engine's cache stay as they are until their save is over."""
+    """Owned by the worker's thread. Blocks of the engine's cache must not change until their save is over."""
 
     def __init__(self, settings: Settings, layout: RankLayout, parts: BlockParts, circuit: Circuit) -> None:
-        """parts: the rank's cache; of its layers all have one kind of attention. circuit: whether the pool answers."""
+        """parts: the rank's cache; all its layers have the same kind of attention. circuit: whether the pool is up."""
         device = parts.parts[0].device
         self._block_bytes = sum(parts.widths)
         self._counts: defaultdict[str, float] = defaultdict(int)
@@ -156,14 +157,14 @@ class Layers:
         self._rows = Rows(num_rows)
         self._staged: dict[int, _Staged] = {}
         self._arriving: list[Future[Any]] = []  # copies of this step's loads, one a layer
-        self._leaving: list[_Leaving] | None = None  # this step's saves, once a layer was computed
-        self._gone: set[int] = set()  # layers of those that are on their way
-        self._busy: list[tuple[range, Callable[[], bool]]] = []  # rows, and whether nobody uses them any more
+        self._leaving: list[_Leaving] | None = None  # this step's saves; started once their first layer was computed
+        self._gone: set[int] = set()  # layers being copied
+        self._busy: list[tuple[range, Callable[[], bool]]] = []  # rows, and a check whether they are unused
 
     # Loads
 
     def stage(self, stages: Iterable[Stage]) -> None:
-        """Begins to load blocks into host memory; as many as there is room for, and none while the pool is down."""
+        """Start loading blocks into host memory: as many as there is room for, and none while the pool is down."""
         for stage in stages:
             self._collect()
             rows = self._rows.take(len(stage.hashes) if self._circuit.is_up else 0)
@@ -179,7 +180,7 @@ class Layers:
             self._staged[stage.number] = staged
 
     def take_staged(self) -> dict[int, int]:
-        """Stages that are over since the last call, by number: how many of their blocks are in host memory."""
+        """Stages that ended since the last call, by number: how many of their blocks are in host memory."""
         over = {}
         for number, staged in list(self._staged.items()):
             if staged.is_reported or (staged.future is not None and not staged.future.done()):
@@ -202,7 +203,7 @@ class Layers:
         return count
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Stages that nobody wants any more."""
+        """Stages that are not needed any more."""
         for number in numbers:
             staged = self._staged.get(number)
             if staged is not None and not staged.is_reported:
@@ -211,7 +212,7 @@ class Layers:
                 self._forget(number)
 
     def load(self, transfers: Sequence[Transfer]) -> None:
-        """Begins to copy what was staged into the engine's blocks, layer by layer."""
+        """Start copying what was staged into the engine's blocks, layer by layer."""
         moves = []
         for transfer in transfers:
             assert transfer.stage is not None, "a load without a stage runs between steps"
@@ -226,7 +227,7 @@ class Layers:
             self._busy += [(rows, partial(self._side.is_over, last)) for rows, _blocks in moves]
 
     def wait_for_layer(self, name: str) -> None:
-        """The engine may read this layer of the blocks that are being loaded."""
+        """Wait until the engine may read this layer of the blocks being loaded."""
         if self._arriving:
             self._side.join(self._arriving[self._numbers.get(name, -1)])
 
@@ -242,9 +243,9 @@ class Layers:
     def end_step(
         self, transfers: Sequence[Transfer]
     ) -> tuple[list[tuple[Transfer, "Future[CcResult]"]], list[Transfer]]:
-        """The step is computed. Saves that are under way now, and those that found no room here."""
+        """The step is computed. Returns the saves that are under way, and those that found no room here."""
         if self._arriving:
-            self._side.join(self._arriving[-1])  # a layer that nobody asked for is in the cache as well
+            self._side.join(self._arriving[-1])  # layers that the engine did not announce are in the cache as well
             self._arriving = []
         if self._leaving is None:
             self._begin_saves(transfers)
@@ -279,7 +280,7 @@ class Layers:
                 each.copies.append(self._side.begin(copy))
 
     def _store(self, leaving: _Leaving) -> CcResult:
-        """On a thread of its own: waits for the layers and saves the blocks."""
+        """On a thread: wait for the layers, then save the blocks."""
         try:
             for copying in leaving.copies:
                 self._side.wait(copying)
@@ -291,12 +292,12 @@ class Layers:
     # Both
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted since the last call, by name."""
+        """Counters since the last call, by name."""
         counts, self._counts = self._counts, defaultdict(int)
         return dict(counts)
 
     def _collect(self) -> None:
-        """Takes back the rows that nobody uses any more."""
+        """Free rows that are not used any more."""
         still = []
         for rows, is_over in self._busy:
             if is_over():
@@ -348,7 +349,7 @@ class _Departure:
 
 
 def _as_words(host: torch.Tensor, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same memories as [blocks, words], of words as wide as addresses and widths allow."""
+    """Both memories as [blocks, words], with words as wide as addresses and sizes allow."""
     sizes = (cache.data_ptr(), cache.stride(0), cache.shape[2])
     word = next(dtype for dtype in _WORDS if not any(size % dtype.itemsize for size in sizes))
     return host.flatten(1).view(word), cache.flatten(1).view(word)

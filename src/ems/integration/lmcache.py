@@ -1,10 +1,10 @@
 """EmsL2Adapter: EMS as an L2 of LMCache 0.5 (MP mode), loaded by its plug-in adapter.
 
-    lmcache server --l2-adapter '{"type": "plugin", "module_path": "ems.integration.lmcache",
-      "class_name": "EmsL2Adapter", "adapter_params": {"socket": "/run/ems/ems.sock"}}'
+  lmcache server --l2-adapter '{"type": "plugin", "module_path": "ems.integration.lmcache",
+    "class_name": "EmsL2Adapter", "adapter_params": {"socket": "/run/ems/ems.sock"}}'
 
-LMCache knows a model by its name alone. Give another `model_id` when the weights under a name change. Locks are none:
-what is evicted between lookup and load is a miss of the load, which LMCache allows.
+LMCache identifies a model by its name only. Use another `model_id` when the weights under a name change. There are no
+locks: what is evicted between lookup and load is a miss of the load, which LMCache allows.
 """
 
 import logging
@@ -45,7 +45,7 @@ class EmsL2Adapter(L2AdapterInterface):
         self._next_task = 0
         self._stores: dict[int, L2StoreResult] = {}
         self._results: dict[int, Bitmap] = {}  # of lookups and loads
-        self._layouts: dict[tuple[str, int], tuple[int, str]] = {}  # of a model's object group, as last stored
+        self._layouts: dict[tuple[str, int], tuple[int, str]] = {}  # layout of a model's object group, as last stored
 
     def get_store_event_fd(self) -> int:
         return int(self._stored.fileno())
@@ -99,7 +99,7 @@ class EmsL2Adapter(L2AdapterInterface):
         return self._begin(lambda: self._pool.async_exists(names, sizes, self._option), finish)
 
     def _expected(self, key: Any, descriptions: dict[int, Any]) -> "tuple[int, str] | None":
-        """Bytes and layout of an object that is to be loaded; None when nobody has told yet."""
+        """Bytes and layout of an object to be loaded; None while unknown."""
         description = descriptions.get(key.object_group_id)
         if description is None or not description.shapes:
             with self._lock:
@@ -134,7 +134,7 @@ class EmsL2Adapter(L2AdapterInterface):
     # All of them
 
     def _begin(self, call: "Callable[[], Future[Any]]", finish: Callable[[int, Sequence[Any]], None]) -> int:
-        """Begins a task; `finish` gets its results, none when the pool failed or is down, exactly once."""
+        """Start a task; `finish` is called once with its results, or without any when the pool failed or is down."""
         with self._lock:
             task = self._next_task
             self._next_task += 1
@@ -160,7 +160,7 @@ class EmsL2Adapter(L2AdapterInterface):
         return task
 
     def _failed(self, error: EmsException) -> None:
-        """A call failed; the pool is left alone for a while, unless it was asked wrongly."""
+        """A call failed; unless its arguments were wrong, the pool is not called for a while."""
         if error.status_code() == EmsErrorCode.EMS_INVALID_ARGUMENT:
             log.error("a call of EMS was wrong: %s", error)
         else:
@@ -192,13 +192,13 @@ def _layout_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> str:
 
 
 def _layout_of_object(memory: Any) -> str:
-    """Of a MemoryObj, which has several shapes or one."""
+    """The layout of a MemoryObj, which has one or several shapes."""
     about = memory.metadata
     return _layout_of(about.shapes or [about.shape], about.dtypes or [about.dtype])
 
 
 def _name(key: Any, layout: str) -> bytes:
-    """All that tells objects apart. The texts have no "@" in LMCache."""
+    """Everything that identifies an object. LMCache's texts contain no "@"."""
     text = f"{key.model_name}@{key.kv_rank}@{key.object_group_id}@{key.cache_salt}@{layout}@"
     chunk_hash: bytes = key.chunk_hash
     return text.encode() + chunk_hash

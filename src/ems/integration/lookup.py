@@ -1,4 +1,4 @@
-"""How far the pool has what a prefix needs, of all ranks and kinds of attention."""
+"""Finds how long a prefix the pool has for a request, over all ranks and kinds of attention."""
 
 import time
 from collections.abc import Sequence
@@ -16,27 +16,28 @@ _THREADS = 4
 
 
 class Lookup:
-    """Asks the pool up to where all ranks have what a prefix needs."""
+    """Asks the pool for the longest prefix that all ranks have completely."""
 
     def __init__(self, settings: Settings, layouts: Sequence[RankLayout], kinds: Sequence[Kind]) -> None:
         self._timeout_s = settings.timeout_ms / 1000
         self._kinds = kinds
-        self._sessions: list[list[Session]] = [  # of each kind, one a rank
+        self._sessions: list[list[Session]] = [  # for each kind, one session a rank
             [rank.open(settings, i, rank.kinds[i].empty_cache()) for rank in layouts] for i in range(len(kinds))
         ]
         self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="ems-lookup")
         self._circuit = Circuit(lambda: self._sessions[0][0].is_healthy(_HEALTH_S))
-        self._circuit.wait_for_first_look()  # the first request is asked about as well
+        self._circuit.wait_for_first_look()  # so that the first request finds a connection
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that have a part of each block."""
+        """Number of ranks that hold a part of each block."""
         return len(self._sessions[0])
 
     def begin(self, hashes: list[list[int]], start: int, end: int) -> "Future[int] | None":
-        """How many tokens an engine that has `start` can have, at most `end`; None while the pool is down.
+        """How many tokens, at most `end`, an engine that has `start` can have with the pool; None while the pool is
+        down.
 
-        hashes: of each kind, those of all blocks up to `end`.
+        hashes: for each kind, those of all blocks up to `end`.
         """
         return self._executor.submit(self._reach, hashes, start, end) if self._circuit.is_up else None
 

@@ -1,7 +1,7 @@
 """The worker's half of a connector: moves whole blocks of one rank between the engine's cache and the pool.
 
-All on the SDK's threads. A block of a save stays the engine's and unchanged until the save is reported (or was waited
-for, before others are given the block); a block of a load is not used until it is reported. What fails is a miss.
+All transfers run on the SDK's threads. A block of a save must not change until the save is reported (or was waited for,
+before the block is reused); a block of a load is not used until the load is reported. Failures are misses.
 """
 
 import logging
@@ -28,12 +28,12 @@ class _UnderWay:
     transfer: Transfer
     future: "CcFuture | Future[CcResult]"
     begun_s: float
-    is_void: bool = False  # what a load brings is not wanted any more
+    is_void: bool = False  # the load's blocks are not wanted any more
 
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Requests whose saves, and whose loads, are over; and those whose loads failed, where blocks cannot be named."""
+    """Requests whose saves and loads are over; and those whose loads failed, where single blocks cannot be named."""
 
     sent: set[str]
     received: set[str]
@@ -46,10 +46,10 @@ class Moving:
     def __init__(
         self, settings: Settings, layout: RankLayout, caches: Sequence[Sequence[Sequence[object]]], is_plain: bool
     ) -> None:
-        """caches: of each kind and group of layers, the rank's tensors of uint8 [num_blocks, 1, bytes].
+        """caches: for each kind and group of layers, the rank's tensors of uint8 [num_blocks, 1, bytes].
 
-        is_plain: the engine has one group of layers, of full attention. Otherwise what is left of a load that failed is
-        no prefix: of several groups the engine takes no single blocks as failed, and a shorter one sees other blocks.
+        is_plain: the engine has one group of layers, with full attention. Otherwise a partial load is useless: with
+        several groups the engine does not accept single failed blocks, and a shorter prefix needs other blocks.
         """
         self._sessions = [layout.open(settings, kind, groups) for kind, groups in enumerate(caches)]
         self._is_plain = is_plain
@@ -58,13 +58,14 @@ class Moving:
         self.circuit.wait_for_first_look()
         self._loads: list[_UnderWay] = []
         self._saves: list[_UnderWay] = []
-        self._savers: set[str] = set()  # requests with saves that are not reported
-        self._finished: set[str] = set()  # of those, the ones whose blocks wait for the report
-        self._incoming: Counter[str] = Counter()  # loads of a request that are not over
+        self._savers: set[str] = set()  # requests with saves that are not reported yet
+        self._finished: set[str] = set()  # those of them whose blocks wait for the report
+        self._incoming: Counter[str] = Counter()  # loads of each request that are not over
         self._received: set[str] = set()
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._is_saving = not layout.is_mla or layout.rank_in_tp == 0  # with MLA all tensor ranks have the same bytes
+        # with MLA all tensor-parallel ranks have the same bytes
+        self._is_saving = not layout.is_mla or layout.rank_in_tp == 0
         self._block_bytes = [kind.block_bytes for kind in layout.kinds]
         self._saved: list[int] = []
         self._counts: defaultdict[str, float] = defaultdict(int)
@@ -74,7 +75,7 @@ class Moving:
         self._loads = [replace(work, is_void=True) for work in self._loads]
 
     def load(self, transfers: Iterable[Transfer]) -> None:
-        """Begins loads; each request is reported by `reports`."""
+        """Start loads; `reports` reports each request."""
         begun = list(transfers)
         self._incoming.update(transfer.request_id for transfer in begun)
         for transfer in begun:
@@ -85,7 +86,7 @@ class Moving:
                 self._loads.append(_UnderWay(transfer, future, time.monotonic()))
 
     def save(self, transfers: Iterable[Transfer]) -> None:
-        """Begins saves of blocks whose bytes are there, or come with what the device is computing now."""
+        """Start saves of blocks whose bytes are there, or are being computed by the device."""
         for transfer in transfers:
             self._savers.add(transfer.request_id)
             if not self._is_saving:
@@ -97,14 +98,14 @@ class Moving:
                 self._counts["unsaved_blocks"] += len(transfer.hashes)
 
     def adopt(self, transfer: Transfer, future: "Future[CcResult]") -> None:
-        """A save that was begun elsewhere, and is reported as others are."""
+        """Take over a save that was started elsewhere, so that it is reported like others."""
         self._savers.add(transfer.request_id)
         self._saves.append(_UnderWay(transfer, future, time.monotonic()))
 
     def wait_for(self, preempted: Iterable[str], overtaken: Iterable[str]) -> None:
-        """Ends the saves of these requests; their blocks may be overwritten afterwards.
+        """Finish the saves of these requests; afterwards their blocks may be overwritten.
 
-        Those of preempted ones are not reported any more.
+        Saves of preempted requests are not reported any more.
         """
         waited = {*preempted, *overtaken}
         for work in self._saves:
@@ -114,7 +115,7 @@ class Moving:
         self._savers -= set(preempted)
 
     def reports(self, finished: Iterable[str]) -> Reports:
-        """What is over since the last call. finished: requests that ended since then."""
+        """What ended since the last call. finished: requests that ended since then."""
         self._finished |= set(finished) & self._savers
         self._collect()
         busy = {work.transfer.request_id for work in self._saves}
@@ -127,17 +128,17 @@ class Moving:
         return Reports(sent, received, failed)
 
     def take_failed_blocks(self) -> set[int]:
-        """Blocks of ended loads that did not come."""
+        """Blocks that ended loads did not fill."""
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def take_saved(self) -> list[int]:
-        """The hashes of blocks, of the first kind, that the pool has taken since the last call."""
+        """Hashes of blocks, of the first kind, that the pool has stored since the last call."""
         saved, self._saved = self._saved, []
         return saved
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted since the last call, by name."""
+        """Counters since the last call, by name."""
         counts, self._counts = self._counts, defaultdict(int)
         return dict(counts)
 
@@ -174,7 +175,7 @@ class Moving:
             self._end_save(work)
 
     def _result(self, work: _UnderWay) -> int | None:
-        """Blocks of the prefix that were moved; None when the pool failed, which opens the circuit."""
+        """Blocks of the prefix that were moved; None when the pool failed, which opens the circuit breaker."""
         try:
             return work.future.result().success
         except EmsException as error:

@@ -1,4 +1,4 @@
-"""An engine's KV tensors seen as blocks of bytes. They are torch's, as the engine is."""
+"""An engine's KV tensors (torch) as blocks of bytes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import torch
 class BlockParts:
     """The cache as uint8 [num_blocks, 1, bytes]: one part for each piece of memory in which a block is contiguous.
 
-    layers: the numbers of each layer's parts; names: the number of each name's layer, which several may share.
+    layers: the part numbers of each layer; names: the layer number of each name; several names may share one.
     """
 
     parts: list[torch.Tensor]

@@ -1,7 +1,7 @@
-"""Prefixes: names of full blocks, kinds of attention of a model, and how far the pool has what a request needs. Pure.
+"""Prefixes: names of full blocks, a model's kinds of attention, and how long a prefix the pool has. Pure.
 
-A name is a SHA-256 chain over token ids and whatever else decides their KV. The engine's own block hashes do not serve:
-vLLM draws their root anew in every process.
+A name is a SHA-256 chain over token ids and everything else that determines their KV. The engine's own block hashes
+cannot be used: vLLM draws their root at random in every process.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ ExtraKeys = Callable[[Any, int, int, int], tuple[tuple[Any, ...] | None, int]]
 
 
 class TokenSource(Protocol):
-    """What is needed of an engine's request; its tokens only grow."""
+    """What is needed of an engine's request. Tokens are only appended."""
 
     @property
     def all_token_ids(self) -> Sequence[int]: ...
 
 
 class Chain:
-    """The hashes of one request's blocks, made as its tokens become known; 256-bit integers."""
+    """Block hashes of one request, computed as its tokens become known; 256-bit integers."""
 
     def __init__(self, block_size: int, extra_keys: ExtraKeys, root: bytes = b"") -> None:
-        """root: what all names hang on; chains of different roots share nothing."""
+        """root: the parent of the first hash; chains with different roots share nothing."""
         self._block_size = block_size
         self._extra_keys = extra_keys
         self._mm_index = 0
@@ -49,10 +49,10 @@ class Chain:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Groups of layers that see equally far back; a block in the pool has the layers of all of them.
+    """Groups of layers with the same window; a block in the pool contains the layers of all of them.
 
-    groups: their numbers in the engine. block_size: in tokens. window: the tokens that a token sees, itself among them;
-    None = all before it.
+    groups: their numbers in the engine. block_size: in tokens. window: number of tokens that a token attends to,
+    including itself; None = all before it.
     """
 
     groups: tuple[int, ...]
@@ -60,13 +60,15 @@ class Kind:
     window: int | None = None
 
     def first_needed(self, num_tokens: int) -> int:
-        """The first block of which the token behind `num_tokens` tokens sees something."""
+        """The first block that the token after `num_tokens` tokens attends to."""
         if self.window is None:
             return 0
         return max(0, num_tokens - self.window + 1) // self.block_size
 
     def range_of(self, start: int, end: int) -> range:
-        """The blocks that an engine with `start` tokens lacks to go on behind `end`. Both end at blocks."""
+        """The blocks that an engine with `start` tokens lacks in order to continue after `end`. Both are block
+        boundaries.
+        """
         return range(max(start // self.block_size, self.first_needed(end)), end // self.block_size)
 
 
@@ -80,14 +82,15 @@ def kinds_of(groups: Sequence[tuple[int, int | None]]) -> tuple[Kind, ...]:
 
 
 def unit_of(kinds: Sequence[Kind]) -> int:
-    """Prefixes end at multiples of this many tokens: there blocks of all kinds end."""
+    """Prefixes end at multiples of this many tokens, where blocks of all kinds end."""
     return math.lcm(*(kind.block_size for kind in kinds))
 
 
 def longest_hit(kinds: Sequence[Kind], start: int, end: int, count: Callable[[int, int, int], int]) -> int:
-    """Up to which token an engine with `start` tokens can load: at most `end`, and `start` when nothing is there.
+    """The number of tokens that an engine with `start` tokens can have by loading: at most `end`; `start` when nothing
+    is there.
 
-    count(kind, first, last): how many blocks of kinds[kind] the pool has in a row, from `first` on, before `last`.
+    count(kind, first, last): length of the run of blocks of kinds[kind] in the pool from `first` on, before `last`.
     """
     unit = unit_of(kinds)
 
@@ -95,7 +98,7 @@ def longest_hit(kinds: Sequence[Kind], start: int, end: int, count: Callable[[in
         kind = kinds[number]
         wanted = kind.range_of(start, end)
         found = count(number, wanted.start, wanted.stop) if wanted else 0
-        # a missing block is in the way of every prefix that ends behind it and not behind `end`
+        # a missing block rules out every prefix that ends behind it and whose window reaches it
         return end if found == len(wanted) else (wanted.start + found) * kind.block_size // unit * unit
 
     for number, kind in enumerate(kinds):

@@ -1,9 +1,9 @@
 """The scheduler's half of a connector: which blocks of which request are loaded and saved, and when. Moves no bytes.
 
-A request asks the pool once for the full blocks of its prompt behind those the engine has, on a thread: the scheduler
-waits for a moment and otherwise asks again in its next step. A load that came short is not tried again. Blocks are
-saved in the step that fills them, once the scheduler knows their tokens. The engine takes blocks of a sliding window
-back while a request runs: who is given one of them waits for the save that still reads it.
+A request asks the pool once, on a thread, for the full blocks of its prompt that the engine lacks: the scheduler waits
+briefly, and otherwise asks again in its next step. A failed load is not tried again. Blocks are saved in the step that
+fills them, once the scheduler knows their tokens. The engine takes blocks of a sliding window back while a request
+runs: whoever gets such a block waits for the save that still reads it.
 """
 
 import hashlib
@@ -24,16 +24,17 @@ from ems.integration.prefix import Chain, ExtraKeys, Kind, unit_of
 from ems.integration.stored import Stored, StoredBlock
 
 log = logging.getLogger(__name__)
-_PATIENCE_S = 0.002  # of a scheduler step for a lookup
+_PATIENCE_S = 0.002  # seconds that a scheduler step waits for a lookup
 PROMISED = "ems_num_tokens"
 """In kv_transfer_params: so many tokens of the prompt are in the pool, or on their way there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Blocks of the engine's cache and the hashes of what belongs into them, in chain order.
+    """Blocks of the engine's cache, and the hashes of their contents, in chain order.
 
-    blocks: of each group of layers of the kind, one a hash. stage: where the bytes are, of a load layer by layer.
+    blocks: for each group of layers of the kind, one block a hash. stage: of a layer-by-layer load, where the bytes
+    are.
     """
 
     request_id: str
@@ -45,7 +46,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Blocks that a worker brings into its host memory, for a request that will have room for them later."""
+    """Blocks that a worker loads into its host memory, before the request has blocks for them."""
 
     number: int
     hashes: list[int]
@@ -53,11 +54,9 @@ class Stage:
 
 @dataclass(slots=True)
 class Plan:
-    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten.
-
-    overtaken: requests of which some blocks are, that the engine took back because they are outside of the window.
-    is_reset: loads that are under way bring what is not wanted any more.
-    stages, dropped: of loads layer by layer, what is to come and what nobody waits for any more.
+    """What the workers do in one step. preempted: requests whose blocks are about to be overwritten. overtaken:
+    requests that lose some blocks, which left the window. is_reset: loads under way are not wanted any more. stages,
+    dropped: of layer-by-layer loads, what to load and what is not needed any more.
     """
 
     loads: list[Transfer] = field(default_factory=list)
@@ -72,7 +71,6 @@ class Plan:
 @dataclass(frozen=True, slots=True)
 class Duties:
     """What a connector does. handover_s: how long a request waits for tokens that another engine has promised.
-
     is_layerwise: loads are staged, and run within a step.
     """
 
@@ -87,18 +85,18 @@ class Duties:
 class _Tracked:
     request: Any
     chains: dict[int, Chain]  # by block size
-    num_saved: list[int]  # of each kind, the blocks from the first on that the pool has, or is being given
-    blocks: list[list[int]] = field(default_factory=list)  # of each group of layers
-    asked: tuple[int, int] | None = None  # tokens that the engine has, and could have, that `lookup` is about
+    num_saved: list[int]  # for each kind, how many blocks from the first on the pool has, or is getting
+    blocks: list[list[int]] = field(default_factory=list)  # for each group of layers
+    asked: tuple[int, int] | None = None  # tokens that the engine has, and could have; `lookup` is about these
     lookup: "Future[int] | None" = None
-    stage: int | None = None  # of a load layer by layer; and by each rank, how many blocks it has staged
+    stage: int | None = None  # of a layer-by-layer load; and how many blocks each rank has staged
     staged: list[int] = field(default_factory=list)
     loading: frozenset[int] = frozenset()
-    is_let_down: bool = False  # a load came short
-    waits_until_s: float | None = None  # for tokens that were promised
+    is_let_down: bool = False  # a load has failed
+    waits_until_s: float | None = None  # until when it waits for promised tokens
 
     def hashes(self, kind: Kind, num_blocks: int) -> list[int]:
-        """Of the first blocks of a kind, which the request's tokens must fill."""
+        """Hashes of the first blocks of a kind, which the request's tokens must fill."""
         return self.chains[kind.block_size].upto(self.request, num_blocks)
 
 
@@ -112,8 +110,8 @@ class Scheduling:
         self._extra_keys = extra_keys
         self._duties = duties
         self._tracked: dict[str, _Tracked] = {}
-        self._saving: set[str] = set()  # requests with a save that the workers were told of
-        self._readers: dict[int, str] = {}  # by block of a window, the request that may still be saving it
+        self._saving: set[str] = set()  # requests with a save that the workers know of
+        self._readers: dict[int, str] = {}  # block of a window -> the request that may still be saving it
         self._overtaken: set[str] = set()
         self._loads: list[Transfer] = []
         self._root = b""
@@ -125,12 +123,12 @@ class Scheduling:
         self._adapters = Adapters()
         self._stored = Stored()
         self._counts: Counter[str] = Counter()
-        self.lookup: Lookup | None = None  # set when the workers have told their layouts
+        self.lookup: Lookup | None = None  # set once the workers have reported their layouts
 
     def reset(self) -> None:
-        """The weights changed: names are others from here on, and what has an old one is neither loaded nor saved.
+        """The weights have changed: names are different from now on, and nothing with an old name is loaded or saved.
 
-        Only this engine knows the new names: nobody can tell whose weights are the same.
+        Only this engine knows the new names, because it is unknown which other engines have the same weights.
         """
         self._root = secrets.token_bytes(32)
         for tracked in self._tracked.values():
@@ -140,7 +138,9 @@ class Scheduling:
         self._is_reset = True
 
     def matched(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens behind `num_computed_tokens` that the pool has, in whole blocks; None = ask again. And if to load."""
+        """Tokens after `num_computed_tokens` that the pool has, in whole blocks (None = ask again), and whether to load
+        them.
+        """
         unit, start = self._unit, num_computed_tokens
         end = (request.num_tokens - 1) // unit * unit  # the last token is always computed
         may_load = self._duties.is_loading and self.lookup is not None
@@ -188,20 +188,20 @@ class Scheduling:
         return min(tracked.staged) if len(tracked.staged) == self.lookup.num_ranks else None
 
     def staged(self, reports: Mapping[int, Sequence[int]]) -> None:
-        """reports: of stages, how many blocks some more ranks have."""
+        """reports: for each stage, how many blocks further ranks have."""
         for number, counts in reports.items():
             if number in self._by_stage:
                 self._by_stage[number].staged += counts
 
     def _drop(self, tracked: _Tracked) -> None:
-        """Nobody will load what was staged for the request."""
+        """What was staged for the request will not be loaded."""
         if tracked.stage is not None:
             del self._by_stage[tracked.stage]
             self._dropped.append(tracked.stage)
             tracked.stage, tracked.staged = None, []
 
     def _is_awaited(self, tracked: _Tracked, num_tokens: int) -> bool:
-        """Whether more than `num_tokens` were promised, by an engine that may still be saving them."""
+        """Whether more than `num_tokens` tokens were promised by an engine that may still be saving them."""
         promised = (getattr(tracked.request, "kv_transfer_params", None) or {}).get(PROMISED, 0)
         unit = self._unit
         if not isinstance(promised, int) or num_tokens >= min(promised, tracked.request.num_tokens - 1) // unit * unit:
@@ -212,7 +212,7 @@ class Scheduling:
         return now_s < tracked.waits_until_s
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_external_tokens: int) -> None:
-        """The request has its blocks; the tokens that `matched` promised are to be loaded into them."""
+        """The request has its blocks; the tokens that `matched` promised will be loaded into them."""
         self._overtake(blocks)
         root = self._root_of(request)
         if root is None:
@@ -238,7 +238,7 @@ class Scheduling:
         plan = Plan(loads=self._loads, preempted=list(output.preempted_req_ids or ()), is_reset=self._is_reset)
         plan.stages, plan.dropped = self._stages, self._dropped
         self._loads, self._is_reset, self._stages, self._dropped = [], False, [], []
-        self._saving -= set(plan.preempted)  # the workers end these saves first
+        self._saving -= set(plan.preempted)  # the workers finish these saves first
         num_computed: dict[str, int] = {}
         for new in output.scheduled_new_reqs:
             num_computed[new.req_id] = new.num_computed_tokens
@@ -263,7 +263,7 @@ class Scheduling:
         return plan
 
     def _restart(self, request_id: str, blocks: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """A request begins to compute: what it has then was loaded, or was saved when somebody computed it."""
+        """A request begins to compute: what it has was loaded, or was saved by whoever computed it."""
         self._overtake(blocks)
         tracked = self._tracked.get(request_id)
         if tracked is not None:
@@ -271,17 +271,17 @@ class Scheduling:
             tracked.num_saved = [num_computed_tokens // kind.block_size for kind in self._kinds]
 
     def _overtake(self, blocks: Iterable[Sequence[int]]) -> None:
-        """Somebody is given these blocks."""
+        """These blocks are given to another request."""
         if self._readers:
             given = self._readers.keys() & chain.from_iterable(blocks)
             self._overtaken |= {self._readers.pop(block) for block in given}
 
     def _save(self, plan: Plan, request_id: str, num_computed: int, num_tokens: int) -> None:
-        """num_computed: tokens before this step. Of a window what is behind them by then may be somebody else's."""
+        """num_computed: tokens before this step. Blocks that leave a window may belong to another request by then."""
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        num_known = min(num_computed + num_tokens, tracked.request.num_tokens)  # guesses, and tokens on their way, wait
+        num_known = min(num_computed + num_tokens, tracked.request.num_tokens)  # not drafts, nor tokens under way
         ranges = []
         for kind, num_saved in zip(self._kinds, tracked.num_saved, strict=True):
             num_blocks = min(len(tracked.blocks[group]) for group in kind.groups) if tracked.blocks else 0
@@ -299,7 +299,7 @@ class Scheduling:
         plan.saves += saves
 
     def _transfers(self, tracked: _Tracked, ranges: Sequence[range]) -> list[Transfer]:
-        """Of these blocks of each kind."""
+        """Transfers of these ranges of blocks, for each kind."""
         transfers = []
         for number, (kind, wanted) in enumerate(zip(self._kinds, ranges, strict=True)):
             if wanted:
@@ -309,7 +309,7 @@ class Scheduling:
         return transfers
 
     def loaded(self, request_ids: Iterable[str], failed_blocks: Iterable[int], failed: Iterable[str]) -> None:
-        """The workers report ended loads, and what did not come: blocks or, in models of several groups, requests."""
+        """The workers report ended loads, and what is missing: blocks or, in models of several groups, requests."""
         missing, let_down = frozenset(failed_blocks), frozenset(failed)
         for id in request_ids:
             tracked = self._tracked.get(id)
@@ -321,7 +321,7 @@ class Scheduling:
     def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """The request is over. True: its blocks are free only when the workers have reported its saves.
 
-        And what is told to who asked for a handover: how many tokens the pool has, or is being given.
+        Also returns, for a handover, how many tokens the pool has, or is getting.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
@@ -339,14 +339,14 @@ class Scheduling:
     def _expect(self, request: Any, first: int, names: list[int]) -> None:
         size, hashes = self._kinds[0].block_size, request.block_hashes
         if len(hashes) < first + len(names):
-            return  # vLLM hashes nothing where its own prefix cache is off
+            return  # vLLM hashes nothing when its own prefix cache is off
         adapter = getattr(request.lora_request, "lora_name", None)
         for i, name in enumerate(names, first):
             tokens = tuple(request.all_token_ids[i * size : (i + 1) * size])
             self._stored.expect(name, StoredBlock(hashes[i], hashes[i - 1] if i else None, tokens, adapter))
 
     def saved(self, counts: Mapping[int, int]) -> None:
-        """counts: of each hash, how many more ranks have saved its block."""
+        """counts: for each hash, how many further ranks have saved its block."""
         if self.lookup is not None:
             self._stored.report(counts, self.lookup.num_ranks)
 
@@ -355,7 +355,7 @@ class Scheduling:
         return self._stored.take()
 
     def take_counts(self) -> dict[str, float]:
-        """What was counted since the last call, by name."""
+        """Counters since the last call, by name."""
         counts, self._counts = self._counts, Counter()
         return dict(counts)
 
@@ -373,7 +373,7 @@ class Scheduling:
         return tracked
 
     def _root_of(self, request: Any) -> bytes | None:
-        """What all names of the request hang on: weights, and its adapter's; None when these are not known (yet)."""
+        """The root of the request's names: weights and adapter; None while or when these are unknown."""
         adapter = getattr(request, "lora_request", None)
         if adapter is None:
             return self._root
@@ -383,7 +383,7 @@ class Scheduling:
         return hashlib.sha256(b"lora" + self._root + future.result().encode()).digest()
 
     def _is_adapter_read(self, request: Any) -> bool:
-        """Whether the request's adapter is being read just now: `_root_of` will know soon."""
+        """Whether the request's adapter is being read, so that `_root_of` will know soon."""
         adapter = getattr(request, "lora_request", None)
         future = self._adapters.look(adapter) if adapter is not None else None
         return future is not None and not future.done()

@@ -1,4 +1,4 @@
-"""What a plug-in is told by its engine's configuration, checked once; and the sessions it opens with that."""
+"""Settings of a plug-in from its engine's configuration, checked once; and the sessions opened with them."""
 
 import hashlib
 import logging
@@ -30,11 +30,10 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf", ".json")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """socket: path of the agent's, empty = where agents serve; model_id: empty = made from the model's files.
-
-    timeout_ms: what a request waits for its prefix at most, and a save for the pool.
-    handover_ms: how long a request waits for tokens that another engine has promised (EMSConnector only).
-    layerwise: blocks cross into and out of the engine's cache one layer after the other (EMSConnector only).
+    """socket: path of the agent's, empty = the default places; model_id: empty = made from the model's files.
+    timeout_ms: how long a request waits for its prefix, and a save for the pool. handover_ms: how long a request
+    waits for tokens that another engine has promised (EMSConnector only). layerwise: blocks are copied to and from
+    the engine's cache one layer at a time (EMSConnector only).
     """
 
     socket: str = ""
@@ -47,7 +46,9 @@ class Settings:
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = _CONNECTOR) -> "Settings":
-        """where: of the engine's configuration they are. Raises ValueError naming the key that is unknown or wrong."""
+        """where: the part of the engine's configuration, for errors. Raises ValueError that names an unknown or wrong
+        key.
+        """
         known = CONNECTOR_KEYS if where == _CONNECTOR else KEYS
         unknown = sorted(values.keys() - set(known))
         if unknown:
@@ -82,7 +83,7 @@ class Settings:
         return Session(config, self._locate)
 
     def open_pool(self, identity: CcConfig_v1, layout: str) -> KvPool:
-        """Values of one layout of one rank. It connects when it is first used."""
+        """Values in one layout of one rank. It connects when it is first used."""
         return KvPool(self._config(identity), layout, self._locate)
 
     def _locate(self, deadline_s: float) -> Path:
@@ -91,9 +92,8 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class KindLayout:
-    """The blocks of one kind of attention. arrangement: how the engine lays a block's elements out.
-
-    widths: of each group of layers, the bytes of one block in each registered part.
+    """The blocks of one kind of attention. arrangement: the engine's order of elements in a block. widths: for each
+    group of layers, the bytes of one block in each registered part.
     """
 
     arrangement: str
@@ -104,13 +104,13 @@ class KindLayout:
         return sum(map(sum, self.widths))
 
     def empty_cache(self) -> list[list[npt.NDArray[np.uint8]]]:
-        """A cache of one block that is never filled: enough to make the names of blocks."""
+        """A cache of one block that is never filled: enough to compute the names of blocks."""
         return [[np.empty((1, 1, width), np.uint8) for width in group] for group in self.widths]
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What a worker tells the scheduler, so that both use the same names for a rank's blocks."""
+    """Sent by a worker to the scheduler, so that both use the same names for a rank's blocks."""
 
     model_id: str
     engine: str
@@ -122,7 +122,7 @@ class RankLayout:
     kinds: tuple[KindLayout, ...]
 
     def identity(self, kind: int) -> CcConfig_v1:
-        """Of the blocks of one kind."""
+        """The identity in names of blocks of one kind."""
         arrangement = self.kinds[kind].arrangement
         return CcConfig_v1(
             rank_id=self.rank_in_pp * self.tp_world_size + self.rank_in_tp,
@@ -145,9 +145,10 @@ class RankLayout:
 
 
 def model_fingerprint(folder: str, facts: tuple[object, ...]) -> str:
-    """A model_id from what the engine was told (`facts`) and, for a local folder, every byte of its weights.
+    """A model_id from the engine's configuration (`facts`) and, for a local folder, every byte of its weights.
 
-    So copies on several nodes share, and no other model does. Reads as fast as the disk gives; model_id spares that.
+    So copies on several nodes share blocks, and no other model does. Takes as long as reading the weights from disk;
+    setting model_id avoids that.
     """
     digest = hashlib.sha256(repr(facts).encode())
     if os.path.isdir(folder):

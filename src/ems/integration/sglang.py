@@ -28,7 +28,7 @@ from ems.values.pool import KvPool
 log = logging.getLogger(__name__)
 _FACTS = ("dtype", "layout", "page_size", "start_layer", "layer_num", "head_num", "head_dim", "v_head_dim",
           "kv_lora_rank", "qk_rope_head_dim")  # fmt: skip
-_IN_PIECES, _FLAT = b"pieces@", b"flat@"  # orders of a page's bytes: as the host pool has its pieces, or as one tensor
+_IN_PIECES, _FLAT = b"pieces@", b"flat@"  # orders of a page's bytes: by the host pool's pieces, or as one tensor
 
 
 class EmsHiCache(HiCacheStorage):
@@ -52,7 +52,7 @@ class EmsHiCache(HiCacheStorage):
         self._circuit: Circuit | None = None
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """From here on pages are known by how this pool lays them out."""
+        """From now on pages are identified by this pool's layout too."""
         super().register_mem_pool_host(mem_pool_host)
         config = self._config
         identity = CcConfig_v1(
@@ -122,7 +122,7 @@ class EmsHiCache(HiCacheStorage):
         return all(self._put(_FLAT, keys, [value.contiguous() for value in given]))
 
     def clear(self) -> None:
-        """What was stored so far is not found any more by this engine: names are others, which only it knows."""
+        """Pages stored so far are not found any more by this engine: it uses new names, which only it knows."""
         with self._lock:
             self._root = token_hex(16).encode()
 

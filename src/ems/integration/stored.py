@@ -1,15 +1,15 @@
-"""Blocks that all ranks have saved: told once, for vLLM's KV events. Pure."""
+"""Blocks that all ranks have saved: reported once, for vLLM's KV events. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MAX_WAITING = 1 << 16  # blocks whose saves nobody has reported; those of saves that failed are among them
+_MAX_WAITING = 1 << 16  # blocks whose saves were not reported; those of failed saves are among them
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """hash: the engine's own; parent: of the block before it, None at the beginning of a prompt."""
+    """hash: the engine's own; parent: that of the block before it, None at the beginning of a prompt."""
 
     hash: Any
     parent: Any

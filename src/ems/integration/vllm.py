@@ -40,7 +40,7 @@ from ems.integration.settings import KindLayout, RankLayout, Settings, model_fin
 from ems.integration.stored import StoredBlock
 from ems.integration.vllm_stats import EMSPromMetrics, EMSStats
 
-MEDIUM = "EMS"  # of KV events
+MEDIUM = "EMS"  # medium of KV events
 LAYERWISE = "kv_connector_extra_config.layerwise"
 
 
@@ -53,9 +53,8 @@ class EMSConnectorMetadata(KVConnectorMetadata):
 
 @dataclass
 class EMSWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler, once a step. saved: by hash, how many ranks have saved the block.
-
-    staged: of loads layer by layer, how many blocks each rank has in host memory.
+    """From the workers to the scheduler, once a step. saved: hash -> number of ranks that have saved the block. staged:
+    of layer-by-layer loads, how many blocks each rank has in host memory.
     """
 
     saved: Counter[int]
@@ -97,7 +96,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
             events = getattr(vllm_config, "kv_events_config", None)
             hash_size = kv_cache_config.hash_block_size or self._kinds[0].block_size
             has_events = events is not None and events.enable_kv_cache_events
-            has_events = has_events and hash_size == self._kinds[0].block_size  # they name blocks by vLLM's hashes
+            has_events = has_events and hash_size == self._kinds[0].block_size  # events name blocks by vLLM's hashes
             handover_s = self._settings.handover_ms / 1000
             duties = Duties(
                 transfer.is_kv_consumer, transfer.is_kv_producer, has_events, handover_s, self._settings.layerwise
@@ -106,14 +105,14 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # a cache: what is not saved is computed
+        return False  # it is a cache: what is not saved is computed again
 
     # In the scheduler
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], EMSHandshake]) -> None:
         if self._scheduling is not None:
             layouts = [shake.layout for shake in metadata.values()]
-            is_alike = layouts[0].is_mla  # with MLA all tensor ranks hold the same bytes
+            is_alike = layouts[0].is_mla  # with MLA all tensor-parallel ranks hold the same bytes
             savers = [one for one in layouts if one.rank_in_tp == 0 or not is_alike]
             self._scheduling.lookup = Lookup(self._settings, savers, self._kinds)
 
@@ -148,9 +147,9 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduling.finished(request)
 
     def take_events(self) -> Iterator[BlockStored]:
-        """Blocks that are in the pool from now on, with all ranks' parts. When they go again nobody tells.
+        """Blocks that are in the pool from now on, with all ranks' parts. Their eviction is not reported.
 
-        Where layers are of several kinds, blocks of the first one.
+        Where layers are of several kinds, blocks of the first kind.
         """
         assert self._scheduling is not None
         return (_event(block, self._kinds[0]) for block in self._scheduling.take_stored())
@@ -183,7 +182,9 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
             self._layers = Layers(self._settings, self._layout, parts[0][0], self._moving.circuit)
 
     def _split(self, caches: dict[str, torch.Tensor], number: int) -> BlockParts:
-        """Of one group of layers. Groups lie in the same memory, and take turns with its blocks."""
+        """The parts of one group of layers. Groups share the same memory, and each block belongs to one of them at a
+        time.
+        """
         groups = self._kv_cache_config.kv_cache_groups
         if len(groups) > 1:
             caches = {name: caches[name] for name in groups[number].layer_names if name in caches}
@@ -192,7 +193,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
         return split_blocks(caches, self._kv_cache_config.num_blocks)
 
     def _layout_of(self, kind: Kind, parts: list[BlockParts]) -> KindLayout:
-        """Of several groups each block is one of certain layers, among certain others."""
+        """The layout of a kind. With several groups, a block belongs to certain layers among all."""
         groups = self._kv_cache_config.kv_cache_groups
         about = [f"{one}{[groups[number].layer_names for number in one.groups]}" for one in self._kinds]
         which = [f"kind {self._kinds.index(kind)} of {about}"] if len(groups) > 1 else []
@@ -210,7 +211,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata().plan
         if self._layers is not None and self._moving is not None:
             self._layers.stage(plan.stages)
-            self._layers.drop(plan.dropped)  # one of these stages among them, where its request has just ended
+            self._layers.drop(plan.dropped)  # one of these may be for a request that has just ended
             self._layers.load(plan.loads)
         elif self._moving is not None:
             if plan.is_reset:
@@ -218,7 +219,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
             self._moving.load(plan.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Between steps there is nothing to wait for: a request runs only when all its blocks are there."""
+        """Nothing to wait for between steps: a request runs only when all its blocks are there."""
         if self._layers is not None:
             self._layers.wait_for_layer(layer_name)
 
@@ -283,7 +284,7 @@ class EMSConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _check(config: Any) -> None:
-    """Refuses what would need more than whole blocks, each decided by the tokens up to its end."""
+    """Refuses configurations in which a block is not determined by the tokens up to its end."""
     parallel, speculative = config.parallel_config, config.speculative_config
     if config.kv_transfer_config.kv_load_failure_policy != "recompute":
         raise ValueError('kv_load_failure_policy: EMSConnector needs "recompute", so that a miss is not an error')
@@ -295,7 +296,9 @@ def _check(config: Any) -> None:
 
 
 def _kinds(kv_cache_config: Any) -> tuple[Kind, ...]:
-    """The kinds of attention of a model. Raises ValueError naming the layer whose state is no blocks of tokens."""
+    """The kinds of attention of a model. Raises ValueError that names a layer whose state is not made of blocks of
+    tokens.
+    """
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         for spec in iter_layer_specs(group.kv_cache_spec):
@@ -309,7 +312,7 @@ def _kinds(kv_cache_config: Any) -> tuple[Kind, ...]:
 
 
 def _extra_keys(request: Any, start: int, end: int, mm_index: int) -> tuple[tuple[Any, ...] | None, int]:
-    """As vLLM's, without name and path of an adapter: its content is in the root of the chain."""
+    """As vLLM's, without name and path of an adapter: its content is in the chain's root."""
     keys, mm_index = generate_block_hash_extra_keys(request, start, end, mm_index)
     kept = tuple(key for key in keys or () if not (isinstance(key, tuple) and key[:1] == ("lora",)))
     return kept or None, mm_index

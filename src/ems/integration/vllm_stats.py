@@ -1,4 +1,4 @@
-"""What EMSConnector counts, in vLLM's log line and in its Prometheus metrics (vllm:ems_*)."""
+"""Counters of EMSConnector in vLLM's log line and in its Prometheus metrics (vllm:ems_*)."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ class EMSStats(KVConnectorStats):
 
 
 class EMSPromMetrics(KVConnectorPromMetrics):
-    """One counter a name and engine."""
+    """One counter for each name and engine."""
 
     def __init__(
         self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: Any

@@ -32,14 +32,14 @@ from ems.values.pool import KvPool
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A transfer under way. future: a result for each key, None where nothing was begun."""
+    """A transfer under way. future: a result for each key, None when nothing was begun."""
 
     job: TransferJob
     future: "Future[list[Any]] | None"
 
 
 class _Lookups(AsyncLookupManager):
-    """vLLM's own: asks on a thread, remembers answers as long as somebody's request lives."""
+    """vLLM's own class: asks on a thread, and remembers answers while requests need them."""
 
     def __init__(self, tier: "EmsTier") -> None:
         self._tier = tier
@@ -86,7 +86,7 @@ class EmsTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def has(self, keys: list[bytes]) -> list[bool]:
-        """Which chunks are in the pool; none when it does not answer. On the thread of lookups."""
+        """Which chunks are in the pool; none when it does not answer. Called on the lookups' thread."""
         if not self._circuit.is_up:
             return [False] * len(keys)
         try:
@@ -130,7 +130,7 @@ class EmsTier(SecondaryTierManager):
         job, results = done.job, [False] * len(done.job.keys)
         if done.future is not None:
             try:
-                # a load's results are bools, a store's say what became of each
+                # a load's results are bools, a store's are statuses
                 results = [one if isinstance(one, bool) else one.is_success for one in done.future.result()]
                 self._circuit.succeeded()
             except EmsException as error:
@@ -150,9 +150,9 @@ class EmsTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Waits for what is under way. vLLM calls this where its cache is reset: when weights change, or may.
+        """Wait for transfers under way. vLLM calls this where its cache is reset: when weights change, or may.
 
-        From here on names are others, which only this engine knows, so that nothing of the old weights is found.
+        From now on names are different, and known only to this engine, so that nothing of the old weights is found.
         """
         for each in self._jobs:
             if each.future is not None:
@@ -176,7 +176,7 @@ class EmsTier(SecondaryTierManager):
 
 
 def _identity_of(spec: Any, settings: Settings, chunk_bytes: int) -> tuple[CcConfig_v1, str]:
-    """Whose chunks they are, and how their bytes are laid out: all that vLLM knows of both."""
+    """Identity of the chunks and layout of their bytes: everything that vLLM knows of both."""
     config = spec.config
     parallel = config.parallel
     facts = (vllm.__version__, config.model.dtype)

@@ -1,1 +1,1 @@
-"""The data path in C++: what is compiled, where it is found, and what does without it."""
+"""The data path in C++: what is compiled, where it is found, and the fallback without it."""

@@ -1,6 +1,6 @@
-"""A C++ library of the pool: the one that a wheel carries, else compiled once into the user's cache.
+"""A C++ library of the pool: shipped in the wheel, or compiled once into the user's cache.
 
-Needs a compiler and nothing else. A wheel build runs this too, with nothing but the standard library.
+Needs a compiler and nothing else. Wheel builds use this module too, with only the standard library.
 """
 
 import fcntl
@@ -32,16 +32,16 @@ class Library:
 
     @property
     def prebuilt(self) -> Path:
-        """Where a wheel has it."""
+        """Its path in a wheel."""
         return self.folder / "lib" / f"{self.name}.so"
 
     @property
     def is_there(self) -> bool:
-        """Whether `path` compiles nothing."""
+        """Whether `path` would compile nothing."""
         return self.prebuilt.exists() or self._kept().exists()
 
     def path(self) -> Path:
-        """Of the library, compiled first if need be. Raises BuildError."""
+        """The library's path; compiles it if needed. Raises BuildError."""
         if self.prebuilt.exists():
             return self.prebuilt
         path = self._kept()
@@ -56,7 +56,7 @@ class Library:
         return _cache() / f"{self.name}_{platform.machine()}-{self._digest()}.so"
 
     def compile(self, path: Path, extra_flags: tuple[str, ...] = ()) -> None:
-        """Compiles it to `path`, whole or not at all: two that do so at once do not meet. Raises BuildError."""
+        """Compile it to `path`, whole or not at all, so that two builds at once do not collide. Raises BuildError."""
         compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
             raise BuildError("there is no C++ compiler")
@@ -64,7 +64,8 @@ class Library:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 built = Path(folder) / path.name
-                unit = Path(folder) / "unit.cpp"  # one: the headers that each includes take longer than all the rest
+                # one source: the headers that each includes take longer to compile than everything else
+                unit = Path(folder) / "unit.cpp"
                 unit.write_text("".join(f'#include "{source}"\n' for source in sorted(self.folder.glob("*.cpp"))))
                 command = [compiler, *FLAGS, *extra_flags, f"-I{HERE}", str(unit), "-o", str(built)]
                 done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_S)
@@ -83,9 +84,9 @@ class Library:
 
 
 def compile_once(path: Path, name: str, compile: Callable[[Path], None]) -> None:
-    """Calls compile(path) unless that is there by now; whoever comes meanwhile waits for the lock of `name` beside it.
+    """Call compile(path) unless the file exists by now; concurrent callers wait for the lock of `name` beside it.
 
-    Raises what `compile` does, and OSError.
+    Raises what `compile` raises, and OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with (path.parent / f"{name}.lock").open("w") as lock:

@@ -1,6 +1,6 @@
 """NativeCalls: plain calls over a link in one step each, from the caller's lists to the result.
 
-Everything that a call needs stays with the link. What is not plain, or wrong, is left to Python: `NOT_PLAIN`.
+Everything that a call needs stays with the link. Calls that are not plain, or wrong, are left to Python: `NOT_PLAIN`.
 """
 
 import ctypes
@@ -14,18 +14,18 @@ from ems.runs import Bytes, address_of
 
 Given: TypeAlias = tuple[object, object, object] | c.Plan
 """A caller's slots, hashes and tokens of each block; or what was planned of them."""
-NOT_PLAIN, PARTLY = -4, -5  # instead of an error number: nothing was done; there is something left to do or to say
+NOT_PLAIN, PARTLY = -4, -5  # not an error number: nothing was done; or something is left to do or to report
 
 
 class How(ctypes.Structure):
-    """How a call is carried out. deadline_ns: of time.monotonic_ns()."""
+    """Parameters of a call. deadline_ns: of time.monotonic_ns()."""
 
     deadline_ns: int
     _fields_ = [("deadline_ns", c_int64), ("is_local", c_int64), ("write_rcache", c_int64)]
 
 
 class Calls(ctypes.Structure):
-    """What calls over one link have in common, and what became of the last one, as call.cpp has them."""
+    """What calls over one link share, and the result of the last one (call.cpp)."""
 
     arena: int
     arena_bytes: int
@@ -62,7 +62,7 @@ class Calls(ctypes.Structure):
 
 
 class Sizes(NamedTuple):
-    """Bytes of the pool's largest block, of a message's blocks, of the first one's; messages at once."""
+    """Bytes of the pool's largest block, of a message's blocks, of the first message's; messages under way at once."""
 
     max_block_bytes: int
     region_bytes: int
@@ -71,7 +71,9 @@ class Sizes(NamedTuple):
 
 
 class NativeCalls:
-    """Calls of a link by one planner, one at a time. They return 0, NOT_PLAIN, or what `NativeLine` makes errors of."""
+    """Calls of a link by one planner, one at a time. They return 0, NOT_PLAIN, or what `NativeLine` turns into
+    errors.
+    """
 
     def __init__(self, line: NativeLine, planner: Planner, sizes: Sizes) -> None:
         library = line.library
@@ -91,7 +93,7 @@ class NativeCalls:
         self._close(self._address)
 
     def load(self, what: Given, how: How, mapped: Mapped) -> int:
-        """mapped: not held any longer, since idle processes let go of it."""
+        """mapped: not stored, because idle processes unmap it."""
         last = self.last
         last.mapped, last.num_mapped = ctypes.addressof(mapped.table), len(mapped.table)
         last.num_given_back = mapped.num_given_back
@@ -100,7 +102,7 @@ class NativeCalls:
         return int(self._load(self._address, *what, how))
 
     def save(self, what: Given, how: How, arena: tuple[Bytes | None, int]) -> int:
-        """arena: the staging area, and how much was asked for."""
+        """arena: the staging area, and the size that was asked for."""
         memory, asked = arena
         if memory is not self._arena:
             self._arena = memory
@@ -114,5 +116,5 @@ class NativeCalls:
         return int(self._save(self._address, *what, how))
 
     def exists(self, hashes: object, how: How) -> int:
-        """Of full blocks; `last.count`."""
+        """For full blocks; result in `last.count`."""
         return int(self._exists(self._address, hashes, how))

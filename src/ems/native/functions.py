@@ -1,4 +1,4 @@
-"""The functions of the SDK's C++ library, as its C++ files have them."""
+"""The functions of the SDK's C++ library, as declared there."""
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
@@ -12,7 +12,7 @@ _SUM_BYTES = 16
 class Batch(ctypes.Structure):
     """Blocks of the registered cache, as blocks.hpp has them."""
 
-    kept: object  # arrays whose addresses it has
+    kept: object  # keeps alive the arrays whose addresses it has
     _fields_ = [
         ("tensors", c_void_p),
         ("num_tensors", c_int64),
@@ -24,9 +24,9 @@ class Batch(ctypes.Structure):
 
 
 class Plan(ctypes.Structure):
-    """The blocks of a call, as plan.hpp has them."""
+    """The blocks of a call (plan.hpp)."""
 
-    kept: object  # what it has addresses in
+    kept: object  # keeps alive what it has addresses of
     blocks: Batch
     sizes: int
     largest: int
@@ -41,7 +41,7 @@ class Plan(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """A registered cache and its names, as plan.cpp has them."""
+    """A registered cache and its names (plan.cpp)."""
 
     _fields_ = [
         ("tensors", c_void_p),
@@ -65,7 +65,7 @@ class Line(ctypes.Structure):
 
 
 class Segment(ctypes.Structure):
-    """A segment of the pool that is mapped here."""
+    """A segment of the pool that is mapped into this process."""
 
     _fields_ = [("number", c_int64), ("memory", c_void_p), ("bytes", c_int64)]
 
@@ -101,13 +101,13 @@ class Load(ctypes.Structure):
     ]
 
 
-UNDECIDED, MISSING, LOADED = range(3)  # of a block of a load of each, as line.hpp has them
+UNDECIDED, MISSING, LOADED = range(3)  # state of each block of a load (line.hpp)
 
 
 class Save(ctypes.Structure):
     """Blocks to save. Arrays by address."""
 
-    kept: object  # what it has addresses of
+    kept: object  # keeps alive what it has addresses of
     num_done: int
     done_bytes: int
     num_success: int
@@ -153,7 +153,7 @@ _SIGNATURES = {
 
 
 def _prepare(library: ctypes.CDLL) -> None:
-    """Declares the functions. Raises OSError when the library sums otherwise than Python does."""
+    """Declare the functions. Raises OSError when the library's checksums differ from Python's."""
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -168,10 +168,10 @@ def _prepare(library: ctypes.CDLL) -> None:
 
 
 def functions() -> ctypes.CDLL | None:
-    """The library; None where it cannot be had. The first time on a machine it is compiled."""
+    """The library; None where it is not available. The first time on a machine it is compiled."""
     return load(BLOCKS, _prepare)
 
 
 def functions_at_hand() -> ctypes.CDLL | None:
-    """The library, if nothing has to be compiled for it: a call has a deadline."""
+    """The library, if it need not be compiled first: a call has a deadline."""
     return None if is_to_be_compiled(BLOCKS) else functions()

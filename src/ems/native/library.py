@@ -1,4 +1,4 @@
-"""Loads the pool's C++ libraries, and xxhash's functions for them; one line in the log where that cannot be done."""
+"""Loads the pool's C++ libraries, and xxhash's functions for them; logs one line where that is not possible."""
 
 import ctypes
 import ctypes.util
@@ -12,11 +12,11 @@ import xxhash
 from ems.native.build import BuildError, Library
 
 log = logging.getLogger("ems")
-_OFF = "EMS_NATIVE"  # "0": do without, as on a machine that has no compiler
+_OFF = "EMS_NATIVE"  # "0": use Python only, as on a machine without a compiler
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
 _found: list["Xxh3 | None"] = []
-_NAMES = (  # of xxhash's functions; the first of each that there is
+_NAMES = (  # where xxhash's functions are found, in order of preference
     ("XXH3_128bits_dispatch", "XXH3_128bits"),
     ("XXH3_createState",),
     ("XXH3_freeState",),
@@ -25,7 +25,7 @@ _NAMES = (  # of xxhash's functions; the first of each that there is
     ("XXH3_128bits_digest",),
 )
 _SYSTEM_LIBRARY = "libxxhash.so.0"
-_PROBE = bytes(range(256)) * 160  # longer than any of xxhash's short forms, and no multiple of its blocks
+_PROBE = bytes(range(256)) * 160  # longer than any of xxhash's short forms, and not a multiple of its blocks
 
 
 class Xxh3(ctypes.Structure):
@@ -35,7 +35,7 @@ class Xxh3(ctypes.Structure):
 
 
 def load(library: Library, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDLL | None:
-    """The library, with `prepare` done once; None where there is no compiler, no xxhash to call, or EMS_NATIVE is 0.
+    """The library, after `prepare` was called once; None without compiler or xxhash, or when EMS_NATIVE is 0.
 
     The first call on a machine compiles it, which takes some seconds.
     """
@@ -48,7 +48,7 @@ def load(library: Library, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CDL
 
 
 def is_to_be_compiled(library: Library) -> bool:
-    """Whether the next `load` takes a compiler's time."""
+    """Whether the next `load` would run the compiler."""
     return os.environ.get(_OFF) != "0" and library.name not in _loaded and not library.is_there
 
 
@@ -65,7 +65,7 @@ def _open(library: Library, prepare: Callable[[ctypes.CDLL], None]) -> ctypes.CD
 
 
 def xxh3() -> Xxh3 | None:
-    """xxhash's functions: those of the Python package, else the system's; None where neither shows them."""
+    """xxhash's functions: those of the Python package, else the system's; None where neither exports them."""
     if not _found:
         _found.append(next((one for path in (_package(), _SYSTEM_LIBRARY) if (one := _functions(path))), None))
     return _found[0]
@@ -90,5 +90,5 @@ def _functions(path: str) -> Xxh3 | None:
 
 
 def sums_alike(sum_of: Callable[[bytes], bytes]) -> bool:
-    """Whether a library's sums are those of Python's xxhash."""
+    """Whether a library's checksums equal those of Python's xxhash."""
     return all(sum_of(_PROBE[:size]) == xxhash.xxh3_128_digest(_PROBE[:size]) for size in (0, 3, 100, 240, 40_000))

@@ -1,4 +1,4 @@
-"""NativeLine: whole calls over a link in C++: a batch's request, its answer, and what lies between, without Python."""
+"""NativeLine: whole calls over a link in C++: a batch's requests, answers and copies without Python."""
 
 import ctypes
 import errno
@@ -11,12 +11,12 @@ from ems.native import functions as c
 from ems.native.library import Xxh3, xxh3
 from ems.runs import Bytes, address_of
 
-FIRST_BYTES = 128 << 10  # of a save's first message, so that the agent begins soon; the next ones grow
-_UNEXPECTED, _UNMAPPED, _OUTSIDE = -1, -2, -3  # instead of an error number
+FIRST_BYTES = 128 << 10  # bytes of a save's first message, so that the agent begins soon; later ones grow
+_UNEXPECTED, _UNMAPPED, _OUTSIDE = -1, -2, -3  # not an error number
 
 
 class Unexpected(Exception):
-    """Another answer than the one expected: `data` begins with its frame."""
+    """An answer that was not expected: `data` begins with its frame."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__("an unexpected answer")
@@ -24,11 +24,11 @@ class Unexpected(Exception):
 
 
 class Mapped(NamedTuple):
-    """Segments of the pool in this process. memories: keeps them there."""
+    """Mapped segments of the pool. memories: keeps them mapped."""
 
     table: "ctypes.Array[c.Segment]"
     memories: list[Bytes]
-    num_given_back: int  # by the agent, when they were mapped
+    num_given_back: int  # given back by the agent when these were mapped
 
 
 Maps: TypeAlias = Callable[[list[int] | None, int], Mapped]
@@ -38,7 +38,7 @@ Maps: TypeAlias = Callable[[list[int] | None, int], Mapped]
 class WantedLoad(NamedTuple):
     """Blocks to load: those of a plan from `start` to `stop`.
 
-    found: [stop - start], where it is written of each whether it was there; None = their prefix is loaded.
+    found: [stop - start], set to whether each was there; None = load their prefix.
     """
 
     plan: c.Plan
@@ -49,7 +49,7 @@ class WantedLoad(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What a load found: blocks that were verified and written; whether one was damaged; why no more were found."""
+    """Result of a load: blocks verified and written; whether one was damaged; why there were no more."""
 
     num_done: int
     is_damaged: bool
@@ -57,10 +57,9 @@ class Loaded(NamedTuple):
 
 
 class WantedSave(NamedTuple):
-    """Blocks to save through a staging area: the first of a plan's. parent: the key before them, or empty.
-
-    region_bytes: of the area, for one message; num_regions: messages under way at once; first_bytes: of the first.
-    statuses: [num_blocks], where it is written what became of each.
+    """Blocks to save through a staging area: the first of a plan. parent: the key before them, or empty. region_bytes:
+    of the area, for one message; num_regions: messages under way at once; first_bytes: of the first. statuses:
+    [num_blocks], set to the results.
     """
 
     plan: c.Plan
@@ -75,7 +74,7 @@ class WantedSave(NamedTuple):
     statuses: Bytes | None = None
 
     def call(self) -> c.Save:
-        """The same for C++, which writes there what became of the blocks."""
+        """The same for C++, which writes the results there."""
         plan, num, parent, arena, *others, statuses = self
         save = c.Save(ctypes.addressof(plan), num, parent or None, address_of(arena), *others, problem=-1)
         save.statuses = address_of(statuses) if statuses is not None else None
@@ -97,7 +96,7 @@ class NativeLine:
 
     @property
     def xxh3_address(self) -> int:
-        """Where the functions' addresses are."""
+        """Address of the table of xxhash's functions."""
         return ctypes.addressof(self._xxh3.contents)
 
     def _by(self, deadline_s: float) -> c.Line:
@@ -105,7 +104,7 @@ class NativeLine:
         return self._line
 
     def check(self, problem: int) -> None:
-        """Raises what a call that returned this has met; nothing for 0."""
+        """Raise the error that this result of a call means; 0 = none."""
         if problem == _UNEXPECTED:
             raise Unexpected(ctypes.string_at(self._line.odd, self._line.num_odd))
         if problem == errno.ECONNRESET:
@@ -114,7 +113,7 @@ class NativeLine:
             raise OSError(problem, os.strerror(problem))
 
     def exists(self, keys: bytes, is_local: bool, deadline_s: float) -> int:
-        """How many of the keys, from the first on, a load would find."""
+        """Length of the prefix of the keys that a load would find."""
         count = ctypes.c_int64()
         num = len(keys) // KEY_BYTES
         self.check(self.library.ems_line_exists(self._by(deadline_s), keys, num, is_local, ctypes.byref(count)))
@@ -138,7 +137,7 @@ class NativeLine:
         return self.finish(load, self.library.ems_line_load(self._by(deadline_s), load), maps)
 
     def finish(self, load: c.Load, problem: int, maps: Maps) -> Loaded:
-        """Goes on with a load that has come so far. Raises as `load` does."""
+        """Continue a load that was begun. Raises as `load` does."""
         while problem == _UNMAPPED:
             numbers = (ctypes.c_int64 * load.num_found).from_address(load.segments or 0)
             mapped = maps(list(numbers), load.num_given_back)
@@ -150,12 +149,12 @@ class NativeLine:
         return Loaded(load.num_done, load.corrupt >= 0, load.cause)
 
     def save(self, save: c.Save, deadline_s: float) -> int:
-        """Saves the blocks; writes into `save` what became of them. What it returns is for `check`."""
+        """Save the blocks; results are written into `save`. Pass the return value to `check`."""
         problem: int = self.library.ems_line_save(self._by(deadline_s), save)
         return problem
 
 
 def native_line(fd: int) -> NativeLine | None:
-    """Of a connected socket; None where the library is not at hand."""
+    """For a connected socket; None where the library is not available."""
     library, summing = c.functions_at_hand(), xxh3()
     return NativeLine(library, summing, fd) if library is not None and summing is not None else None

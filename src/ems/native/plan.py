@@ -1,6 +1,6 @@
-"""From a call's arguments to blocks, in one call: where they lie, and their names.
+"""From a call's arguments to blocks in one call: positions and names.
 
-Names take the SHA-256 of the library that Python's hashlib calls.
+Names use the SHA-256 of the library that Python's hashlib calls.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ _NAMES = ("SHA256_Init", "SHA256_Update", "SHA256_Final")
 
 
 class Sha256(ctypes.Structure):
-    """Addresses of the functions, as names.cpp has them."""
+    """Addresses of the functions (names.cpp)."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in _NAMES]
 
 
 class NativeNames:
-    """As `KeySpace` makes them, packed one after the other. base: what each begins with."""
+    """Names as of `KeySpace`, packed one after the other. base: the common prefix of their input."""
 
     def __init__(self, library: ctypes.CDLL, sha256: Sha256) -> None:
         self._library = library
@@ -60,7 +60,7 @@ class NativeNames:
 
 
 class OwnedPlan(Plan):
-    """One that C++ has made, in its own memory."""
+    """A plan in memory that C++ owns."""
 
     close: Callable[[Plan], None]
 
@@ -78,7 +78,7 @@ class Planner:
         slots: tuple[int, int],
         names: tuple[Sha256, bytes],
     ) -> None:
-        """slots: tokens a block of the cache, and how many there are. names: the hash, and what they begin with."""
+        """slots: tokens a block of the cache, and number of blocks. names: the hash, and its common prefix."""
         (library, python), (sha256, base) = functions, names
         table = tensors.table
         self._kept = tensors, sha256, base, python
@@ -92,7 +92,7 @@ class Planner:
         self._close = library.ems_plan_close
 
     def plan(self, slot_mapping: object, hashes: object, offsets: object) -> Plan | None:
-        """What `blocks.plan` finds; None where it is to look itself: whatever is not plain, or not as it should be."""
+        """The result of `blocks.plan`; None where Python must do it: arguments that are not plain, or wrong."""
         found = self._plan(self.python_address, self.address, slot_mapping, hashes, offsets)
         if found is None:
             return None
@@ -102,7 +102,7 @@ class Planner:
 
 
 def native_planner(tensors: object, slots: tuple[int, int], base: bytes) -> Planner | None:
-    """Of host tensors; None without the library, or where Python's SHA-256 cannot be called from it."""
+    """For host tensors; None without the library, or where C++ cannot call Python's SHA-256."""
     library, sha256, python = functions_at_hand(), _hashlibs(), python_functions()
     if library is None or sha256 is None or python is None or not isinstance(tensors, NativeHostTensors):
         return None
@@ -110,9 +110,9 @@ def native_planner(tensors: object, slots: tuple[int, int], base: bytes) -> Plan
 
 
 def native_cut(slots: Numbers, counts: list[int], block_size: int, num_slots: int) -> Blocks | None:
-    """The runs of each block, which has so many tokens; they have as many as there are slots.
+    """The runs of each block; `counts` are its tokens, and there are as many slots.
 
-    None without the library, and where a slot is not of the cache or named more than once: Python says which.
+    None without the library, and where a slot is outside the cache or named twice: Python reports which.
     """
     library = functions_at_hand()
     if library is None:
@@ -134,7 +134,7 @@ def native_cut(slots: Numbers, counts: list[int], block_size: int, num_slots: in
 
 
 def native_names() -> NativeNames | None:
-    """None without the library, or where Python's SHA-256 cannot be called from it."""
+    """None without the library, or where C++ cannot call Python's SHA-256."""
     library, sha256 = functions_at_hand(), _hashlibs()
     return NativeNames(library, sha256) if library is not None and sha256 is not None else None
 
@@ -149,7 +149,7 @@ def _numbers(values: Sequence[int]) -> "array[int] | None":
 
 
 def _hashlibs() -> Sha256 | None:
-    """hashlib's; None where its library does not show it, or computes something else."""
+    """hashlib's functions; None where its library does not export them, or computes something else."""
     if not _found:
         _found.append(_look_for_sha256())
     return _found[0]
@@ -157,7 +157,7 @@ def _hashlibs() -> Sha256 | None:
 
 def _look_for_sha256() -> Sha256 | None:
     try:
-        opened = ctypes.CDLL(importlib.import_module("_hashlib").__file__)  # and what it was linked with
+        opened = ctypes.CDLL(importlib.import_module("_hashlib").__file__)  # and the libraries that it is linked with
         found = Sha256(*(ctypes.cast(getattr(opened, name), ctypes.c_void_p).value for name in _NAMES))
     except (ImportError, OSError, AttributeError, TypeError):
         return None

@@ -1,4 +1,4 @@
-"""Functions of this interpreter for C++, by their addresses: the caller's lists and arrays are read there."""
+"""Addresses of this interpreter's functions for C++, which reads the caller's lists and arrays with them."""
 
 import ctypes
 import sys
@@ -27,13 +27,13 @@ _TYPES = (list, tuple, int, np.ndarray)
 
 
 class Python(ctypes.Structure):
-    """Addresses of functions of Python's stable ABI, and of types, as given.hpp has them."""
+    """Addresses of functions of Python's stable ABI, and of types (given.hpp)."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, *(kind.__name__ for kind in _TYPES))]
 
 
 def python_functions() -> Python | None:
-    """Those of this interpreter; None where it does not show them."""
+    """Those of this interpreter; None where it does not export them."""
     if not _found:
         _found.append(_look_for_functions())
     return _found[0]

@@ -1,4 +1,4 @@
-"""NativeHostTensors: a batch between host tensors and the pool's memory in one call, without Python's lock."""
+"""NativeHostTensors: a batch between host tensors and the pool's memory in one call, without the interpreter lock."""
 
 import ctypes
 import logging
@@ -21,7 +21,7 @@ _SUM_BYTES = 16
 class NativeHostTensors:
     """As `HostTensors`, in C++."""
 
-    batch_bytes = 8 << 20  # between two looks at the clock
+    batch_bytes = 8 << 20  # copied between two checks of the deadline
 
     def __init__(self, library: ctypes.CDLL, tensors: list[Tensor], group_of: list[int]) -> None:
         self._library = library
@@ -63,7 +63,7 @@ class NativeHostTensors:
         return done
 
     def batch_of(self, blocks: Blocks) -> Batch:
-        """The blocks for C++; it keeps the arrays that it names."""
+        """The blocks for C++; keeps the arrays alive."""
         table, runs, edges = self.table, _contiguous(blocks.runs), _contiguous(blocks.edges)
         batch = Batch(
             address_of(table), len(table), blocks.num_groups, address_of(runs), address_of(edges), len(blocks)
@@ -82,11 +82,11 @@ class NativeHostTensors:
 def plan_of_values(
     values: Sequence[Sequence[Bytes]], sizes: Sequence[int], names: Sequence[bytes], members: Sequence[int]
 ) -> Plan:
-    """Some of the values as a plan. values: the pieces of each, of which it is made; sizes in bytes."""
+    """Some of the values as a plan. values: the pieces of each; sizes in bytes."""
     pieces = [piece for i in members for piece in values[i]]
     starts = addresses_of(pieces)
     base = int(starts.min())
-    table = np.array([[base, 1, 1, 0]], np.int64)  # one tensor of blocks of a byte, which has all pieces in it
+    table = np.array([[base, 1, 1, 0]], np.int64)  # one tensor of one-byte blocks, which contains all pieces
     runs = np.zeros((len(pieces), 3), np.int64)
     runs[:, 0], runs[:, 2] = starts - base, list(map(len, pieces))
     edges = np.array([0, *accumulate(len(values[i]) for i in members)], np.int64)
@@ -107,13 +107,13 @@ def _contiguous(numbers: Numbers) -> Numbers:
 
 
 def prepare() -> None:
-    """Has the library before anybody waits for it: the first time on a machine it is compiled, which a line says."""
+    """Load the library before a call needs it: the first time on a machine it is compiled, which is logged."""
     if is_to_be_compiled(BLOCKS):
         log.info("compiling %s, once on this machine", BLOCKS.name)
     functions()
 
 
 def native_tensors(tensors: list[Tensor], group_of: list[int]) -> NativeHostTensors | None:
-    """Those of host tensors; None where the library cannot be had, or a block has an empty part of its layer group."""
+    """For host tensors; None without the library, or when a block has an empty part in its layer group."""
     library = functions()
     return None if library is None else NativeHostTensors(library, tensors, group_of)

@@ -1,1 +1,1 @@
-"""Values by keys of the caller's own, beside the document's blocks of a registered cache: what other engines store."""
+"""Values by keys of the caller's own, besides the blocks of a registered cache: used by plug-ins for other engines."""

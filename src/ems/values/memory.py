@@ -1,4 +1,4 @@
-"""What is taken as the memory of a value: buffers, arrays, tensors and addresses on the host. None of it is copied."""
+"""Memory of a value: buffers, arrays, tensors and addresses on the host. Nothing is copied."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,7 +17,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class KvBuffer:
-    """Registered memory, as uint8. A slice of it is memory as well, and keeps the whole alive."""
+    """Registered memory as uint8. A slice of it is memory too, and keeps the whole alive."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data
@@ -32,9 +32,8 @@ class KvBuffer:
 
 
 def pieces_of(name: str, value: object, is_written: bool) -> list[Bytes]:
-    """The memory of one value: one piece, or those of a list, one after the other. is_written: it is a target.
-
-    Raises EmsException(EMS_INVALID_ARGUMENT) naming it `name`.
+    """The memory of one value: one piece, or a list of pieces in order. is_written: it is a target. Raises
+    EmsException(EMS_INVALID_ARGUMENT) that calls it `name`.
     """
     parts = list(value) if isinstance(value, list | tuple) else [value]
     pieces = [bytes_of(name, part, is_written) for part in parts]
@@ -44,7 +43,7 @@ def pieces_of(name: str, value: object, is_written: bool) -> list[Bytes]:
 
 
 def bytes_of(name: str, value: object, is_written: bool) -> Bytes:
-    """The memory of a buffer, array, tensor or KvBufferWrapper as uint8. Raises naming it `name`."""
+    """The memory of a buffer, array, tensor or KvBufferWrapper as uint8. Raises an error that calls it `name`."""
     if isinstance(value, np.ndarray):
         data = _of_array(name, value)
     elif isinstance(value, KvBuffer):
@@ -68,7 +67,7 @@ def _of_buffer(name: str, value: Any) -> Bytes:
 
 
 def _as_array(name: str, value: Any) -> npt.NDArray[Any]:
-    """A tensor of torch as bytes of its own shape, since numpy does not know all of torch's types."""
+    """A torch tensor as bytes of its own shape, because numpy lacks some of torch's types."""
     torch = imported_torch()
     if torch is not None and isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
@@ -95,9 +94,8 @@ def _of_array(name: str, array: npt.NDArray[Any]) -> Bytes:
 
 
 def check_apart(name: str, values: Sequence[Sequence[Bytes]]) -> None:
-    """Raises EmsException(EMS_INVALID_ARGUMENT) where two pieces share a byte: what is written there would be of both.
-
-    name: what the values are called.
+    """Raises EmsException(EMS_INVALID_ARGUMENT) where two pieces overlap: both would be written. name: for the
+    error.
     """
     pieces = [(piece, number) for number, pieces in enumerate(values) for piece in pieces if len(piece)]
     starts = addresses_of([piece for piece, _number in pieces])

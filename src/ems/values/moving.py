@@ -1,6 +1,6 @@
-"""Putting and getting a batch of values over one link. What is decided is noted as it goes: a call may be cut short.
+"""Putting and getting a batch of values over one link. Results are recorded as they come: a call may be cut short.
 
-A value's bytes are copied once, into staging memory or out of the pool; those of a get are verified where they lie.
+A value's bytes are copied once, into staging memory or out of the pool; those of a get are verified in place.
 """
 
 import time
@@ -21,42 +21,42 @@ from ems.values.memory import Bytes, copy_in, copy_out
 from ems.wire import messages as m
 from ems.wire.frames import WireError
 
-_GROUP_KEYS = 64  # values a message
-_REGION_BYTES = 512 << 10  # of one message's values: the agent takes them while the next are copied
+_GROUP_KEYS = 64  # values in one message
+_REGION_BYTES = 512 << 10  # bytes of one message's values: the agent processes them while the next are copied
 _REGIONS = 4  # messages under way at once
-_PICKED_BYTES = 64 << 20  # pinned at once by a get, about
+_PICKED_BYTES = 64 << 20  # approximate bytes that a get pins at once
 _ALIGN = 64
 _TOO_LARGE = "a value of %d bytes is not kept: the agent's --slab, its largest block, is %d"
 
 
 class KvStatus(IntEnum):
-    """What became of one value of a put."""
+    """Result for one value of a put."""
 
     STORED = m.Status.STORED
     PRESENT = m.Status.DUPLICATE  # the same bytes were there
     CONFLICT = m.Status.CONFLICT  # other bytes of the same length were there and stay: the first put wins
     NO_ROOM = m.Status.NO_ROOM
     TOO_LARGE = m.Status.TOO_LARGE  # larger than the agent's largest block
-    LIMITED = m.Status.LIMITED  # the tenant saves faster than it may
+    LIMITED = m.Status.LIMITED  # the tenant exceeds its rate
     LOCAL = m.Status.LOCAL  # stored on this node only, where other nodes do not find it
-    UNANSWERED = 255  # the call ended before the pool said so
+    UNANSWERED = 255  # the call ended before the pool answered
 
     @property
     def is_success(self) -> bool:
-        """Whether the pool has a value under that key and of that length now."""
+        """Whether the pool has a value with that key and length now."""
         return self in (KvStatus.STORED, KvStatus.PRESENT, KvStatus.CONFLICT, KvStatus.LOCAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Some values: where their bytes lie in pieces, how many each has, and their names."""
+    """Some values: their pieces of memory, lengths and names."""
 
     values: list[list[Bytes]]
     sizes: list[int]
     names: list[bytes]
     option: CcKvOption
     deadline_s: float  # of time.monotonic()
-    is_chain: bool = False  # no value is of use without those before it
+    is_chain: bool = False  # a value is useless without those before it
 
     @property
     def is_local(self) -> bool:
@@ -64,7 +64,7 @@ class Batch:
 
 
 def groups_of(sizes: Sequence[int], max_bytes: int) -> list[range]:
-    """Cuts a batch into groups of at most _GROUP_KEYS values and, beyond the first value, `max_bytes`. Pure."""
+    """Cut a batch into groups of at most _GROUP_KEYS values and, beyond the first value, `max_bytes`. Pure."""
     groups, start, room = [], 0, max_bytes
     for i, size in enumerate(sizes):
         room -= _aligned(size)
@@ -79,9 +79,10 @@ def _aligned(size: int) -> int:
 
 
 def put(link: Link, batch: Batch, statuses: list[KvStatus]) -> None:
-    """Stores the values in order, and notes what became of each in `statuses`, which has one UNANSWERED a value.
+    """Store the values in order, and record results in `statuses`, which holds one UNANSWERED for each value.
 
-    After one that found no room, or came too fast, the others are not tried; a chain also ends at one too large.
+    Values behind one that found no room, or exceeded the rate, are not tried; a chain also ends at one that is too
+    large.
     """
     limit = link.welcome.max_block_bytes
     fitting = [i for i, size in enumerate(batch.sizes) if size <= limit]
@@ -129,7 +130,7 @@ def _refuse_rest(fitting: list[int], statuses: list[KvStatus], refusal: KvStatus
 
 
 def _regions(link: Link, batch: Batch, fitting: list[int]) -> tuple[Bytes, int, int]:
-    """Staging memory; how many messages go through it in turn, bytes of each."""
+    """Staging memory: number of messages that use it in turn, and bytes of each."""
     sizes = [_aligned(batch.sizes[i]) for i in fitting]
     largest = max(sizes)
     region_bytes = max(largest, min(_REGION_BYTES, sum(sizes)))
@@ -139,7 +140,7 @@ def _regions(link: Link, batch: Batch, fitting: list[int]) -> tuple[Bytes, int, 
 
 
 def _put_staged(link: Link, batch: Batch, fitting: list[int], statuses: list[KvStatus]) -> None:
-    """Copies group after group into staging memory while the agent takes the groups before."""
+    """Copy group after group into staging memory while the agent processes the groups before."""
     arena, num_regions, region_bytes = _regions(link, batch, fitting)
     sizes = [batch.sizes[i] for i in fitting]
     groups = groups_of(sizes, region_bytes)
@@ -172,7 +173,7 @@ def _put_staged(link: Link, batch: Batch, fitting: list[int], statuses: list[KvS
 
 
 def _collect(link: Link, batch: Batch, members: list[int], statuses: list[KvStatus]) -> KvStatus | None:
-    """Notes the answer of one group. The status that ends the batch, if there is one."""
+    """Record the answer for one group. Returns the status that ends the batch, if any."""
     answer = link.finish(batch.deadline_s)
     if not isinstance(answer, m.Saved) or len(answer.statuses) != len(members):
         raise WireError("expected the result of a put")
@@ -183,7 +184,9 @@ def _collect(link: Link, batch: Batch, members: list[int], statuses: list[KvStat
 
 
 def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
-    """Fills the memory of those values that the pool has, and notes for each whether; the others stay as they are."""
+    """Fill the memory of those values that the pool has, and record for each whether it was there; others are
+    unchanged.
+    """
     groups = groups_of(batch.sizes, _PICKED_BYTES)
     if groups and link.is_native:
         _get_natively(link, batch, groups, found)
@@ -199,7 +202,7 @@ def get(link: Link, batch: Batch, found: list[bool | None]) -> None:
 
 
 def _get_natively(link: Link, batch: Batch, groups: list[range], found: list[bool | None]) -> None:
-    """The same, a call each group."""
+    """The same, one call for each group."""
     plan = plan_of_values(batch.values, batch.sizes, batch.names, range(len(batch.sizes)))
     for group in groups:
         known = np.zeros(len(group), np.uint8)
@@ -211,7 +214,7 @@ def _get_natively(link: Link, batch: Batch, groups: list[range], found: list[boo
 
 
 def _copy_found(link: Link, batch: Batch, group: range, answer: m.Found, found: list[bool | None]) -> int:
-    """Verifies each pinned value where it lies, then copies it. Index among those found of the first damaged, or -1."""
+    """Verify each pinned value in place, then copy it. Returns the index of the first damaged one, or -1."""
     link.keep_up(answer.num_given_back)
     is_here = [length > 0 for length in answer.lengths]
     numbers = dict.fromkeys(s for s, is_one in zip(answer.segments, is_here, strict=True) if is_one)

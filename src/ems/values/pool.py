@@ -1,4 +1,6 @@
-"""KvPool: put, get and ask for values by keys, a result for each. For engines that lay out their cache themselves."""
+"""KvPool: put, get and look up values by keys, with a result for each. For engines that lay out their cache
+themselves.
+"""
 
 import os
 import threading
@@ -27,22 +29,22 @@ T = TypeVar("T")
 
 
 class KvPool:
-    """Values of one layout of one rank of a model. Any thread may call; keys are str (its UTF-8) or bytes of any size.
+    """Values in one layout of one rank of a model. May be called from any thread; keys are str (its UTF-8) or bytes of
+    any size.
 
-    A value is named by its key, its length, the layout, the model instance and the tenant: who asks for another length
-    or in another layout finds nothing, never other bytes. The pool is a cache, and the first put of a key wins until it
-    is evicted; nothing is deleted, since no node knows who else has a copy.
+    A value is named by its key, its length, the layout, the model instance and the tenant: a get with another length or
+    layout finds nothing, never other bytes. The pool is a cache, and the first put of a key wins until it is evicted;
+    there is no delete, because no node knows which others have a copy.
 
     Methods raise EmsException: EMS_INVALID_ARGUMENT for wrong arguments, EMS_IO_ERROR when the pool is gone,
-    EMS_IO_TIMEOUT when nothing was decided in time. A call that was cut short later answers with what was decided.
-    The futures of the asynchronous ones raise the same; until they are done the memory belongs to the call.
+    EMS_IO_TIMEOUT when nothing was decided in time. A call that is cut short later returns what was decided. Futures of
+    the asynchronous methods raise the same; until they are done the caller must not touch the memory.
     """
 
     def __init__(self, config: EmsConfig, layout: str = "", locate: Callable[[float], Path] = locate_socket) -> None:
-        """layout: whatever tells how the bytes are to be read, as "float16|32 layers|NHD|256 tokens".
-
-        locate: finds the agent's socket, given a deadline, or raises OSError. Connects at the first call. Raises
-        EmsException(EMS_INVALID_ARGUMENT) naming what is wrong with the config.
+        """layout: any description of how the bytes are to be read, like "float16 32 layers NHD 256 tokens". locate:
+        finds the agent's socket, given a deadline, or raises OSError. Connects at the first call. Raises
+        EmsException(EMS_INVALID_ARGUMENT) that names what is wrong with the config.
         """
         if not isinstance(config, EmsConfig):
             raise invalid_argument("config", "must be an EmsConfig")
@@ -62,15 +64,15 @@ class KvPool:
         self._executor = ThreadPoolExecutor(_IO_THREADS, thread_name_prefix="ems-values")
 
     def after_fork(self) -> None:
-        """In a forked child: connections and threads are made anew."""
+        """In a forked child: create connections and threads anew."""
         self._links.after_fork()
         self._start()
 
     @staticmethod
     def register(buffer: object) -> KvBuffer:
-        """Memory that values lie in, checked once: slices of it are cheap to give as values and targets.
+        """Check memory once, so that its slices are cheap to pass as values and targets.
 
-        A buffer of Python, array, tensor on the host (contiguous), or a KvBufferWrapper, which must stay valid.
+        A Python buffer, array, tensor on the host (contiguous), or a KvBufferWrapper, which must stay valid.
         """
         data = bytes_of("buffer", buffer, is_written=False)
         if not len(data):
@@ -80,23 +82,22 @@ class KvPool:
     def put(
         self, keys: Sequence[object], values: Sequence[object], option: CcKvOption = _DEFAULT, is_chain: bool = False
     ) -> list[KvStatus]:
-        """Stores values, and says of each what became of it. After one that finds no room the others are not tried.
+        """Store values, and return a result for each. Values behind one that finds no room are not tried.
 
-        A value is a buffer, or a list of buffers that lie one after the other in the pool. is_chain: no value is of use
-        without those before it, as the chunks of one prefix are; then those at its end are evicted first.
+        A value is a buffer, or a list of buffers that are concatenated in the pool. is_chain: a value is useless
+        without those before it, as the chunks of one prefix are; then those at the end are evicted first.
         """
         return self._put(*self._checked(keys, values, option, False), is_chain)
 
     def get(self, keys: Sequence[object], targets: Sequence[object], option: CcKvOption = _DEFAULT) -> list[bool]:
-        """Fills those targets whose values are found, and says of each whether; the others stay as they were.
+        """Fill the targets whose values are found, and return for each whether it was; others are unchanged.
 
-        A target's length is that of the value asked for; a list of buffers is filled one after the other. No two may
-        overlap.
+        A target has the length of the value asked for; a list of buffers is filled in order. No two may overlap.
         """
         return self._get(*self._checked(keys, targets, option, True))
 
     def exists(self, keys: Sequence[object], lengths: Sequence[int], option: CcKvOption = _DEFAULT) -> list[bool]:
-        """Which of the values of those lengths a get would find now."""
+        """Which of the values with these lengths a get would find now."""
         return self._exists(*self._checked_lengths(keys, lengths, option))
 
     def async_put(
@@ -126,7 +127,7 @@ class KvPool:
         return True
 
     def close(self) -> None:
-        """Waits for calls under way, at most until their deadlines. Calls that come later raise EMS_IO_ERROR."""
+        """Wait for calls under way, at most until their deadlines. Later calls raise EMS_IO_ERROR."""
         self._executor.shutdown(wait=True, cancel_futures=True)
         self._links.close()
 
@@ -161,7 +162,7 @@ class KvPool:
         return self._call(batch, keys, moving.has)
 
     def _call(self, batch: Batch, keys: list[bytes], call: Callable[[Link, Batch], T]) -> T:
-        """Runs it over a link with the batch's values named. Raises EmsException only."""
+        """Run it over a link, with the batch's values named. Raises EmsException only."""
         if time.monotonic() > batch.deadline_s:
             raise io_timeout("waited for other calls until the deadline")
         try:
@@ -173,7 +174,7 @@ class KvPool:
                 )
         except EmsException:
             raise
-        except Exception as error:  # whatever it is, the caller's engine must only ever see an EmsException
+        except Exception as error:  # whatever it is, the caller's engine must only see EmsException
             raise internal_error(f"{type(error).__name__}: {error}") from error
 
     def _later(self, call: Callable[..., T], *arguments: object) -> "Future[T]":

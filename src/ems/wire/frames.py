@@ -48,7 +48,7 @@ _KINDS: Final = {cls.OP: _kind(cls) for cls in Message.__subclasses__()}
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """request_id: repeated in the answer; deadline_ms: what is left for the answer, 0 = only what costs no waiting."""
+    """request_id: repeated in the answer; deadline_ms: time left for the answer, 0 = do not wait for anything."""
 
     message: Message
     request_id: int
@@ -67,7 +67,7 @@ class FrameWriter:
         self._sequence = 0
 
     def use_key(self, key: bytes) -> None:
-        """From the next frame on, frames are tagged by `key` (32 bytes)."""
+        """Later frames are tagged with `key` (32 bytes)."""
         self._key = key
         self._sequence = 0
 
@@ -95,13 +95,13 @@ class FrameReader:
         self._sequence = 0
 
     def use_key(self, key: bytes) -> None:
-        """From the next frame on, frames must carry a tag by `key`."""
+        """Later frames must carry a tag of `key`."""
         self._key = key
         self._sequence = 0
 
     @property
     def missing(self) -> int:
-        """How many bytes the current header or frame still needs; 0 = `next_frame` has something to say."""
+        """How many bytes the current header or frame still needs; 0 = `next_frame` returns or raises."""
         if len(self._buffer) < HEADER_BYTES:
             return HEADER_BYTES - len(self._buffer)
         return max(0, self._total() - len(self._buffer))
@@ -110,7 +110,7 @@ class FrameReader:
         self._buffer += data
 
     def take(self) -> bytes:
-        """What was fed and not read yet, for another reader."""
+        """Bytes that were fed and not used yet, for another reader."""
         data = bytes(self._buffer)
         self._buffer.clear()
         return data

@@ -1,4 +1,4 @@
-"""What SDK, agents and peers say to each other: one struct a message, packed arrays inside, checked when decoded."""
+"""Messages between SDK, agents and peers: one struct each, with packed arrays, checked when decoded."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -12,15 +12,15 @@ MAX_BLOCK_BYTES = 1 << 28
 
 
 class Status(IntEnum):
-    """What became of one key of a SAVE."""
+    """Result for one key of a SAVE."""
 
     STORED = 0
-    DUPLICATE = 1  # same bytes were there
+    DUPLICATE = 1  # the same bytes were there
     CONFLICT = 2  # other bytes were there and stay: the first write wins
     NO_ROOM = 3
     TOO_LARGE = 4
-    LIMITED = 5  # the tenant saves faster than it may
-    LOCAL = 6  # stored, on this node only: its home was not reached in time
+    LIMITED = 5  # the tenant exceeds its rate
+    LOCAL = 6  # stored on this node only: its home was not reached in time
 
     @property
     def is_success(self) -> bool:
@@ -86,7 +86,7 @@ class Hello(Message):
 class Challenge(Message):
     OP = 2
     nonce: bytes
-    salt: bytes  # of the verifier
+    salt: bytes  # salt of the verifier
 
 
 @dataclass
@@ -97,9 +97,9 @@ class Proof(Message):
 
 @dataclass
 class Welcome(Message):
-    """The session stands. incarnation: this life of the agent; key_salt: the tenant's; proof: the agent's own.
+    """The session is open. incarnation: this run of the agent; key_salt: the tenant's; proof: the agent's own.
 
-    pool: names the tenant's pool, on all nodes that share it alike; an agent that does not know of it says nothing.
+    pool: identifies the tenant's pool, the same on all nodes that share it; older agents leave it empty.
     """
 
     OP = 4
@@ -148,10 +148,9 @@ class Done(Message):
 
 @dataclass
 class Save(Message):
-    """Blocks in the staging area, in chain order. parent: the key before the first, or empty.
-
-    is_last: the batch ends here; until then its blocks do not make room for each other.
-    is_chain: no block is of use without those before it; else they have nothing to do with each other.
+    """Blocks in the staging area, in chain order. parent: the key before the first, or empty. is_last: the batch ends
+    here; until then its blocks do not evict each other. is_chain: a block is useless without those before it;
+    otherwise they are independent.
     """
 
     OP = 9
@@ -204,7 +203,7 @@ class Reserved(Message):
 
 @dataclass
 class Commit(Message):
-    """What the last Reserve reserved is written; 16 bytes of checksum each, in order. Answer: Saved."""
+    """What the last Reserve reserved is written; a checksum of 16 bytes each, in order. Answer: Saved."""
 
     OP = 13
     sums: bytes
@@ -224,8 +223,8 @@ class Load(Message):
 class Found(Message):
     """The contiguous prefix that is here, pinned under `lease` until Release or the end of the connection.
 
-    num_given_back: segments of the tenant that left the pool so far. When it grows, mappings of segments that this
-    answer does not name may be stale, and should go.
+    num_given_back: segments of the tenant that were given back so far. When it grows, mappings of segments that this
+    answer does not name may be stale and should be dropped.
     """
 
     OP = 15
@@ -264,7 +263,7 @@ class Exists(Message):
 
 @dataclass
 class Pick(Message):
-    """Each of the keys for itself. The answer is Found, with length 0 for those that are nowhere."""
+    """Asks for each key independently. The answer is Found, with length 0 for those that are nowhere."""
 
     OP = 23
     keys: bytes

@@ -1,7 +1,7 @@
-"""MessagePack of what messages are made of: an array of integers, booleans, texts, bytes and lists of integers. Pure.
+"""MessagePack for messages: an array of integers, booleans, texts, bytes and lists of integers. Pure.
 
-Written here so that the SDK needs no library for it. Integers take the fewest bytes, as other encoders write them;
-those of a list that take equally many are written and read together, which offsets and lengths mostly are.
+Own code, so that the SDK needs no library for it. Integers take the fewest bytes, as with other encoders; those of a
+list that take the same number are written and read together, as most offsets and lengths do.
 """
 
 import struct
@@ -12,7 +12,7 @@ from typing import TypeAlias
 Value: TypeAlias = "int | bool | str | bytes | list[int]"
 Reader: TypeAlias = "Callable[[bytes, int], tuple[Value, int]]"
 
-_WIDTHS = (  # first byte, format and the least and greatest number that is written so
+_WIDTHS = (  # first byte, format, and smallest and largest number in that form
     (0xCC, "B", 0, 0xFF),
     (0xCD, "H", 0, 0xFFFF),
     (0xCE, "I", 0, 0xFFFF_FFFF),
@@ -32,7 +32,7 @@ _MAX_SHORT_TEXT, _MAX_SHORT_LIST = 31, 15
 
 @lru_cache(1 << 10)
 def _struct(form: str, count: int) -> struct.Struct:
-    """So many numbers, each behind its first byte."""
+    """`count` numbers, each behind its first byte."""
     return struct.Struct(">" + f"x{form}" * count)
 
 
@@ -46,7 +46,7 @@ def _width(value: int) -> tuple[int, str]:
     raise ValueError(f"{value} does not fit into 64 bits")
 
 
-@lru_cache(1 << 14)  # offsets and lengths come again and again
+@lru_cache(1 << 14)  # offsets and lengths recur
 def _pack_int(value: int) -> bytes:
     first, form = _width(value)
     return struct.pack(_PACKED[form], first, value) if form else bytes((first,))
@@ -63,14 +63,14 @@ def _pack_ints(values: list[int]) -> bytes:
     numbers = _struct(form, count)
     try:
         data = bytearray(numbers.pack(*values))
-    except struct.error:  # some take more bytes than the least; without sign, none takes fewer
+    except struct.error:  # some take more bytes than the minimum
         return head + b"".join(map(_pack_int, values))
     data[:: numbers.size // count] = bytes((first,)) * count
     return head + data
 
 
 def _pack_head(count: int, heads: dict[int, str]) -> bytes:
-    """In front of so many bytes or values."""
+    """Header of so many bytes or values."""
     for first, form in heads.items():
         if count <= _GREATEST[form]:
             return struct.pack(_PACKED[form], first, count)
@@ -102,7 +102,7 @@ def pack(values: Iterable[Value]) -> bytes:
 def unpack(data: bytes, readers: Sequence[Reader]) -> list[Value]:
     """The first values of an array, as many as there are `readers`, or as it has.
 
-    What follows them, of a newer version, is left out. Raises ValueError for anything else, and for bytes behind it.
+    Values behind them, of a newer version, are ignored. Raises ValueError for anything else, and for trailing bytes.
     """
     try:
         count, position = _read_head(data, 0, _SHORT_LIST, _MAX_SHORT_LIST, _LIST)
