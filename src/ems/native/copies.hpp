@@ -73,7 +73,7 @@ inline void move_lines(uint8_t* target, const uint8_t* source, size_t size, cons
     has_avx512 ? move_lines_avx512(target, source, size, next) : move_lines_sse2(target, source, size, next);
 }
 
-// What went past the caches is there before what is written next.
+// Makes stores that bypassed the caches visible before later stores.
 inline void finish_copies() { _mm_sfence(); }
 #else
 constexpr bool kHasLines = false;
@@ -83,8 +83,8 @@ inline void move_lines(uint8_t*, const uint8_t*, size_t, const uint8_t*) {}
 inline void finish_copies() {}
 #endif
 
-// Copies what is in the caches already. next: what is read after it, about as many bytes; asked for meanwhile, since it may
-// lie in another core's cache.
+// Copies data that is in the caches already. next: data read after it, about as many bytes; prefetched meanwhile, since it
+// may be in another core's cache.
 inline void copy_ahead(uint8_t* target, const uint8_t* source, size_t size, const uint8_t* next) {
     constexpr size_t kLeast = 1 << 10;  // below, ends that are no whole lines are most of it
     if (!kHasLines || size < kLeast) {

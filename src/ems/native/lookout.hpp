@@ -1,5 +1,5 @@
-// Looking for an answer before sleeping until it comes. Where a core sleeps too, who is woken begins 20 to 35 us later, and
-// who wakes him is busy with that for 10.
+// Spinning for an answer before sleeping until it comes. A thread on a sleeping core starts 20 to 35 us after it is woken,
+// and waking it keeps the other side busy for 10 us.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace ems {
 
-// Whether to look. Who looked in vain leaves it out for the next answers, for twice as many each time; so does who was
-// preempted since he asked last, because others want the core.
+// Whether to spin. A thread that spun in vain skips it for the next answers, for twice as many each time; so does one that
+// was preempted since the last call, because other threads want the core.
 class Patience {
   public:
     bool may_look(bool was_preempted) {

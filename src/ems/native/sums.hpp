@@ -52,7 +52,7 @@ class SummedCopy {
 
     bool is_ready() const { return state_ != nullptr; }
 
-    // The sum is of the bytes at `target`: whoever can still write to `source` cannot make it another block's.
+    // The sum is of the bytes at `target`: a process that still writes to `source` cannot make the two differ.
     Sum operator()(uint8_t* target, const uint8_t* source, size_t size) {
         Sum sum;
         is_past_ = kHasLines && size >= kLarge;

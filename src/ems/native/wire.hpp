@@ -1,5 +1,5 @@
 // Frames and their MessagePack bodies, as ems/wire/frames.py and packing.py have them, for the calls that move batches.
-// What does not read as it should is told as such and nothing more: Python reads it again, and says what is wrong.
+// Malformed input is only reported as malformed: Python decodes it again and raises the detailed error.
 #pragma once
 
 #include <algorithm>

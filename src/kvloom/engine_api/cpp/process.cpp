@@ -87,14 +87,14 @@ int StartHost(const std::string &program, HostProcess *started)
     return 0;
 }
 
-/* Whether the process has ended and is known to be this one's child that nobody has reaped. */
+/* Whether the process has ended, and is known to be a child of this one that was not reaped yet. */
 static bool IsZombie(pid_t pid, siginfo_t *info)
 {
     info->si_pid = 0;
     return waitid(P_PID, static_cast<id_t>(pid), info, WEXITED | WNOHANG | WNOWAIT) == 0 && info->si_pid == pid;
 }
 
-/* Whether nobody has reaped it: then the number is still its own, whether it runs or has ended. */
+/* Whether it was not reaped yet: then its process id is still its own, whether it runs or has ended. */
 static bool IsOurs(pid_t pid)
 {
     siginfo_t info;

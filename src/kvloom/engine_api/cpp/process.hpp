@@ -27,7 +27,7 @@ int StartHost(const std::string &program, HostProcess *started);
 /* How a process that has closed its socket ended: "was killed by signal 9". Waits up to 2 s for that; does not reap it. */
 std::string DescribeEnd(pid_t pid);
 
-/* Waits until the process has ended, kills one that takes more than some seconds, and reaps it unless somebody has. */
+/* Waits until the process has ended, kills it after some seconds, and reaps it unless that was done elsewhere. */
 void ReapHost(pid_t pid);
 
 }

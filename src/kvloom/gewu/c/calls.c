@@ -47,7 +47,7 @@ static void answer(struct call *call, unsigned error)
     pthread_cond_signal(&call->answered);
 }
 
-/* Answers a call of the connection; false when nobody waits for it any more. Lock held. */
+/* Answers a call of the connection; false when its caller has given up. Lock held. */
 bool gewu_call_answer(const struct connection *connection, unsigned id, unsigned error)
 {
     struct call *call = look_up(id);

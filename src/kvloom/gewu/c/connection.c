@@ -59,7 +59,7 @@ void gewu_connection_unref(struct connection *connection)
     free(connection);
 }
 
-/* Ends the connection: its reader thread sees that, and tells everybody who waits. */
+/* Ends the connection: its reader thread notices, and wakes every waiting call. */
 void gewu_connection_break(struct connection *connection)
 {
     shutdown(connection->fd, SHUT_RDWR);

@@ -15,7 +15,7 @@ unsigned gewu_next_id(unsigned *counter)
     return *counter;
 }
 
-/* A condition whose deadlines do not jump when somebody sets the clock. */
+/* A condition whose deadlines use the monotonic clock. */
 void gewu_cond_init(pthread_cond_t *condition)
 {
     pthread_condattr_t monotonic;
@@ -57,7 +57,7 @@ bool gewu_wait(pthread_cond_t *condition, const struct timespec *deadline)
     return pthread_cond_timedwait(condition, &gewu_lock, deadline) != ETIMEDOUT;
 }
 
-/* Starts a thread that nobody joins; false when there is no room for it. Signals stay with the app's own threads. */
+/* Starts a detached thread; false when the system has no room for it. Signals stay with the app's own threads. */
 bool gewu_start_thread(void *(*run)(void *argument), void *argument)
 {
     sigset_t all, before;

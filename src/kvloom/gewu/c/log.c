@@ -5,7 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Says one line, as printf does, when somebody wishes it. stderr may wait: the lock is not held. */
+/* Logs one line, as printf does, if logging is on. stderr may block, so no lock is held. */
 void gewu_log(const char *format, ...)
 {
     char line[1024];

@@ -1,7 +1,7 @@
 // Bytes of a batch of blocks between a socket and the pool's memory, in one call, without Python's lock.
 //
-// What is received is summed while the processor's cache still has it. Nothing here allocates but the state of a sum, and
-// nothing is kept between two calls: one that fails leaves the connection where nobody knows, and it is closed.
+// Received bytes are summed while the processor's cache still has them. Only the state of a sum is allocated, and nothing is
+// kept between two calls: after a failed call the position in the stream is unknown, and the connection is closed.
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -23,9 +23,9 @@ using ems::Xxh3;
 constexpr int kClosed = -1;               // instead of an errno: the other side has closed the connection
 constexpr size_t kMost = 256 << 10;       // bytes a system call: well within a core's second cache
 constexpr int kPieces = 64;               // blocks a system call
-constexpr size_t kUnwantedBytes = 16 << 10;  // of bytes that nobody wants, a piece
+constexpr size_t kUnwantedBytes = 16 << 10;  // of unwanted bytes, read at a time
 
-// A block's memory; null: its bytes come, and nobody wants them.
+// A block's memory; null: its bytes arrive, and are dropped.
 struct Piece {
     uint8_t* data;
     uint64_t size;

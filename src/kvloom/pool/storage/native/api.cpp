@@ -57,7 +57,7 @@ Glance* pool_glance(PoolHandle* handle) { return &handle->glance; }
 // Looks up, places, copies, sums, publishes and pins a batch. kNeedsMemory: to be called again.
 int pool_save(PoolHandle* handle, const Xxh3* xxh3, Save* save) { return pool::write(handle, *xxh3, *save); }
 
-// The first half of a save, for who writes the bytes himself: `offsets` where a status is kStored. spans: null, or [num],
+// The first half of a save, for callers that write the bytes themselves: `offsets` where a status is kStored. spans: null, or [num],
 // where that is, without an address for the others.
 int pool_begin(PoolHandle* handle, Save* save, Span* spans) {
     if (pool::begin_or_stop(handle, *save) == pool::kNeedsMemory) {
@@ -237,7 +237,7 @@ int64_t pool_shrink(PoolHandle* handle, int64_t* segment) {
     return handle->pool.empty_some(*segment) ? -2 : handle->pool.memory.give_back(*segment);
 }
 
-// The next segment that nobody uses any more, once each; -1 = none.
+// The next unused segment to close, each returned once; -1 = none.
 int64_t pool_take_left(PoolHandle* handle) {
     const Held held(handle);
     std::vector<uint32_t>& left = handle->pool.memory.left();

@@ -157,8 +157,8 @@ void Memory::grow(int64_t size, uint8_t* segment) {
     capacity_ += size;
 }
 
-// The blocks of the slab that a class should have of another one; none when it should evict its own.
-// is_forced: it has none that can go. A slab that somebody reads or writes in is no candidate.
+// The blocks of the slab that a class should take from another one; none when it should evict its own.
+// is_forced: it has no evictable block. A slab in which blocks are read or written is no candidate.
 std::vector<Id> Memory::slab_to_clear(uint32_t slot, bool is_forced) const {
     const std::set<uint32_t> less = lesser(slot);
     const Slab* found = nullptr;
@@ -209,7 +209,7 @@ std::set<uint32_t> Memory::lesser(uint32_t slot) const {
     return found;
 }
 
-// The segment whose blocks are of the least use; is_idle: of those that nobody reads or writes in. -1 = none.
+// The segment whose blocks are least useful; is_idle: only those without readers and writers. -1 = none.
 int64_t Memory::coldest_segment(bool is_idle_only) const {
     int64_t found = -1;
     double least = 0;
@@ -260,7 +260,7 @@ std::vector<Id> Memory::blocks_of(int64_t segment) const {
     return blocks;
 }
 
-// Takes a segment out of use; it goes when nobody reads or writes in it any more. Its blocks must have lost their keys.
+// Takes a segment out of use; it is freed when it has no readers and writers. Its blocks must have lost their keys.
 // Returns its bytes, which others may use from now on.
 int64_t Memory::give_back(int64_t segment) {
     while (num_slabs() < (segment + 1) * slabs_a_segment()) {  // slabs that were never taken
@@ -276,7 +276,7 @@ int64_t Memory::give_back(int64_t segment) {
     return size;
 }
 
-// Takes a slab out of use for ever; what is handed out of it stays until freed. Returns its bytes.
+// Takes a slab out of use for ever; its slots stay valid until freed. Returns its bytes.
 int64_t Memory::close(Slab& slab, uint32_t index) {
     if (slab.is_closed) {
         return 0;

@@ -35,7 +35,7 @@ struct Use {
         stamps += static_cast<__int128>(size) * used_at;
     }
 
-    // Its bytes, less the older they are: half when they were used as long ago as `capacity` bytes take to save.
+    // Its bytes, weighted by age: half after `capacity` bytes of saves.
     double worth(uint64_t now, int64_t capacity) const {
         if (bytes == 0) {
             return 0;

@@ -23,7 +23,7 @@ inline bool is_success(uint8_t status) { return status <= kConflict || status ==
 enum Cause : uint8_t { kCold = 1, kEvicted = 2, kCorrupt = 3 };
 enum Outcome : int { kDone = 0, kMore = 1, kNeedsMemory = 2 };
 
-// What a key meets that is to be written: memory of its own, the block that is there, pinned, or no room.
+// Result for a key to be written: memory of its own, the existing block, pinned, or no room.
 struct Begun {
     Status status;  // kStored: memory at `offset`; kDuplicate: the block `id`; kNoRoom
     Id id;

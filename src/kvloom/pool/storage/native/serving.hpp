@@ -14,7 +14,7 @@ struct Callbacks {
     void (*look)();       // writes the budget's part of the Glance anew
     int (*grow)();        // takes more memory, if the tenant may have it, and looks; whether it did
     int (*refuse)(const Key* key, uint32_t slot);  // counts a block that found no room; its status
-    void (*close_left)();                          // closes segments that nobody uses any more
+    void (*close_left)();                          // closes unused segments
 };
 
 // What a session may answer here. Versions are numbers of changes, which Python counts.
