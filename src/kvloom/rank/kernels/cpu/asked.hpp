@@ -1,5 +1,5 @@
-// The tokens of a step that somebody asks for. Behind the last layer's keys and values nothing of the others is needed: what is
-// left of the program is a step of these tokens alone, whose rows have the bits that they have in any company.
+// The tokens of a step whose logits or states are requested. Behind the last layer's keys and values the others are not needed:
+// the rest of the program runs as a step of the requested tokens alone. A row's bits do not depend on its batch.
 #pragma once
 
 #include "model.hpp"

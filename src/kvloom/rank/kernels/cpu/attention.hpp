@@ -1,7 +1,7 @@
 // Paged attention of a few query rows that share a kv head, one chunk of keys at a time.
 //
 // Chunks begin at absolute positions (multiples of kChunkKeys) and are computed from nothing, then merged in order of
-// position: a query's result is the same bits however its prompt was cut and whoever shares its tile or its thread.
+// position: a query's result has the same bits however its prompt was cut and whatever shares its tile or its thread.
 #pragma once
 
 #include "kvcache.hpp"
@@ -43,7 +43,7 @@ struct Partials {
     float* sums = nullptr;  // [rows][head_dim]
 };
 
-// The blocks of one chunk that somebody sees: keys [first_key, first_key + num_keys).
+// The visible blocks of one chunk: keys [first_key, first_key + num_keys).
 struct Chunk {
     Chunk() = default;
     Chunk(const PagedHead& head, int64_t chunk, int64_t until) : first_key(chunk * kChunkKeys) {

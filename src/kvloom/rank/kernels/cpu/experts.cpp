@@ -1,7 +1,7 @@
 // The part of a step that knows experts.
 //
-// Rows are grouped by expert, and only experts that some row has chosen are read. What the experts of a row make is added
-// to it in the order of their numbers, by whoever has the panel: the sum depends on nobody else.
+// Rows are grouped by expert, and only experts that some row has chosen are read. The outputs of a row's experts are added
+// in the order of their numbers, by the thread that has the panel: the sum does not depend on other rows.
 #include "experts.hpp"
 
 #include <cmath>
@@ -142,8 +142,8 @@ void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t i
     }
 }
 
-// Small steps quantise for themselves and stream their own panels, expert by expert; in large ones whoever takes a panel
-// takes it of all experts, since they add to the same channels.
+// Small steps quantise for themselves and stream their own panels, expert by expert; in large ones the thread that
+// takes a panel takes it of all experts, because they add to the same channels.
 void Step::multiply_down(const kvl_instruction& instruction, int thread) {
     const Linear& any = model_.linears[size_t(instruction.linear)];
     const ExpertScratch& e = scratch_.experts;

@@ -1,12 +1,12 @@
-// Steps of many rows: an instruction is done with the one before it, by whoever has made the floats, while they are in its
-// cache. Heads are rotated and stored as soon as their panels are multiplied, and what the next linear reads is quantised.
-// What needs whole rows, a norm or one scale a row, follows a strip of rows that one thread has multiplied by all panels. The floats,
-// and so all bits, are those that the instruction alone would find.
+// Fusion in steps of many rows: a thread runs the next instruction on the floats that it has just computed, while they are in
+// its cache. Heads are rotated and stored as soon as their panels are multiplied, and the next linear's input is quantised.
+// Instructions that need whole rows (a norm, or one scale a row) run after a strip of rows that one thread has multiplied by
+// all panels. The floats, and so all bits, are the same as without fusion.
 #include "step.hpp"
 
 namespace kvl {
 
-// Whether the instruction behind this one is done with it.
+// Whether the next instruction is fused with this one.
 bool Step::does_next(const kvl_instruction& instruction) const {
     const kvl_instruction* const next = &instruction + 1;
     if (!is_fused_ || next == model_.program.data() + model_.program.size()) return false;

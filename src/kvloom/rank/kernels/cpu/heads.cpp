@@ -75,8 +75,8 @@ void Step::attend(const kvl_instruction& instruction) {
     sync();
 }
 
-// The first keys and values of a task of one token, which nobody has read in this step: they lie in pieces of a block, too short
-// for the processor to see what comes. A task of more tokens finds them in the cache, or reads them more than once.
+// Prefetches the first keys and values of a task of one token, which are not in the cache: they lie in pieces of a block, too
+// short for the hardware prefetcher. A task of more tokens finds them in the cache, or reads them more than once.
 void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
     if (index >= int64_t(tasks_.size())) return;
     const AttentionTask& task = tasks_[size_t(index)];

@@ -98,7 +98,7 @@ struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
     Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
-    Rows branch;                        // what is normed before it is added to the residual stream
+    Rows branch;                        // output of a branch that is normed before it is added to the residual stream
     uint16_t* queries;                  // [num_kv_heads][tokens][heads of one][head_dim] of what kvcache.hpp stores
     float* query_scale;                 // of each
     Activations quantised[2];           // written by all threads; in turns, so that what is read is not what is written next

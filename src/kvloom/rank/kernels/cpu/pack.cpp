@@ -204,7 +204,7 @@ int64_t kvl_allocate(kvl_model* model) {
     return total;
 }
 
-// Nothing writes to an arena but kvl_fill_*, which nobody calls then.
+// Only kvl_fill_* writes to an arena, and it is not called then.
 void kvl_adopt(kvl_model* model, const uint8_t* arenas) {
     uint8_t* at = const_cast<uint8_t*>(arenas);
     for (int t = 0; t < model->pool.size(); t++) at = kvl::lay_out(*model, t, at);

@@ -15,10 +15,10 @@ namespace {
 // About 25 us: longer than the gap between phases and between steps of a busy engine, short enough not to steal a core
 // from the server's other threads while the engine is idle.
 constexpr int kMostSpins = 2000;
-constexpr int kLeastSpins = 400;  // 5 us, longer than most waits of threads that nobody disturbs, so that those do not go on sleeping
+constexpr int kLeastSpins = 400;  // 5 us, longer than most waits of undisturbed threads, so that these stop sleeping
 
-// Of this thread, before it sleeps in a barrier. A wait that ended in sleep makes the next one short, since whoever was late
-// has lost its core, and may want this one; a wait that ended in time lets the next one be twice as long.
+// Spins of this thread before it sleeps in a barrier. After a wait that ended in sleep the next one is short, because the late
+// thread has lost its core, and may get this one; after a wait that ended in time the next one may be twice as long.
 thread_local int barrier_spins = kMostSpins;
 
 void pause_cpu() {

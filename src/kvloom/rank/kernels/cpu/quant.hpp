@@ -7,7 +7,7 @@
 
 namespace kvl {
 
-constexpr int kRowsBehind = 12;  // the last rows' tiles are read whole: so many rows behind them there is memory, of any content
+constexpr int kRowsBehind = 12;  // tiles of the last rows are read whole: so many more rows of memory follow, of any content
 
 // Quantised rows. cols is padded to kPad.
 //   bf16:   data = bf16 [rows][cols]; scale and sum unused

@@ -179,7 +179,7 @@ void Step::add_normed(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Whole normed rows for whoever wants a token's state itself. Needs no barrier: nobody writes the residual any more.
+// Whole normed rows, for tokens whose states are requested. Needs no barrier: the residual is not written any more.
 void Step::keep_states(const kvl_instruction& instruction, int thread) {
     const int64_t hidden = shape_.hidden;
     float* normed = scratch_.row[size_t(thread)];
@@ -194,14 +194,14 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// Small steps stream each thread's own panels in order; large ones hand panels, or units of them, out with so many rows as
-// share an unpacked one.
+// Small steps stream each thread's own panels in order; large ones hand out panels, or units of them, with as many
+// rows as share an unpacked panel.
 void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
     const Activations& x = activations(instruction, rows, thread);
     const bool has_h = instruction.epilogue != KVL_LOGITS && has_low_rank(instruction.linear);
-    if (has_h && is_fused_) {  // who quantised its rows has not seen all of each
+    if (has_h && is_fused_) {  // the thread that quantised a row had only parts of it
         shrink_tokens(instruction.linear, {deal(rows, thread), deal(rows, thread + 1)}, x, thread);
         sync();
     }

@@ -100,7 +100,7 @@ class Step {
 
     // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
-    // The next item of an instruction's work, handed out to whoever asks.
+    // The next item of an instruction's work, for the calling thread.
     int64_t next(const kvl_instruction& instruction) { return counter(instruction, 0).fetch_add(1, std::memory_order_relaxed); }
     // The same of `count` items: first those that are dealt to the thread, so that it meets the rows and the weights that it
     // met before, then what others have left of theirs. `count` = none is left.
@@ -147,7 +147,7 @@ class Step {
     int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 when the step has no adapter
 };
 
-// The whole program; what nobody asks for is left out.
+// Runs the whole program, without the parts that no request needs.
 void run_step(kvl_model& model, const kvl_batch& batch);
 
 }  // namespace kvl
