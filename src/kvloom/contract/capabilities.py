@@ -1,6 +1,6 @@
-"""What a request may ask of an engine, by name, so that what one cannot do is refused before it runs.
+"""What a request may ask of an engine, by name, so that what an engine cannot do is refused before it runs.
 
-An engine says in RankInfo.lacks which of FEATURES it has not, and why. Pure.
+An engine lists in RankInfo.lacks which of FEATURES it does not have, and why. Pure.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ from typing import Protocol
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import SamplingParams
 
-# SamplingParams that every engine has: the server's own work, or the least that a model does
+# SamplingParams that every engine has: they are the server's own work, or the minimum of any model
 ALWAYS = frozenset({"temperature", "max_tokens", "include_stop", "skip_special_tokens"})
 _ASKED: Mapping[str, Callable[[SamplingParams], object]] = {
     "top_k": lambda p: p.top_k,
@@ -54,7 +54,7 @@ class Asked(Protocol):
     def kv_place(self) -> object: ...
 
 
-# what is asked beside SamplingParams; an adapter is named in ways of its own
+# features besides SamplingParams; an adapter is named in several ways
 _BESIDE: Mapping[str, Callable[[Asked], object]] = {
     "generation": lambda a: not (a.pooling or a.is_look),
     "pooling": lambda a: a.pooling,
@@ -72,13 +72,13 @@ _NAMES = {
     "generation": "prompt",
     "adapter": "model",
     "kv_transfer": "kv_transfer_params",
-}  # what is closer to the caller's word for it
+}  # the caller's more specific word for it
 
 
 def check_capable(lacks: Mapping[str, str], asked: Asked, adapter: object) -> None:
-    """Raises BadRequest naming the first thing that is asked for and is one of `lacks`, with the reason given there.
+    """Raises BadRequest that names the first feature asked for that is in `lacks`, with the reason given there.
 
-    `adapter`: something true when one is asked for.
+    `adapter`: truthy when one is asked for.
     """
     for name, why in lacks.items():
         if name in _ASKED:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from kvloom.contract.errors import BadRequest, OutOfMemory
 
 GIB = 1 << 30
-SHARE = 0.8  # of what the weights leave; the rest is the reserve for activations, sampling and everybody else
-AUTO_MAX_CPU_BYTES = 2 * GIB  # automatic, where the cache lives in the memory that the whole machine shares
+SHARE = 0.8  # of what the weights leave; the rest is a reserve for activations, sampling and other programs
+AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
 AHEAD_BYTES = (
     16 << 20,
     256 << 20,
-)  # of the cache that has memory before it is used, at least and at most (rank/pages.py)
-AUTO_MAX_HOST_BYTES = 5 * GIB  # automatic, of the pool for what is swapped out
+)  # bounds of the part of the cache whose memory is provided before use (rank/pages.py)
+AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def bytes_of_gb(size_gb: float) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Blocks of the device's pool and of the host's, where preempted sequences wait."""
+    """Blocks of the device's pool, and of the host's pool for swapped-out sequences."""
 
     num_blocks: int
     num_host_blocks: int
@@ -92,14 +92,14 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class CapacityRequest:
-    """What the configuration asks for; None = as much as is sensible."""
+    """What the configuration asks for; None = as much as makes sense."""
 
     num_blocks: int | None
     kv_cache_bytes: int | None
     num_host_blocks: int | None
     host_cache_bytes: int | None
     max_seq_len: int  # tokens; one such sequence must fit
-    max_batch: int  # more blocks than so many such sequences need are of no use
+    max_batch: int  # blocks beyond this many such sequences would be useless
 
 
 def plan_pools(wanted: CapacityRequest, shape: CacheShape, machine: Machine, weight_bytes: int) -> Pools:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvloom.contract.errors import BadRequest
 
-BACKENDS = ("auto", "cpu", "reference", "fake")  # of ranks; any other is the name of a plug-in
+BACKENDS = ("auto", "cpu", "reference", "fake")  # of ranks; any other name is a plug-in's
 POLICIES = (0, 1, 3)
 DTYPES = ("auto", "float32", "bfloat16")
 WEIGHT_FORMATS = ("auto", "w8a8", "w4a8", "bf16")
@@ -15,7 +15,7 @@ KV_DTYPES = ("auto", "bf16", "int8")
 MAX_BATCH, STEP_TOKENS = 64, 512  # where they are not given
 MAX_CRASH_PATIENCE_S = 86_400
 MAX_GAP_S = 100
-MAX_COUNT = 2**31 - 1  # of tokens, sequences, blocks: what kernels and messages count with
+MAX_COUNT = 2**31 - 1  # largest number of tokens, sequences, blocks that kernels and messages can count
 MAX_BYTES = 2**62
 
 
@@ -26,16 +26,17 @@ class Limits:
     max_batch: int  # sequences
     max_tokens: int  # tokens, prefill and decode together; at least max_batch, so that every decode fits
     block_size: int  # tokens per KV block
-    max_prefill_batch: int = 0  # sequences in prefill; 0 = max_batch
-    max_prefill_tokens: int = 0  # tokens of prefills; longer prompts take several steps; 0 = max_tokens
-    max_preempt: int | None = None  # sequences preempted; 0 = never, admission then reserves whole answers; None = any
-    prealloc_blocks: int = 0  # blocks promised to a sequence at admission
+    max_prefill_batch: int = 0  # sequences that prefill; 0 = max_batch
+    max_prefill_tokens: int = 0  # prompt tokens; longer prompts take several steps; 0 = max_tokens
+    # sequences preempted in a step; 0 = never, admission then reserves whole answers; None = any number
+    max_preempt: int | None = None
+    prealloc_blocks: int = 0  # blocks reserved for a sequence at admission
     is_continuous: bool = True  # False: a batch ends before the next begins
     is_selecting: bool = False  # weigh prefill against decode by the two times below
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
-    max_queue_delay_s: float = 0.0  # how long a batch that is not full is held back while others run
-    max_draft_tokens: int = 0  # guessed tokens of a step, shared evenly by the sequences that have guesses
+    max_queue_delay_s: float = 0.0  # how long an incomplete batch is held back while others run
+    max_draft_tokens: int = 0  # drafted tokens of a step, shared equally by sequences with drafts
 
     @property
     def prefill_slots(self) -> int:
@@ -80,8 +81,8 @@ class TierConfig:
     """An outer KV tier. `factory` ("module:function") opens it in the rank process, see rank.tier.tier.OpenTier."""
 
     factory: str
-    timeout_s: float = 0.5  # what a request waits for its prefix, at most
-    options: Mapping[str, str] = field(default_factory=dict)  # the factory's own
+    timeout_s: float = 0.5  # longest time that a request waits for its prefix
+    options: Mapping[str, str] = field(default_factory=dict)  # parameters of the factory itself
     is_watched: bool = False  # a debug mode: a wrong byte ends the rank, see rank/tier/watch.py
 
     def __post_init__(self) -> None:
@@ -99,16 +100,16 @@ class EngineConfig:
     """
 
     model: str = ""  # a folder or a .gguf file; empty for the fake backend
-    backend: str = "auto"  # auto = cpu where its library can be had, else reference; or a plug-in's name
+    backend: str = "auto"  # auto = cpu if its library is available, else reference; or a plug-in's name
     device: str = "cpu"
-    dtype: str = "auto"  # float32 takes the reference backend
-    weight_format: str = "auto"  # of the cpu backend; auto = as a quantised file has them, else w8a8 (footprint.py)
-    weight_cache: str = ""  # folder that packed weights are kept in, "off"; "" = as the environment says (kept.py)
+    dtype: str = "auto"  # float32 is computed by the reference backend
+    weight_format: str = "auto"  # of the cpu backend; auto = a quantised file's own form, else w8a8 (footprint.py)
+    weight_cache: str = ""  # folder where packed weights are kept, "off"; "" = as the environment says (kept.py)
     kv_dtype: str = (
-        "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = a scale a token and head
+        "auto"  # of keys and values; auto = bf16 (reference backend: dtype). int8 = one scale for each token and head
     )
     world_size: int = 1  # ranks that share the model, tensor parallel
-    device_ids: tuple[int, ...] = ()  # of each rank, among the devices that are visible; () = 0, 1, 2, ...
+    device_ids: tuple[int, ...] = ()  # device of each rank, among the visible ones; () = 0, 1, 2, ...
     rank_cores: tuple[tuple[int, ...], ...] = ()  # CPU cores of each rank; () = all that the process may use
     max_seq_len: int | None = None  # tokens, prompt and answer; None = the model's own
     num_blocks: int | None = None  # KV blocks; None = as many as kv_cache_bytes holds
@@ -118,11 +119,11 @@ class EngineConfig:
     block_size: int | None = None  # tokens a KV block; None = the backend's own (cpu: 16, and multiples of it)
     max_batch: int = MAX_BATCH
     max_tokens_per_step: int = STEP_TOKENS
-    max_gap_s: float | None = None  # a step may take so long while somebody waits for a next token; see pace.py
+    max_gap_s: float | None = None  # longest step while other sequences decode; see pace.py
     max_iter_times: int | None = None  # tokens of any answer; None = as many as the request asks for
     prefill_policy: int = 0  # 0 FCFS, 1 STATE, 3 MLFQ; see policies.py
     decode_policy: int = 0
-    fair_token_s: float = 0.0  # seconds of a tenant's share that a token costs; 0 = tenants are not told apart
+    fair_token_s: float = 0.0  # seconds of a tenant's share that a token costs; 0 = no fairness between tenants
     max_prefill_batch: int = 0  # these as in Limits
     max_prefill_tokens: int = 0
     max_preempt: int | None = None
@@ -132,18 +133,18 @@ class EngineConfig:
     prefill_ms_per_seq: int = 0
     decode_ms_per_seq: int = 0
     max_queue_delay_s: float = 0.0
-    num_speculative_tokens: int = 0  # most tokens guessed ahead for a sequence by prompt lookup; 0 = off
-    prompt_lookup_min: int = 2  # fewest and most last tokens that are looked for
+    num_speculative_tokens: int = 0  # most tokens drafted for a sequence by prompt lookup; 0 = off
+    prompt_lookup_min: int = 2  # shortest and longest n-gram that is looked up
     prompt_lookup_max: int = 4
-    max_draft_tokens: int = 16  # as in Limits: with many sequences a guess costs more than it saves
+    max_draft_tokens: int = 16  # as in Limits: with many sequences drafts cost more than they save
     enable_prefix_cache: bool = True
-    run_ahead: bool = True  # the step after a decode waits at the ranks before its tokens are known
-    idle_release_s: float = 300.0  # after so long without work the KV cache's memory goes back; 0 = never
+    run_ahead: bool = True  # send the step after a decode before the decode's tokens are known
+    idle_release_s: float = 300.0  # seconds without work after which unused KV memory is given back; 0 = never
     kv_tier: TierConfig | None = None  # where blocks outlive this engine; needs the prefix cache
-    plugin_options: Mapping[str, Any] = field(default_factory=dict)  # of an engine that is a plug-in, by its own names
-    seed: int | None = None  # of requests that bring none; None = drawn from the system
-    step_timeout_s: float = 300.0  # a rank that takes longer is taken for dead
-    crash_patience_s: float = 120.0  # requests wait so long for a rank that died to come back; 0 = not at all
+    plugin_options: Mapping[str, Any] = field(default_factory=dict)  # options of a plug-in engine, by its own names
+    seed: int | None = None  # for requests without one; None = random
+    step_timeout_s: float = 300.0  # seconds of a step after which a rank counts as dead
+    crash_patience_s: float = 120.0  # seconds that requests wait for a dead rank's successor; 0 = not at all
     fake_step_s: float = 0.0  # fake backend only: time of a step, and of each of its tokens
     fake_token_s: float = 0.0
 

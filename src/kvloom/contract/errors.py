@@ -29,7 +29,7 @@ class ServingError(UserError):
 
 
 def _restored(kind: type[ServingError], args: tuple[Any, ...], fields: dict[str, Any]) -> ServingError:
-    """What was pickled, whatever its constructor takes."""
+    """Rebuilds a pickled error without its constructor."""
     error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(fields)
@@ -37,7 +37,7 @@ def _restored(kind: type[ServingError], args: tuple[Any, ...], fields: dict[str,
 
 
 class BadRequest(ServingError):
-    """`field` names the parameter as the caller spelt it; `problem` says what is wrong and what is allowed."""
+    """`field` names the parameter in the caller's spelling; `problem` says what is wrong and what is allowed."""
 
     kind = "invalid"
 
@@ -54,7 +54,7 @@ class NotFound(ServingError):
 
 
 class Overloaded(ServingError):
-    """As many requests as are allowed are under way; the same request may succeed later."""
+    """As many requests as allowed are running or waiting; the same request may succeed later."""
 
     kind = "overloaded"
 

@@ -1,6 +1,6 @@
-"""Messages of any size in a stream of bytes: each one is a length (u32, little-endian) and that many bytes. No I/O.
+"""Messages of any size in a byte stream: each is a length (u32, little-endian) and that many bytes. No I/O.
 
-This is how processes of one machine speak that trust each other: an engine and its ranks, a daemon and its workers.
+Used between processes of one machine that trust each other: an engine and its ranks, a daemon and its workers.
 """
 
 import struct
@@ -14,22 +14,22 @@ def frame(body: bytes) -> bytes:
 
 
 class FrameBuffer:
-    """What has been received and not yet taken out."""
+    """Bytes received and not taken yet."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     @property
     def is_whole(self) -> bool:
-        """Whether the next message is here to its last byte: `take` may be called."""
+        """Whether the next message is complete, so that `take` may be called."""
         return len(self._data) >= _LENGTH.size and len(self._data) >= self._end()
 
     def feed(self, data: bytes) -> None:
-        """Bytes in any pieces, as they arrive."""
+        """Add bytes, cut anywhere."""
         self._data += data
 
     def take(self) -> bytes:
-        """The next message; only when it is whole."""
+        """The next message; call only when it is complete."""
         end = self._end()
         body = bytes(self._data[_LENGTH.size : end])
         del self._data[:end]

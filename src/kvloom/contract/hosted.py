@@ -1,6 +1,6 @@
-"""What crosses to an engine that schedules by itself, in a process of its own, and back (MessagePack arrays).
+"""Messages to and from an engine that schedules by itself, in another process (MessagePack arrays).
 
-Whole requests go there, tokens come back. Adapters are loaded with the messages of ranks (messages.py).
+Whole requests are sent there, tokens come back. Adapters are loaded with the messages for ranks (messages.py).
 """
 
 import msgspec
@@ -28,9 +28,10 @@ class HostSetup(msgspec.Struct, array_like=True):
 
 
 class Start(msgspec.Struct, array_like=True, tag="start"):
-    """A request to run. The host ends it at one of `eos_ids` as the request wishes; stop strings are not its business.
+    """A request to run. The host ends it at one of `eos_ids` if the request wants that; stop strings are found by the
+    sender.
 
-    `max_tokens` is what `params` and the context leave; 0 = only what is said of the prompt is wanted.
+    `max_tokens` is what `params` and the context leave; 0 = only data about the prompt is wanted.
     """
 
     id: int
@@ -38,40 +39,40 @@ class Start(msgspec.Struct, array_like=True, tag="start"):
     params: SamplingParams
     seed: int
     max_tokens: int
-    priority: int = 0  # as Request's
+    priority: int = 0  # as in Request
     cache_salt: str = ""
     adapter: int = 0
     pooling: str = ""
-    sight: Sight | None = None  # what prompt_ids show; the images travel with each request
+    sight: Sight | None = None  # the images in prompt_ids; sent with every request
     is_look: bool = False  # only the prompt as the model reads it is wanted
 
 
 class Abort(msgspec.Struct, array_like=True, tag="abort"):
-    """Nobody wants more of it. Not answered; unknown ids are ignored."""
+    """End a request. Not answered; unknown ids are ignored."""
 
     id: int
 
 
 class ResetCache(msgspec.Struct, array_like=True, tag="reset"):
-    """Forget cached prefixes; `preempts`: what runs is computed again, too. Answered by WasReset."""
+    """Forget cached prefixes; with `preempts` running requests are computed again too. Answered by WasReset."""
 
     preempts: bool
 
 
 class Brought(msgspec.Struct, array_like=True):
-    """What a request got since the last time: tokens in order, with log-probabilities where asked for.
+    """What a request got since its last message: tokens in order, with log-probabilities if asked for.
 
     `error` ends it too; with a `field` the request itself is at fault.
     """
 
     id: int
     token_ids: list[int] = []
-    logprobs: list[Logprob] = []  # one a token, or none
-    prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on; once
-    num_cached: int = 0  # prompt tokens that were found cached
+    logprobs: list[Logprob] = []  # one a token, or empty
+    prompt_logprobs: list[Logprob] = []  # of the prompt's tokens from the second on; sent once
+    num_cached: int = 0  # prompt tokens found in the prefix cache
     finish: str = ""  # "stop", "length": the host has ended it
     embedding: bytes = b""  # float32, not normalised
-    prompt_ids: list[int] = []  # of a look
+    prompt_ids: list[int] = []  # result of a look
     error: str = ""
     field: str = ""
 
@@ -87,14 +88,14 @@ class WasReset(msgspec.Struct, array_like=True, tag="was_reset"):
 
 
 class Figures(msgspec.Struct, array_like=True, tag="figures"):
-    """How things stand with the host, told unasked; totals since it started."""
+    """Figures of the host, sent unasked; totals since it started."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_usage: float = 0.0  # of its blocks, 0 to 1
+    kv_usage: float = 0.0  # share of its blocks, 0 to 1
     total_steps: int = 0
     total_preemptions: int = 0
-    metrics: str | None = None  # Prometheus' text form; None = as before
+    metrics: str | None = None  # Prometheus text format; None = unchanged
 
 
 HostOrder = Start | Abort | ResetCache | LoadAdapter | UnloadAdapter

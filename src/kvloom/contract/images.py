@@ -1,4 +1,4 @@
-"""What a request shows to a model that sees. Pure."""
+"""Images of a request, for models with vision. Pure."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One image: its file as it came. `media_type` as it was declared, "" = not at all; `name`: how errors call it."""
+    """One image: its file as received. `media_type` as declared, "" = not declared; `name`: how errors call it."""
 
     data: bytes
     media_type: str = ""
@@ -18,17 +18,18 @@ class Image:
 class Sight:
     """The images of a prompt, in order, and its tokens as the chat template writes them.
 
-    An engine puts the tokens of each image where `prompt_ids` have what stands for it. The prompt that it makes so is
-    the beginning of Request.prompt_ids, but for a request that asks for just that.
+    An engine replaces each image's placeholder in `prompt_ids` by the image's tokens. The resulting prompt is the
+    beginning of Request.prompt_ids, except for a request that asks for just this prompt.
     """
 
     prompt_ids: tuple[int, ...] = ()
     images: tuple[Image, ...] = ()
 
     def told_apart(self, prompt_ids: Sequence[int]) -> list[int]:
-        """A prompt that begins with this sight as numbers, one a token, that differ where its tokens or its images do.
+        """Numbers for the tokens of a prompt that begins with this sight: different where its tokens or its images
+        differ.
 
-        Up to the first image they are the tokens. For who compares prefixes of prompts and knows no images.
+        Up to the first image they are the tokens. For code that compares prefixes of prompts and does not know images.
         """
         whole = hashlib.sha256()
         for image in self.images:

@@ -1,6 +1,6 @@
-"""What crosses from the engine to a rank and back, once a step (MessagePack arrays).
+"""Messages from the engine to a rank and back, once a step (MessagePack arrays).
 
-A rank keeps the tokens and the sampling state of each sequence; the engine sends only what changed.
+A rank keeps the tokens and the sampling state of each sequence; the engine only sends changes.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,35 +11,35 @@ import msgspec
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.request import SamplingParams
 
-Progress = Callable[[int, int], None]  # called with bytes loaded so far, bytes in all
+Progress = Callable[[int, int], None]  # called with bytes loaded so far, and bytes in all
 
 
 class NewSeq(msgspec.Struct, array_like=True):
-    """A sequence the rank has not seen. `seed` is resolved: every sequence has one.
+    """A sequence that the rank does not know. `seed` is resolved: every sequence has one.
 
-    Another rank, which is gone, may have given it an `answer` as far as it goes: this one continues it.
+    `answer`: its first tokens, sampled by a rank that has died; this rank continues behind them.
     """
 
     id: int
     token_ids: list[int]  # the prompt
     params: SamplingParams
     seed: int
-    pooling: str = ""  # of Request: an embedding is wanted, no token
-    adapter: int = 0  # of LoadAdapter; 0 = the base model
+    pooling: str = ""  # as in Request: an embedding is wanted, no token
+    adapter: int = 0  # id of LoadAdapter; 0 = the base model
     answer: list[int] = []
-    second: int = 0  # as Request's
+    second: int = 0  # as in Request
 
 
 class Work(msgspec.Struct, array_like=True):
     """Compute `num_tokens` tokens of sequence `id` from position `start` on.
 
-    `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence).
-    When start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last
-    tokens of the work may be a `draft`, guesses beyond those known: while the token sampled is the one guessed, the
-    rank samples the one after it too. `loads`, (host block, block), are copied back before anything is computed.
+    `blocks` replace the sequence's block table from index `first_block` on (0 = a fresh or preempted sequence). When
+    start + num_tokens reaches the tokens known so far, the rank samples the next token and appends it. The last tokens
+    of the work may be a `draft` beyond those known: as long as the sampled token equals the drafted one, the rank
+    samples the next one too. `loads`, (host block, block), are copied back before anything is computed.
 
-    A batch may be sent while the one before it runs: its work begins at the token that the rank then chooses. When none
-    was chosen for the sequence, nothing of that work is computed.
+    A batch may be sent while the one before it runs: its work then begins at the token that the rank will choose. If
+    none is chosen for the sequence, that work is skipped.
     """
 
     id: int
@@ -63,10 +63,9 @@ class Transfer(msgspec.Struct, array_like=True):
 
 
 class Batch(msgspec.Struct, array_like=True, tag="batch"):
-    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch.
-
-    `loads` and `saves` begin; without any of all these it only asks which of them are finished. Nobody needs what the
-    blocks of `release` hold: their memory goes back to the system until they are written again.
+    """One step: forget `drop`, learn `new`, copy `swap_out` (block, host block), run `work` as one ragged batch, start
+    `loads` and `saves`. An empty batch only asks which transfers have ended. The contents of `release` are not
+    needed any more: the blocks' memory goes back to the system until they are written again.
     """
 
     new: list[NewSeq]
@@ -79,7 +78,7 @@ class Batch(msgspec.Struct, array_like=True, tag="batch"):
 
 
 class Logprob(msgspec.Struct, array_like=True):
-    """A token's natural log-probability, and the most likely tokens in its stead: (id, log-probability), best first."""
+    """A token's natural log-probability, and those of the most likely tokens: (id, log-probability), best first."""
 
     token_id: int
     logprob: float
@@ -95,7 +94,7 @@ class Sample(msgspec.Struct, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of prompt tokens start+1 .. start+len(values) of sequence `id`, one chunk of them."""
+    """Log-probabilities of prompt tokens start+1 .. start+len(values) of sequence `id`, for one chunk."""
 
     id: int
     start: int
@@ -103,40 +102,40 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class Pooled(msgspec.Struct, array_like=True):
-    """The pooled states of sequence `id`, float32: its whole prompt is computed."""
+    """The pooled states of sequence `id`, float32, after its whole prompt."""
 
     id: int
     data: bytes
 
 
 class GivenUp(msgspec.Struct, array_like=True):
-    """Sequence `id` gets no further token: its grammar cannot be followed any more."""
+    """Sequence `id` gets no further token: its grammar cannot be followed."""
 
     id: int
     error: str
 
 
 class Moved(msgspec.Struct, array_like=True):
-    """Transfer `id` is finished: its first `num_blocks` blocks were moved, the contents of others are unknown."""
+    """Transfer `id` has ended: its first `num_blocks` blocks were moved, the contents of the others are undefined."""
 
     id: int
     num_blocks: int
 
 
 class StepOutput(msgspec.Struct, array_like=True):
-    """What one step brought; sequences in the order of the batch's work, each list empty where nothing was due."""
+    """Results of one step; sequences in the order of the batch's work. Lists are empty where nothing was asked for."""
 
     samples: list[Sample]
     prompt_logprobs: list[PromptLogprobs]
-    compute_s: float  # time the rank spent on the step
+    compute_s: float  # seconds that the rank computed
     moved: list[Moved] = []
-    is_tier_up: bool = False  # whether the outer KV tier answers
+    is_tier_up: bool = False  # whether the outer KV tier is up
     pooled: list[Pooled] = []
     given_up: list[GivenUp] = []
-    pool: str = ""  # which one that tier is, once it is known
+    pool: str = ""  # name of that tier's store, once known
 
     def by_sequence(self) -> dict[int, list[Sample]]:
-        """The samples of each sequence whose known tokens are all computed; of one that is pooled there are none."""
+        """The samples of each sequence whose known tokens are all computed; none for sequences that are pooled."""
         found: dict[int, list[Sample]] = {pooled.id: [] for pooled in self.pooled}
         for sample in self.samples:
             found.setdefault(sample.id, []).append(sample)
@@ -144,33 +143,34 @@ class StepOutput(msgspec.Struct, array_like=True):
 
 
 class RankInfo(msgspec.Struct, array_like=True):
-    """What a rank says once its model is loaded."""
+    """Sent by a rank once its model is loaded."""
 
-    num_blocks: int  # KV blocks it holds
+    num_blocks: int  # KV blocks that it has
     block_size: int  # tokens a block
     vocab_size: int
-    max_seq_len: int  # tokens the model can attend to
+    max_seq_len: int  # most tokens that the model can attend to
     backend: str  # "cpu", "reference", "fake", ...
     kv_bytes: int = 0
     weight_bytes: int = 0
-    num_host_blocks: int = 0  # of the pool for what is swapped out
-    swap_block_s: float = 0.0  # copying one block to the host or back, measured
-    hidden_size: int = 0  # numbers of a token's state, and of an embedding
-    pooling: str = "last"  # how the model's embeddings are made; one of pooling.POOLINGS, or none that is known here
-    held_as: str = ""  # how the weights are kept, for people
-    lacks: dict[str, str] = {}  # of capabilities.FEATURES those that it has not, and why
-    kv_model: str = ""  # what the outer KV tier's blocks are named after: weights and shape,
-    kv_layout: str = ""  # and how they are computed and arranged; "" without such a tier
+    num_host_blocks: int = 0  # blocks of the host pool
+    swap_block_s: float = 0.0  # seconds to copy one block to the host or back, measured
+    hidden_size: int = 0  # numbers in a token's state, and in an embedding
+    pooling: str = "last"  # the model's pooling: one of pooling.POOLINGS, or one unknown here
+    held_as: str = ""  # how weights are stored, for people
+    lacks: dict[str, str] = {}  # feature of capabilities.FEATURES that it lacks -> the reason
+    kv_model: str = ""  # identity of KV blocks in the outer tier: weights and shape,
+    kv_layout: str = ""  # and arithmetic and byte layout; "" without a tier
     sees: bool = False  # requests may have a Sight
-    reach: int = 0  # tokens that one reads, itself among them, where every layer has a window; 0 = all before it
-    image_text: str = ""  # what stands for an image in a text, where the chat template takes no parts; "" = unknown
-    labels: list[str] = []  # of a classifier: a pooled vector has a number for each
-    activation: str = ""  # pooling.scores makes scores of those
-    sees_ahead: bool = False  # tokens see those behind them: a prompt is computed in one step, nothing of it is kept
+    reach: int = 0  # how many tokens back a step reads, the token itself included, if every layer has a window; 0 = all
+    image_text: str = ""  # an image's placeholder in texts, if the chat template takes no parts; "" = unknown
+    labels: list[str] = []  # of a classifier: a pooled vector has one number for each
+    activation: str = ""  # pooling.scores turns these numbers into scores
+    # tokens attend to later ones: a prompt is computed in one step, and its blocks are not cached
+    sees_ahead: bool = False
 
     @property
     def cache_shape(self) -> tuple[int, int, int, int]:
-        """What all ranks of a model must have alike, since the engine names blocks once for all."""
+        """Must be equal for all ranks of a model, because the engine's block numbers hold for all."""
         return self.num_blocks, self.block_size, self.kv_bytes, self.num_host_blocks
 
 
@@ -182,17 +182,17 @@ class LoadAdapter(msgspec.Struct, array_like=True, tag="load_adapter"):
 
 
 class UnloadAdapter(msgspec.Struct, array_like=True, tag="unload_adapter"):
-    """No sequence computes with adapter `id` any more. Not answered; an unknown id is ignored."""
+    """No sequence uses adapter `id` any more. Not answered; an unknown id is ignored."""
 
     id: int
 
 
 class AdapterInfo(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says of an adapter it has loaded."""
+    """Facts of a loaded adapter."""
 
     digest: str  # hex SHA-256 of its files
-    rank: int  # the largest of its modules
-    num_bytes: int  # in this rank's memory
+    rank: int  # the largest rank of its modules
+    num_bytes: int  # bytes in this rank
 
 
 class RankSetup(msgspec.Struct, array_like=True):
@@ -205,20 +205,20 @@ class RankSetup(msgspec.Struct, array_like=True):
 
 
 class Loading(msgspec.Struct, array_like=True, tag="loading"):
-    """How far a rank is with its weights."""
+    """Progress of loading the weights."""
 
     done_bytes: int
     total_bytes: int
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The model is loaded; the first order may come."""
+    """The model is loaded; orders may be sent."""
 
     info: RankInfo
 
 
 class Failed(msgspec.Struct, array_like=True, tag="failed"):
-    """The model cannot be loaded, or a step raised; the rank ends after this."""
+    """The model cannot be loaded, or a step raised; the rank ends after this message."""
 
     error: str
 
@@ -236,7 +236,7 @@ class AdapterLoaded(msgspec.Struct, array_like=True, tag="adapter"):
 
 
 class AdapterRefused(msgspec.Struct, array_like=True, tag="refused"):
-    """Answers a LoadAdapter that cannot be followed, with the parts of a BadRequest; the rank goes on."""
+    """Answers a LoadAdapter that failed, with the parts of a BadRequest; the rank continues."""
 
     field: str
     problem: str
@@ -259,13 +259,13 @@ class Runner(Protocol):
     def run(self, batch: Batch) -> StepOutput:
         """One step: learn and forget sequences, move blocks, compute `batch.work`, sample.
 
-        Returns the samples of every sequence whose known tokens are all computed, in the order of `batch.work`. An
-        exception ends the rank: what its caches hold is unknown after it.
+        Returns the samples of every sequence whose known tokens are all computed, in the order of `batch.work`. After
+        an exception the rank's caches are undefined, so it ends.
         """
         ...
 
     def prepare_next(self) -> None:
-        """The step's output is under way: begin what the next step will need, beside the engine's turn."""
+        """Called when the step's output is being sent: start work for the next step while the engine is busy."""
 
     def load_adapter(self, id: int, path: str) -> AdapterInfo:
         """Raises BadRequest when the folder holds no adapter that fits."""

@@ -8,14 +8,14 @@ POOLINGS = ("last", "mean", "cls")  # the last token's state, the mean of all, t
 
 
 def unit(data: bytes, num_dimensions: int | None = None) -> "array[float]":
-    """A pooled vector (float32) of length 1; with `num_dimensions` its first so many, of length 1 again."""
+    """A pooled vector (float32) scaled to length 1; with `num_dimensions` cut to these first, then scaled."""
     values = array("f", data)[:num_dimensions]
     length = math.hypot(*values)
     return array("f", [value / length for value in values]) if length > 0 else values
 
 
 def scores(numbers: Sequence[float], activation: str) -> list[float]:
-    """A classification head's numbers as its labels' scores: "softmax", "sigmoid" or "identity"."""
+    """Scores of the labels from a classification head's numbers: "softmax", "sigmoid" or "identity"."""
     if activation == "identity":
         return list(numbers)
     if activation == "sigmoid":
@@ -26,5 +26,5 @@ def scores(numbers: Sequence[float], activation: str) -> list[float]:
 
 
 def _sigmoid(x: float) -> float:
-    """By the exponential that cannot overflow."""
+    """Computed with the exponential that cannot overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))

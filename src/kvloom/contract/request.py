@@ -12,11 +12,11 @@ from kvloom.contract.pooling import POOLINGS
 
 
 class FinishReason(Enum):
-    """Why a request ended. Protocols translate it into their own words."""
+    """Why a request ended. Dialects translate it into their own words."""
 
     EOS = "eos"  # the model's end-of-sequence token
     STOP = "stop"  # a stop string or stop token of the request
-    LENGTH = "length"  # max_tokens or the context is used up
+    LENGTH = "length"  # max_tokens or the context is exhausted
     ABORT = "abort"  # the caller cancelled
     ERROR = "error"  # the model failed; Delta.error says how
 
@@ -51,12 +51,13 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logprob_ids: tuple[int, ...] = ()  # tokens whose log-probability is told behind the most likely ones, with logprobs
+    # tokens whose log-probability is reported in addition to the most likely ones, with logprobs
+    logprob_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     watermark: bool = False
-    grammar: str = ""  # llguidance's form of what the answer must match; "" = anything
-    reasoning_end: str = ""  # the answer begins with reasoning, which this text ends; then the grammar begins
-    max_reasoning_tokens: int | None = None  # after so many reasoning_end is forced; None = no limit
+    grammar: str = ""  # grammar of the answer in llguidance's form; "" = unrestricted
+    reasoning_end: str = ""  # ends the reasoning with which the answer begins; then the grammar begins
+    max_reasoning_tokens: int | None = None  # reasoning tokens before reasoning_end is forced; None = no limit
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -71,13 +72,13 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken, so that no seed matters."""
+        """Whether the most likely token is always taken, so that the seed does not matter."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingAdvice:
-    """How a model's makers want it to be sampled, for requests that do not say; None = they leave it open.
+    """Sampling parameters that a model's makers recommend, used where a request does not set them; None = no advice.
 
     Ranges as in SamplingParams.
     """
@@ -89,20 +90,20 @@ class SamplingAdvice:
     repetition_penalty: float | None = None
 
     def __str__(self) -> str:
-        """What they say, for people."""
+        """The advice, for people."""
         said = ((field.name, getattr(self, field.name)) for field in fields(self))
         return ", ".join(f"{name} {value:g}" for name, value in said if value is not None)
 
 
 def _number(value: float) -> str:
-    """For people; a whole number may be too large for a float."""
+    """For people; an integer may be too large for a float."""
     return (
         f"{value:.15g}" if isinstance(value, float) or abs(value) < 2**64 else f"a number of {value.bit_length()} bits"
     )
 
 
 MAX_LOGPROBS = 20
-GREEDY_BELOW = 1e-5  # where only equal logits would be drawn from, and what float32 makes of a quotient is no number
+GREEDY_BELOW = 1e-5  # lower temperatures only choose among equal logits, and overflow float32
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 100),
     ("top_k", 0, 2**31 - 1),
@@ -123,17 +124,17 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class KvPlace:
-    """Where KV blocks lie outside of an engine, and whose; what must agree before another one takes them up."""
+    """Where KV blocks lie outside an engine; all fields must agree before another engine takes them."""
 
     pool: str
-    model: str  # as RankInfo.kv_model
+    model: str  # as in RankInfo.kv_model
     layout: str
     block_size: int  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class KvGiven:
-    """So many blocks of a prompt, from the first on, lie there."""
+    """The first `num_blocks` blocks of a prompt lie there."""
 
     place: KvPlace
     num_blocks: int
@@ -143,48 +144,48 @@ class KvGiven:
 class Request:
     """One sequence to generate. `n` answers of one prompt are n requests (their prompt blocks are shared).
 
-    `answer`: its first tokens, when an engine that is gone has told them before; what follows them is told.
-
-    With a `pooling` (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta brings the
-    prompt's pooled states. With `is_look`, where the engine sees, nothing is generated either: the only delta
-    brings the prompt as the model reads it, with the tokens of its images.
+    `answer`: its first tokens, delivered by an engine that has died; only what follows is delivered. With a `pooling`
+    (one of pooling.POOLINGS) nothing is generated: max_tokens is 0, and the only delta carries the prompt's pooled
+    states. With `is_look`, for an engine with vision, nothing is generated either: the only delta carries the prompt as
+    the model reads it, with the tokens of its images.
     """
 
     id: str
     prompt_ids: tuple[int, ...]
     params: SamplingParams = SamplingParams()
     cache_salt: str = ""  # requests of different salts share no prefix blocks
-    tenant: str = ""  # whom the request is for; fairness is between tenants
-    priority: int = 0  # 1 (most urgent) to 5, 0 = none given; a planner of its own may read it otherwise
-    adapter: int = 0  # a LoRA adapter that the engine has loaded; 0 = none
-    slo_s: float = 60.0  # seconds within which an answer is wanted; 60 and more are the same
+    tenant: str = ""  # owner of the request; fairness is between tenants
+    priority: int = 0  # 1 (most urgent) to 5, 0 = none given; custom planners may define it differently
+    adapter: int = 0  # id of a loaded LoRA adapter; 0 = none
+    slo_s: float = 60.0  # seconds within which an answer is wanted; values above 60 count as 60
     pooling: str = ""
     answer: tuple[int, ...] = ()
-    gives_kv: bool = False  # it ends when its prompt's blocks are in the outer KV tier; the last delta says how many
-    kv_place: KvPlace | None = None  # where another engine has put them; None = nobody has
-    sight: Sight | None = None  # the images of the prompt; only for an engine whose RankInfo says that it sees
+    # save the prompt's blocks to the outer KV tier; the last delta waits for that and tells their number
+    gives_kv: bool = False
+    kv_place: KvPlace | None = None  # where another engine has saved them; None = not saved
+    sight: Sight | None = None  # images of the prompt; only for an engine whose RankInfo has vision
     is_look: bool = False
-    second: int = 0  # where the second of two texts begins, for models whose token types tell them apart; 0 = one text
+    second: int = 0  # where the second of two texts begins, for models with token types; 0 = one text
 
     @property
     def may_reuse(self) -> bool:
-        """Whether cached blocks may stand for prompt tokens: not where something of each of them is wanted."""
+        """Whether cached blocks may replace prompt tokens: not where something of each token is wanted."""
         return self.params.prompt_logprobs is None and self.pooling in ("", "last")
 
     @property
     def computes_nothing(self) -> bool:
-        """Whether it ends with no step: no token, no log-probability and no embedding is wanted."""
+        """Whether it ends without a step: no token, log-probability or embedding is wanted."""
         wants = self.params.prompt_logprobs is not None or self.pooling or self.is_look
         return self.params.max_tokens == 0 and not wants
 
     def max_len(self, max_seq_len: int) -> int:
-        """Tokens that prompt and answer can have together in an engine whose sequences have at most `max_seq_len`."""
+        """Most tokens of prompt and answer, in an engine whose sequences have at most `max_seq_len`."""
         wanted = self.params.max_tokens
         return max_seq_len if wanted is None else min(max_seq_len, len(self.prompt_ids) + wanted)
 
 
 def capped(request: Request, max_tokens: int | None) -> Request:
-    """The request with its answer no longer than `max_tokens`; None = as it is."""
+    """The request with an answer of at most `max_tokens`; None = unchanged."""
     wanted = request.params.max_tokens
     if max_tokens is None or (wanted is not None and wanted <= max_tokens):
         return request
@@ -192,7 +193,7 @@ def capped(request: Request, max_tokens: int | None) -> Request:
 
 
 def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
-    """Raises BadRequest when a model of this context (in tokens) and vocabulary can never run the request."""
+    """Raises BadRequest when a model with this context (in tokens) and vocabulary can never run the request."""
     length = len(request.prompt_ids)
     if length == 0:
         raise BadRequest("prompt", "is empty: give at least one token")
@@ -216,7 +217,7 @@ def check_request(request: Request, max_seq_len: int, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability (natural log) of one token and of the most likely tokens in its stead, best first."""
+    """Log-probability (natural log) of one token, and those of the most likely tokens, best first."""
 
     token_id: int
     logprob: float
@@ -224,23 +225,23 @@ class TokenLogprob:
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True):
-    """What one step added to a request. Exactly one delta a request has a finish_reason, and it is the last.
+    """What one step added to a request. Exactly one delta of a request has a finish_reason, the last one.
 
-    `text` may be empty while `token_ids` is not (half a character, a possible stop string); joined texts are the
-    answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) when asked for.
+    `text` may be empty while `token_ids` is not (half a character, a possible stop string); the joined texts are the
+    answer. The first delta carries the prompt's log-probabilities (None for the first prompt token) if asked for.
     """
 
     request_id: str
     text: str = ""
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # one a token of token_ids when asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of token_ids, if asked for
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that matched
-    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     seed: int | None = None  # the seed in use; None when greedy
     error: str | None = None
-    is_callers: bool = False  # whether the error lies in the request: asked again it would fail again
+    is_callers: bool = False  # whether the request is at fault, so that a retry would fail again
     embedding: bytes | None = None  # pooled states, float32, not normalised
-    kv_given: KvGiven | None = None  # with the finish_reason of a request that gives its KV
-    prompt_ids: tuple[int, ...] | None = None  # of a request that looks
+    kv_given: KvGiven | None = None  # with the finish_reason of a request that gives its KV blocks
+    prompt_ids: tuple[int, ...] | None = None  # result of a look

@@ -1,4 +1,6 @@
-"""Tokenizer: what the engine, its ranks and the server ask of a model's tokenizer; engine/text/tokenizer.py is one."""
+"""Tokenizer: what the engine, its ranks and the server need of a model's tokenizer; implemented in
+engine/text/tokenizer.py.
+"""
 
 from collections.abc import Mapping, Set
 from typing import Any, Protocol

@@ -42,7 +42,7 @@ SELECT id, parent, body FROM chain ORDER BY depth
 
 
 class UnusableFile(UserError):
-    """The file cannot be opened, or is something else."""
+    """The file cannot be opened, or is not such a database."""
 
 
 class TooLarge(Exception):
@@ -97,9 +97,9 @@ class Database:
         self._write(lambda: self._insert(entry))
 
     def put_answer(self, entry: Entry | None, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
-        """Keep a response, if it is to be kept, and the items that it adds to its conversation: both or neither.
+        """Keep a response, if asked for, and the items that it adds to its conversation: both or neither.
 
-        Whether the conversation was there. Raises TooLarge.
+        Returns whether the conversation was there. Raises TooLarge.
         """
 
         def write() -> bool:
@@ -264,7 +264,7 @@ class Database:
             raise TooLarge(f"{size} bytes are more than the {self._limits.max_bytes} that are kept in all")
 
     def _make_room(self) -> None:
-        """What is too old goes, then the oldest of the tenant that has the largest share, until the rest fits."""
+        """Remove what is too old, then the oldest entries of the tenant with the largest share, until the rest fits."""
         self._delete("used < ?", (self._oldest(),))
         while self._share(*map(sum, zip((0, 0), *self._used.values(), strict=True))) > 1:
             tenant = max(self._used, key=lambda name: self._share(*self._used[name]))
@@ -275,7 +275,7 @@ class Database:
             self._count(tenant, -1, -size)
 
     def _share(self, count: int, size: int) -> float:
-        """Of what may be kept; above 1 is too much."""
+        """Share of the limits; above 1 is too much."""
         return max(count / self._limits.max_count, size / self._limits.max_bytes)
 
     def _count(self, tenant: str, count: int, size: int) -> None:
@@ -324,7 +324,7 @@ def _opened(path: Path) -> sqlite3.Connection:
 def _prepared(db: sqlite3.Connection, path: Path) -> sqlite3.Connection:
     for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON"):
         db.execute(f"PRAGMA {pragma}").fetchall()
-    db.execute("PRAGMA secure_delete = ON").fetchall()  # what is deleted is gone from the file too
+    db.execute("PRAGMA secure_delete = ON").fetchall()  # overwrite deleted data in the file
     db.execute(f"PRAGMA journal_size_limit = {64 << 20}").fetchall()
     (application,) = db.execute("PRAGMA application_id").fetchone()
     (version,) = db.execute("PRAGMA user_version").fetchone()

@@ -1,4 +1,4 @@
-"""The store of responses: its database on a thread of its own, so that no disk is waited for on the event loop."""
+"""The store of responses: runs its database on a thread of its own, so that the event loop never waits for a disk."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ class StoreFailed(Unavailable):
 
 
 class ResponseStore:
-    """What is asked for first is done first: who reads after a write reads what was written."""
+    """Calls run in order, so a read after a write sees what was written."""
 
     def __init__(self, path: Path, limits: Limits | None = None, now: Callable[[], float] = time.time) -> None:
         """Raises UnusableFile."""
@@ -36,18 +36,18 @@ class ResponseStore:
             raise
 
     def close(self) -> None:
-        """What was asked for before is done. Blocks."""
+        """Finish all calls that were made before. Blocks."""
         self._thread.submit(self._database.close).result()
         self._thread.shutdown()
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work on the loop that nobody waits for."""
+        """Schedule work on the loop that no caller waits for."""
         task = asyncio.create_task(work)
         self._late.add(task)
         task.add_done_callback(self._late.discard)
 
     async def do(self, method: Callable[Concatenate[Database, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A method of Database, on the thread; it is done even when nobody waits for it any more.
+        """Run a method of Database on the thread; it completes even if the caller is cancelled.
 
         Raises StoreFailed, and what the method raises.
         """

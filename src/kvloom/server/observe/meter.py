@@ -1,4 +1,4 @@
-"""Meter: what is counted and timed of the generations of one model, for /metrics and /metrics-json."""
+"""Meter: counts and times the generations of one model, for /metrics and /metrics-json."""
 
 import time
 from collections import Counter, deque
@@ -16,18 +16,18 @@ TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 
 
 
 class Throughput:
-    """What a total gained a second, over RATE_S or the time between two looks, whichever is longer."""
+    """Growth of a total in units a second, over RATE_S or the time between two reads, whichever is longer."""
 
     RATE_S = 10.0
 
     def __init__(self, now_s: float) -> None:
-        self._looks: deque[tuple[float, float]] = deque([(now_s, 0.0)])  # (time, total), one older than RATE_S
+        self._looks: deque[tuple[float, float]] = deque([(now_s, 0.0)])  # (time, total), at most one older than RATE_S
 
     def rate(self, now_s: float, total: float) -> float:
         while len(self._looks) > 1 and now_s - self._looks[1][0] >= self.RATE_S:
             self._looks.popleft()
         since_s, before = self._looks[0]
-        if now_s - self._looks[-1][0] >= 1.0:  # a scrape more often than that is no new look
+        if now_s - self._looks[-1][0] >= 1.0:  # more frequent scrapes get the last value
             self._looks.append((now_s, total))
         return max(0.0, total - before) / max(now_s - since_s, 1e-3)
 
@@ -64,17 +64,17 @@ class Meter:
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
     first_token: Histogram = field(default_factory=_times)  # with the wait for a slot
     between_tokens: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # mean of a generation
-    gaps: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # each, in a choice
+    gaps: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # each, within a choice
     queue: Histogram = field(default_factory=_times)
     prefill: Histogram = field(default_factory=_times)  # from the slot to the first token
     decode: Histogram = field(default_factory=_times)
     inference: Histogram = field(default_factory=_times)  # prefill and decode
     whole: Histogram = field(default_factory=_times)
     prompt_tokens: Histogram = field(default_factory=_tokens)
-    computed_tokens: Histogram = field(default_factory=_tokens)  # of the prompts, without those found cached
+    computed_tokens: Histogram = field(default_factory=_tokens)  # tokens of the prompts, without cached ones
     output_tokens: Histogram = field(default_factory=_tokens)
-    longest_tokens: Histogram = field(default_factory=_tokens)  # of the longest choice
-    max_tokens: Histogram = field(default_factory=_tokens)  # as asked for
+    longest_tokens: Histogram = field(default_factory=_tokens)  # tokens of the longest choice
+    max_tokens: Histogram = field(default_factory=_tokens)  # max_tokens of the request
     n: Histogram = field(default_factory=lambda: Histogram(COUNT_BOUNDS))
 
     def received(self) -> None:

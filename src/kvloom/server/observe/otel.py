@@ -22,7 +22,7 @@ from kvloom.server.observe.tracing import Trace
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 2.0  # what the last spans get on the way out
+CLOSE_S = 2.0  # seconds that the last spans get at shutdown
 SERVICE = "kvloom"
 _OPERATIONS = {
     "/chat/completions": "chat",
@@ -59,10 +59,10 @@ class OtelTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def ended(self, trace: Trace) -> None:
-        """Makes the spans of a request that ends now."""
+        """Make the spans of a request that ends now."""
         try:
             self._spans(trace)
-        except Exception:  # a trace is worth no request
+        except Exception:  # a bug in tracing must not fail the request
             log.exception("a trace could not be made")
 
     def _spans(self, trace: Trace) -> None:

@@ -1,6 +1,6 @@
-"""Traces: what the server needs of a tracer, and whose trace a request belongs to. OpenTelemetry itself is in otel.py.
+"""Traces: what the server needs of a tracer, and the parent trace of a request. OpenTelemetry is used in otel.py only.
 
-Spans are made when a request has ended, from the times that are kept anyway: nothing is added to a token's way.
+Spans are made when a request has ended, from times that are recorded anyway, so that tokens cost nothing more.
 """
 
 from collections.abc import Sequence

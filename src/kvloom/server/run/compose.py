@@ -42,7 +42,7 @@ from kvloom.server.serving.vision.hosts import image_hosts
 if TYPE_CHECKING:
     from kvloom.server.secure.tls import ServerContext
 
-_SPARE_S = 1.0  # what the first requests have for themselves before the process for large bodies is started
+_SPARE_S = 1.0  # pause that gives the first requests the machine, before the process for large bodies is started
 READY_LINE = "Daemon start success!"
 
 
@@ -59,7 +59,7 @@ def run(config: ServerConfig, loading: Opening, listeners: Sequence[socket.socke
             stack.callback(store.close)
         ports = [listener.getsockname()[1] for listener in listeners]
         server = _make_server(config, _Parts(loading, ports, tls, tracer, store))
-        gc.freeze()  # what has been loaded by now is never garbage, and is not looked through again
+        gc.freeze()  # objects loaded by now are never garbage, so they are not scanned again
         gc.enable()
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=list(listeners))
@@ -68,7 +68,7 @@ def run(config: ServerConfig, loading: Opening, listeners: Sequence[socket.socke
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a server is made of beside its configuration."""
+    """Parts of a server besides its configuration."""
 
     loading: Opening
     ports: Sequence[int]
@@ -138,7 +138,7 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
 
 
 def _secure() -> Any:
-    """Who has no TLS does not wait for the import of what it takes."""
+    """Imported on demand, because a server without TLS does not need it."""
     return import_module("kvloom.server.secure.tls")
 
 

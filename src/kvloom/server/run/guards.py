@@ -1,4 +1,4 @@
-"""Who reaches the routes: pages of other sites do not, then CORS, then API keys. The one order, for every server."""
+"""The order of checks before the routes, for every server: requests from other sites' pages, CORS, then API keys."""
 
 from itertools import filterfalse
 
@@ -17,23 +17,23 @@ from kvloom.server.http.browser import BrowserMiddleware
 from kvloom.server.secure.api_keys import KeyRing
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
 
-# answered without an API key
+# paths answered without an API key
 _HEALTH_PATHS = ("/health", "/healthz", "/livez", "/readyz", "/ping", "/v2/health/live", "/v2/health/ready")
 OPEN_PATHS = (*_HEALTH_PATHS, "/openapi.json", "/docs", *CONSOLE_PATHS)
-_PAGES = frozenset({"/", "/console", "/docs"})  # for people: links of other sites may lead there
+_PAGES = frozenset({"/", "/console", "/docs"})  # pages for people, which links of other sites may lead to
 _CURL_PATHS = ("/api/",)  # Ollama's
 _ERRORS: dict[int, type[ServingError]] = {403: Forbidden, 415: WrongMediaType, 421: Misdirected}
 
 
 def policy_of(config: ServerConfig) -> Policy:
-    """Which pages may ask a server of this configuration, under which names."""
+    """Which pages may send requests to a server of this configuration, under which names."""
     listened = [host.lower() for host, _ in config.addresses]
     hosts = config.allowed_hosts | own_names(listened) | frozenset(filterfalse(is_address, listened))
     return Policy(hosts, config.cors_origins, _PAGES, _CURL_PATHS, has_keys=bool(config.api_key_hashes))
 
 
 def guard(app: ASGIApp, policy: Policy, keys: KeyRing | None) -> ASGIApp:
-    """The app behind all of them. Preflights show no key, so CORS stands before the keys."""
+    """The app behind all checks. Preflights carry no key, so CORS comes before the keys."""
     if keys is not None:
         app = ApiKeyMiddleware(app, keys, open_paths=OPEN_PATHS)
     if policy.origins:

@@ -1,4 +1,4 @@
-"""What a start says of a model: how it is sampled, what its weights take, what its keys and values."""
+"""Notes at startup: how a model is sampled, and the memory of its weights and its keys and values."""
 
 from kvloom.contract.capacity import AHEAD_BYTES
 from kvloom.contract.config import BACKENDS, EngineConfig

@@ -21,7 +21,7 @@ from kvloom.server.run.main import serve
 log = logging.getLogger(__name__)
 
 DEMO_MODEL = "smollm2"
-DEMO_FORMAT = "bf16"  # so small a model answers first questions better so (decision 049)
+DEMO_FORMAT = "bf16"  # so small a model answers simple questions better in this format (decision 049)
 
 
 def read_settings(config: Path | None, environment: Mapping[str, str]) -> Settings:
@@ -36,13 +36,13 @@ def launch(settings: Settings) -> None:
     resolve_models(settings)
     config = settings.build()
     start_logging(config.log)
-    for note in notes_of(settings, os.environ):  # now, because before there was no log to hold them
+    for note in notes_of(settings, os.environ):  # only now, because the log was not open before
         log.warning("%s", note)
     serve(config)
 
 
 def notes_of(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """What the file and the environment ask for in vain, a sentence each."""
+    """Settings of the file and the environment without effect, one sentence each."""
     idle = idle_variables(environment)
     notes = list(settings.values.get("notes", ()))
     if idle:

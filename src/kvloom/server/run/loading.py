@@ -1,4 +1,4 @@
-"""Loading: a server's models opened one after the other, in a thread, while the server does other things."""
+"""Loading: opens a server's models one after the other, on a thread, while the server does other things."""
 
 import contextlib
 import functools
@@ -32,11 +32,11 @@ class Loaded:
 
     models: Sequence[tuple[ModelCard, EngineLike, Tokenizer]]
     pictures: "Sequence[tuple[PictureCard, PictureProcess]]" = ()
-    note: str = ""  # a line behind the greeting
+    note: str = ""  # a line for the log behind the greeting
 
 
 class Opening(Protocol):
-    """Models on their way. `opened`: those so far. `close` ends them all; safe when they are not there yet."""
+    """Models being opened. `opened`: those so far. `close` ends them all, also before they are opened."""
 
     @property
     def models(self) -> Future[Loaded]: ...
@@ -46,17 +46,17 @@ class Opening(Protocol):
 
 
 class Loading:
-    """Begins at once. One after the other, because each is given memory by what is free then."""
+    """Starts at once. Models are opened one after the other, because each one's memory depends on what is free then."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.opened: list[Closing] = []  # so far
         self.models: Future[Loaded] = Future()
-        self.models.set_running_or_notify_cancel()  # who waits no longer does not end it: a result is always taken
+        self.models.set_running_or_notify_cancel()  # callers that stop waiting cannot cancel it
         self._config, self._is_closing = config, False
         threading.Thread(target=self._run, name="loading", daemon=True).start()
 
     def close(self) -> None:
-        """Ends all that is opened. A process that is loading ends when this one does, or when its model is loaded."""
+        """End everything that was opened. A process that is loading ends with this one, or when its model is loaded."""
         self._is_closing = True
         for each in self.opened:
             each.close()
@@ -66,7 +66,7 @@ class Loading:
             models = [self._open(card) for card in self._config.models]
             pictures = [(card, self._open_pictures(card)) for card in self._config.pictures]
             self.models.set_result(Loaded(models, pictures))
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # callers that wait will raise it
             self.models.set_exception(error)
 
     def _keep(self, opened: Closing) -> None:
@@ -97,7 +97,7 @@ class Loading:
 
 @contextlib.contextmanager
 def _bar(text: str) -> Iterator[Progress]:
-    """Progress that somebody sees who looks at a terminal."""
+    """A progress bar, visible in a terminal only."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return

@@ -1,7 +1,7 @@
 """From a configuration to a server on its sockets, in the order that answers soonest.
 
-The sockets listen before anything slow, so that an address that is taken is told at once. Then the first model's
-process is started, and beside it this one imports what the routes need; they answer 503 until the models are there.
+The sockets listen first, so that an address in use is reported at once. Then the first model's process starts, and
+meanwhile this process imports what the routes need; they answer 503 until the models are loaded.
 """
 
 import contextlib

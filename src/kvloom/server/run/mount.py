@@ -37,7 +37,9 @@ from kvloom.server.serving.registry import Models
 
 
 def may_stop_by_get(config: ServerConfig) -> bool:
-    """GET is what any page can send: it stops only what pages do not reach, or where the configuration says so."""
+    """Whether GET /stopService may stop the server: any page can send a GET, so only where pages cannot reach it, or
+    the configuration allows it.
+    """
     return config.may_stop_by_get or bool(config.api_key_hashes) or config.management is not None
 
 

@@ -1,7 +1,7 @@
 """The process that parses large bodies: `python -m kvloom.server.run.parse_process`, started by parsing.py.
 
-It loads once what parsing needs and then only forks: a worker is there within milliseconds, parses a body at a time,
-and is ended with all that it holds whenever its work is no longer wanted.
+It loads what parsing needs once, and then only forks: a worker is ready within milliseconds, parses one body at a time,
+and is killed with all its memory when its work is not wanted any more.
 """
 
 import contextlib
@@ -37,27 +37,27 @@ from kvloom.server.serving.service import GenerationService
 log = logging.getLogger(__name__)
 
 _MAX_MEMORY_BYTES = 1 << 30  # of one worker
-_NICENESS = 10  # the model's own processes come first
+_NICENESS = 10  # nice value: the model's own processes come first
 
 Endpoints = Mapping[tuple[str, str], Endpoint]
 
 
 @dataclass(frozen=True, slots=True)
 class _Engine:
-    """All that a parser asks of an engine, which runs elsewhere."""
+    """The attributes of an engine that parsing needs; the engine runs elsewhere."""
 
     max_seq_len: int
     info: RankInfo
 
 
 def main() -> None:
-    """Fork and kill workers as the server says, until it is gone."""
+    """Fork and kill workers on the server's orders, until it closes the socket."""
     leave_signals_to_the_parent()
     control = socket.socket(fileno=int(sys.argv[1]))
     sys.path[:], setup = pickle.load(sys.stdin.buffer)
     models, endpoints = _served(pickle.loads(setup))
     gc.collect()
-    gc.disable()  # what a worker makes is gone with it
+    gc.disable()  # a worker's memory is freed when it ends
     gc.freeze()
     children: dict[int, int] = {}  # process ids by the number of the worker
     while True:
@@ -92,7 +92,7 @@ def _served(setup: Setup) -> tuple[Models, Endpoints]:
 
 
 def _reap(children: dict[int, int]) -> None:
-    """Forget those that have ended, whose numbers others may get."""
+    """Forget ended workers, whose process ids may be reused."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG)[0]) != 0:
             for number, process_id in list(children.items()):
@@ -108,7 +108,7 @@ def _fork(sock: socket.socket, control: socket.socket, models: Models, endpoints
         return process_id
     status = 1
     try:
-        end_with_parent(signal.SIGKILL)  # whatever it is at: nobody else would end it then
+        end_with_parent(signal.SIGKILL)  # whatever it is doing: no other process would end it
         if os.getppid() != parent:
             return 0
         control.close()

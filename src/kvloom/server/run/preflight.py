@@ -1,4 +1,4 @@
-"""What a start would find wrong, found without starting: addresses, certificates, models, memory."""
+"""Finds what would make a start fail, without starting: addresses, certificates, models, memory."""
 
 import itertools
 import subprocess
@@ -22,7 +22,7 @@ _CHECK_S = 120.0  # reading the headers of a model's files
 
 
 def problems(settings: Settings) -> Iterator[UserError]:
-    """Everything that would end the start of these settings, whose models' names become paths."""
+    """Everything that would make a start with these settings fail. Replaces the models' names by paths."""
     is_there = []
     for model in settings.models:
         missing = list(_found(partial(resolve_model, model, may_fetch=False)))
@@ -60,7 +60,7 @@ def _check_tls(config: ServerConfig) -> None:
 
 
 def _check_model(card: ModelCard) -> None:
-    """In a process of its own, as a rank reads them; a plug-in by what it brings for that. Raises ServingError."""
+    """Check a model in a process of its own, as a rank reads it; a plug-in's by its own check. Raises ServingError."""
     if card.engine.backend == "fake":
         return
     if card.engine.backend not in BACKENDS:

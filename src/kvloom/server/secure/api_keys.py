@@ -1,7 +1,8 @@
-"""Who may ask: API keys, and the rule about listening on every address.
+"""API keys, and the rule for listening on all addresses.
 
-Keys are kept as salted SHA-256, not scrypt: a key has at least 128 random bits, so there is no dictionary to try, and a
-slow hash a request would be a way to keep the server busy. Keys that people invent are refused for being short.
+Keys are stored as salted SHA-256, not scrypt: a key has at least 128 random bits, so a dictionary is useless, and a
+slow hash for each request would let clients keep the server busy. Keys that people invent are refused for being too
+short.
 """
 
 import hashlib
@@ -58,9 +59,9 @@ class KeyRing:
         self._entries = [_parsed(position, text) for position, text in enumerate(hashes)]
 
     def tenant_of(self, key: str) -> str | None:
-        """A name for whoever holds this key, None for a wrong one. The name is the same as long as its hash is kept.
+        """The tenant of this key, None for a wrong one. The name stays the same as long as the key's hash is kept.
 
-        Compares with every key, always: the time tells neither which one fits nor how nearly.
+        Always compares with every key, so that timing reveals neither which one matches nor how closely.
         """
         found = None
         for salt, digest in self._entries:

@@ -1,4 +1,4 @@
-"""Who shows no API key gets no answer."""
+"""Requires an API key."""
 
 import json
 from collections.abc import Collection
