@@ -90,9 +90,6 @@ def test_the_chat_template_inside_a_gguf_file(smollm2):
     )
 
 
-ALPHABET = {chr(c): i for i, c in enumerate(range(32, 127))}
-
-
 def byte_level_folder(folder: Path, **config: Any) -> Path:
     """A Hugging Face folder with a small byte-level tokenizer."""
     _fast_byte_level().save(str(folder / "tokenizer.json"))

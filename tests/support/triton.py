@@ -19,7 +19,6 @@ from kvloom.server.http.slow import GuardedProtocol
 from tests.support.asgi import PromptServer, in_thread
 
 MODEL = "llama_65b"
-MAX_PIECES = 200
 
 
 @dataclass

@@ -36,11 +36,6 @@ class NodeAgent:
             if not any(path.exists() and is_answered(path) for path in candidates()):
                 self._process = _started(pool_bytes)
 
-    @property
-    def is_own(self) -> bool:
-        """Whether it was started for the fleet."""
-        return self._process is not None
-
     def check(self) -> None:
         """Raises ModelError when the agent that it started has ended."""
         if self._process is not None and self._process.poll() is not None:
