@@ -72,7 +72,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken, so that the seed does not matter."""
+        """Whether the most likely token is always taken, so no seed matters."""
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
 
