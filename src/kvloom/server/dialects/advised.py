@@ -13,9 +13,9 @@ _NAMES = tuple(field.name for field in fields(SamplingAdvice))
 def advised(
     params: SamplingParams, body: msgspec.Struct, service: GenerationService, **other_names: str
 ) -> SamplingParams:
-    """`params` with the advice for the model in place of what `body` does not say.
+    """`params` with the model's sampling advice for every parameter that `body` does not set.
 
-    `other_names`: what SamplingAdvice's fields are called in `body`, where that differs.
+    `other_names`: names in `body` that differ from SamplingAdvice's fields.
     """
     taken = {
         name: value

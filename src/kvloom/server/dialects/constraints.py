@@ -23,7 +23,7 @@ from kvloom.server.chat.structural_tags import tag_grammar
 from kvloom.server.dialects.openai.unsupported import Unsupported
 
 Schema = str | dict[str, Any]  # an object, or its JSON text
-Maker = Callable[[Any, str], str]  # (what was given, its field) -> the grammar. Raises BadRequest
+Maker = Callable[[Any, str], str]  # (value, its field) -> the grammar. Raises BadRequest
 _NOTHING = (None, False, "")
 
 
@@ -61,7 +61,7 @@ def _named_schema(given: Any, field: str) -> str:
     return known.grammar(field)
 
 
-# what each type of format may have beside it: one of these, and but for "text" and "json_object" there must be one
+# keys allowed beside each type of format; except for "text" and "json_object" one of them is required
 _FORMATS: dict[str, dict[str, Maker]] = {
     "text": {},
     "json_object": {"schema": json_grammar, "value": json_grammar},
@@ -76,7 +76,7 @@ _PARTS = ("json_schema", "schema", "value", "pattern", "regex", "grammar", "ebnf
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's response_format, and what others have made of it. name, description and strict have no effect."""
+    """OpenAI's response_format, with other servers' extensions. name, description and strict have no effect."""
 
     type: Literal["text", "json_object", "json_schema", "json", "regex", "grammar", "ebnf", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -191,7 +191,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Constraints(Unsupported, kw_only=True):
-    """A body, or its parameters, that may say what the answer must match. guided_decoding_backend has no effect."""
+    """A body, or its parameters, that may constrain the answer. guided_decoding_backend has no effect."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

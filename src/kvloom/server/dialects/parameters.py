@@ -1,7 +1,4 @@
-"""The sampling parameters of TGI 0.9.4, which the Triton and native routes took over, and what they mean.
-
-Error texts are TGI's, because its clients show them.
-"""
+"""The sampling parameters of TGI 0.9.4, which the Triton and native routes share."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -109,7 +106,7 @@ def _new_tokens(service: GenerationService, params: Parameters, num_input: int, 
 def _too_long(
     service: GenerationService, params: Parameters, count: str, num_input: int, name: str = "inputs"
 ) -> BadRequest:
-    """As TGI: what exceeds the context is told by both numbers, which its clients look for."""
+    """As TGI's: a request that exceeds the context is refused with both numbers, which its clients parse."""
     wanted = DEFAULT_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens
     total = service.engine.max_seq_len
     if num_input + wanted > total:
@@ -122,7 +119,7 @@ def _too_long(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Who asks, and what: `id` is the caller's, `name` is the field that errors of the prompt name."""
+    """A request's text and origin: `id` is the caller's, `name` is the prompt's field in errors."""
 
     id: str
     ids: tuple[int, ...]

@@ -1,7 +1,4 @@
-"""The bodies of Anthropic's /v1/messages: what they ask for, in the terms of a chat. Unknown keys are ignored.
-
-Beyond Anthropic's own: seed, ignore_eos, priority.
-"""
+"""Bodies of Anthropic's /v1/messages, translated into a chat. Unknown keys are ignored."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,7 +72,9 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class CountBody(Constraints, kw_only=True):
-    """What makes the prompt: of count_tokens, and the beginning of a message's body. Constraints make none of it."""
+    """The part of a body that determines the prompt: all of count_tokens', the beginning of a message's. Constraints
+    are no part of it.
+    """
 
     model: str | None = None
     messages: Annotated[list[Turn], Meta(min_length=1)]

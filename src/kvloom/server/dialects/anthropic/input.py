@@ -66,7 +66,7 @@ def messages_of(turns: Sequence[Turn]) -> list[Said]:
 
 
 def text_of(content: str | list[Block], field: str) -> str:
-    """Raises BadRequest for what is no text."""
+    """Raises BadRequest for content that is not text."""
     if isinstance(content, str):
         return content
     return "\n".join(_text(block, f"{field}[{place}]") for place, block in enumerate(content))
@@ -83,7 +83,7 @@ def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Said:
             calls.append(CallBody(function=CallFunction(name=name, arguments=block.input or {}), id=id))
         elif block.type == "thinking":
             thoughts.append(block.thinking or "")
-        elif block.type != "redacted_thinking":  # which nobody can read
+        elif block.type != "redacted_thinking":  # encrypted, so that only Anthropic could read it
             texts.append(_text(block, at))
     message.content = "\n".join(texts)
     message.reasoning = "\n".join(thoughts) or None

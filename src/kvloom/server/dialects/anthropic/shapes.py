@@ -24,7 +24,7 @@ _STOP_REASONS = {
 }
 
 
-Event = tuple[str, Json]  # its name, and what it says beside
+Event = tuple[str, Json]  # name and data
 
 
 class MessageWriter:

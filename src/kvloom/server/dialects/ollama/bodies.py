@@ -29,7 +29,7 @@ from kvloom.server.serving.vision.sources import source_of_base64
 
 _DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+\Z|-?\d+\Z", re.ASCII)
 _ZERO = re.compile(r"-?[0.]+[a-zµ]*\Z")
-# what these may be: the values that ask for nothing
+# permitted values of unsupported fields: those without effect
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "shift": ((None, False), 'is not supported: an answer that fills the context ends with done_reason "length"'),
     "suffix": ((None, ""), "is not supported"),

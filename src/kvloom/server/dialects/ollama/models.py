@@ -15,7 +15,7 @@ NEVER = "9999-12-31T23:59:59Z"  # when a model is put out of memory
 
 
 class ModelTable:
-    """`started`: when the server did, seconds since 1970; the date of what has no file."""
+    """`started`: start of the server, seconds since 1970; the date of models without files."""
 
     def __init__(self, started: float) -> None:
         self._started = started
@@ -75,7 +75,7 @@ def _facts_of(service: GenerationService) -> ModelFacts:
 
 
 def digest_of(service: GenerationService) -> str:
-    """Tells models and adapters apart, by what they are and where they lie; weights are not read for it."""
+    """Identifies a model or adapter by its properties and path; weights are not read for it."""
     return hashlib.sha256(f"{service.name}\0{service.card.engine.model}\0{service.root}".encode()).hexdigest()
 
 
@@ -96,7 +96,7 @@ def _details(service: GenerationService, facts: ModelFacts) -> Json:
 
 
 def _short(count: int) -> str:
-    """134,515,008 -> 134.52M, as people say it; "" of what is not known."""
+    """134,515,008 -> 134.52M; "" when unknown."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= size:
             return f"{count / size:.2f}".rstrip("0").rstrip(".") + letter

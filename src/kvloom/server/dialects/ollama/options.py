@@ -1,7 +1,4 @@
-"""The `options` of Ollama's requests, and what they mean for sampling. Unknown keys are ignored, as Ollama does.
-
-Numbers that are whole may be written as 8.0: so they are by clients that know only one kind of number.
-"""
+"""The `options` of Ollama's requests as sampling parameters. Unknown keys are ignored, as Ollama does."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -16,7 +13,7 @@ MAX_STOPS = 16
 Whole = int | float
 Share = Annotated[float, Meta(ge=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-# what these may be: the values that ask for nothing
+# permitted values of unsupported options: those without effect
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "mirostat": (None, 0),
     "tfs_z": (None, 1),
@@ -85,7 +82,7 @@ class Options(msgspec.Struct, kw_only=True):
             raise BadRequest(f"options.{_NAMES.get(error.field, error.field)}", error.problem) from None
 
     def _penalties(self, max_seq_len: int) -> "_Penalties":
-        """Of the whole context, or of nothing: Ollama's last n tokens are not told apart from the others."""
+        """Over the whole context or not at all: Ollama's window of the last n tokens is not supported."""
         found = _Penalties(self.repeat_penalty or 1.0, self.presence_penalty or 0.0, self.frequency_penalty or 0.0)
         last = _whole(self.repeat_last_n, "repeat_last_n")
         if last == 0:

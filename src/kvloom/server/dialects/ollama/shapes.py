@@ -80,7 +80,7 @@ class AnswerWriter:
         return Reply(_encode({**line, **self._last, **logprobs}))
 
     def _lines(self, delta: Delta) -> list[Json]:
-        """The line of what a step added, or none, and the last one. A call is told when its arguments are whole."""
+        """The line for a delta, if any, and the last one. A call is sent when its arguments are complete."""
         self._num_output += len(delta.token_ids)
         if self._context is not None:
             self._context += delta.token_ids

@@ -98,7 +98,7 @@ class SamplingBody(Constraints, kw_only=True):
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
-        """The field that says how long the answer may be, and what it says."""
+        """The field that limits the answer's length, and its value."""
         return "max_tokens", self.max_tokens
 
     def check_context(self, prompts: Iterable[tuple[int, ...]], context: int) -> None:
@@ -118,7 +118,7 @@ class SamplingBody(Constraints, kw_only=True):
 
 
 def template_values(given: dict[str, Any] | None) -> dict[str, Any]:
-    """chat_template_kwargs. Raises BadRequest when they hold what the request itself says."""
+    """chat_template_kwargs. Raises BadRequest when they repeat a field of the request."""
     for name in ("messages", "tools", "add_generation_prompt", "self"):
         if name in (given or {}):
             raise BadRequest("chat_template_kwargs", f"must not hold {name}")

@@ -64,7 +64,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
         return known[self.prompt_name] + item
 
     def check(self, service: GenerationService) -> None:
-        """Raises BadRequest for what this server, or this model, does not have."""
+        """Raises BadRequest for options that this server, or this model, does not support."""
         if self.truncate_prompt_tokens is not None:
             raise BadRequest("truncate_prompt_tokens", "is not supported")
         check_embeds(service, self.dimensions)

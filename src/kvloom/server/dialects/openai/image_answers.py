@@ -46,7 +46,7 @@ class PicturesWriter:
         return Reply(msgspec.json.encode({"created": self._created, "data": data, **self._common, "usage": usage}))
 
     def add(self, report: Report) -> bytes:
-        """The frames of one report. A picture is told when it is known to be whole, with the usage of the request."""
+        """The frames for one report. A picture is sent when it is complete, with the usage of the request."""
         if isinstance(report, Progress):
             return b": step %d of %d\n\n" % (report.step, report.num_steps)
         if isinstance(report, Ended):
@@ -79,7 +79,7 @@ async def frames_of(reports: AsyncGenerator[Report], writer: PicturesWriter) -> 
                 frame = await formatted(num_bytes // 100, partial(writer.add, report))
                 has_begun = True
                 yield frame
-    except Exception as problem:  # whatever it is, the client is told
+    except Exception as problem:  # whatever it is, the client gets an error
         yield last_frame(problem, has_begun, writer.error)
 
 

@@ -26,7 +26,7 @@ MAX_PICTURES = 10
 MAX_PROMPT = 32_000  # characters
 _MAX_SEED = 2**63 - 1
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})\Z")
-# names of a quality: what it is called in the answer, and what it makes of the model's number of steps
+# quality in requests -> its name in the answer, and factor of the model's number of steps
 _QUALITIES = {
     "auto": ("medium", 1.0),
     "low": ("low", 0.5),
@@ -37,7 +37,7 @@ _QUALITIES = {
     "xhigh": ("xhigh", 2.0),
     "max": ("max", 3.0),
 }
-# fields that ask for what is not here: the values that ask for nothing
+# permitted values of unsupported fields: those without effect
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "style": (None,),
     "complexity": (None,),
@@ -54,7 +54,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 class ImageBody(msgspec.Struct, kw_only=True):
-    """`user` and `safety_identifier` have no effect. `negative_prompt` and what stands below it are vLLM's."""
+    """`user` and `safety_identifier` have no effect. `negative_prompt` and the fields below it are vLLM's."""
 
     prompt: Annotated[str, Meta(min_length=1, max_length=MAX_PROMPT)]
     model: str | None = None
@@ -88,7 +88,7 @@ class ImageBody(msgspec.Struct, kw_only=True):
     true_cfg_scale: Any = None
 
     def check(self) -> None:
-        """Raises BadRequest for what this server does not do."""
+        """Raises BadRequest for options that this server does not support."""
         for name, neutral in _UNSUPPORTED.items():
             if getattr(self, name) not in neutral:
                 raise BadRequest(name, "is not supported")

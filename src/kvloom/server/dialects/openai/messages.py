@@ -44,7 +44,7 @@ class Said(msgspec.Struct, omit_defaults=True):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    refusal: str | None = None  # what the assistant said instead of a content
+    refusal: str | None = None  # OpenAI's alternative to content
 
 
 class Message(Said, omit_defaults=True):

@@ -1,4 +1,4 @@
-"""The served models as OpenAI and, to those who send its header, Anthropic show them."""
+"""The served models in OpenAI's form and, for requests with its header, Anthropic's."""
 
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -33,7 +33,7 @@ def models_reply(models: Models, request: HttpRequest, created: int) -> Reply:
 
 
 def openai_card(service: GenerationService, created: int) -> Json:
-    """`task` tells what one that makes no text does."""
+    """`task`: what a model does that generates no text."""
     info, task = service.engine.info, {}
     if "generation" in info.lacks:
         task = {"task": "text-classification" if info.labels else "feature-extraction"}

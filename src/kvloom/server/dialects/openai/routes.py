@@ -76,7 +76,7 @@ class OpenAI:
 
 
 def _with_transfer(generation: Generation, body: ChatBody | CompletionBody, service: GenerationService) -> Generation:
-    """With what the body says of KV blocks that go from one server to another. Raises BadRequest."""
+    """The generation with the body's parameters for KV blocks that go from one server to another. Raises BadRequest."""
     asked = body.kv_transfer_params
     if asked is None:
         return generation

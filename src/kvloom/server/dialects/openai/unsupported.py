@@ -1,6 +1,6 @@
-"""Fields of other servers' requests that ask for what this server does not do: refused by name.
+"""Fields of other servers' requests that this server does not support: refused by name.
 
-Those that constrain or change an answer; of what is unknown here too, each protocol says whether it is an error.
+Only those that constrain or change an answer; whether other unknown fields are errors depends on the protocol.
 """
 
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ import msgspec
 
 from kvloom.contract.errors import BadRequest
 
-# what these may be: the values that ask for nothing
+# permitted values: those without effect
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "use_beam_search": (None, False),
     "length_penalty": (None, 1),

@@ -123,7 +123,7 @@ class _CompletionWriter(Folding, Generic[C]):
         """A whole choice as number `index` of the answer."""
 
     def rest(self, choice: int) -> dict[str, Any]:
-        """What is told of the prompt, of which this is the best choice."""
+        """Data about the prompt of which this is the best choice."""
         return {}
 
 

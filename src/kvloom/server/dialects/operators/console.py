@@ -21,7 +21,7 @@ from kvloom.server.serving.registry import Models
 from kvloom.server.serving.running import Running
 from kvloom.server.serving.service import GenerationService
 
-MAX_ROWS = 200  # running requests told in a feed, the oldest
+MAX_ROWS = 200  # most running requests in a feed, the oldest ones
 PAGE = "index.html"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _HEADERS = {
@@ -49,7 +49,7 @@ OPEN_PATHS = ("/console", *(f"/console/{name}" for name in FILES))  # a page hol
 
 
 class Console:
-    """`config` is what config_view shows."""
+    """`config`: the result of config_view."""
 
     def __init__(self, models: Models, health: Health, config: Mapping[str, Any], version: str = "") -> None:
         self._models, self._health = models, health
@@ -195,7 +195,7 @@ def _sums(histogram: Histogram) -> dict[str, float]:
 
 
 def _row(service: GenerationService, item: Running) -> dict[str, Any]:
-    """Never what the request says."""
+    """A running request, without its texts."""
     timing = item.timing
     state = "decode" if timing.num_tokens else "prefill" if timing.has_slot else "queued"
     return {

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[\w\-.:/]{1,128}\Z")
 class LoadBody(msgspec.Struct):
     lora_name: str
     lora_path: str
-    load_inplace: bool = False  # replace an adapter of this name; what runs with the old one finishes
+    load_inplace: bool = False  # replaces an adapter of this name; running requests finish with the old one
     base_model_name: str | None = None  # one of several served models; None = the first
 
 

@@ -145,7 +145,7 @@ class Metrics:
 
 
 def _cache_config(service: GenerationService) -> Metric:
-    """Always 1: what is told are the labels, by vLLM's names."""
+    """The value is always 1: the configuration is in the labels, under vLLM's names."""
     info, config = service.engine.info, service.card.engine
     values = {
         "block_size": info.block_size,

@@ -16,7 +16,7 @@ from kvloom.server.serving.prompts import encode_text, request_limit
 from kvloom.server.serving.registry import Models
 
 MAX_PROBE_S = 600
-FORCED_GRACE_S = 5.0  # what running requests get when the service is stopped by force
+FORCED_GRACE_S = 5.0  # seconds for running requests when the service is stopped by force
 _STOP_SUMMARY = "Stop when running requests have ended; ?mode=Force within 5 s"
 
 Stop = Callable[[float | None], Awaitable[None]]  # grace in seconds; None = the configured one
@@ -38,7 +38,9 @@ class ServiceStopped(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """`stop` begins to stop the server and returns when what ran has ended; `address` is told in /metrics-json."""
+    """`stop` begins to stop the server and returns when running requests have ended; `address` is shown in
+    /metrics-json.
+    """
 
     stop: Stop
     address: str = ""
@@ -133,7 +135,7 @@ class Status:
         )
 
     async def status(self, request: HttpRequest) -> Reply:
-        """Of the default model; `swapped` and the CPU pool count what was moved out of the way."""
+        """Of the default model; `swapped` and the CPU pool count swapped-out sequences and blocks."""
         self._health.check_live()
         service = self._models.default
         stats = service.engine.stats()

@@ -99,7 +99,7 @@ def _read_together(
 
 
 def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams) -> tuple[int, ...]:
-    """Raises BadRequest; what the template does not take is no fault of a field of the caller's."""
+    """Raises BadRequest; a chat that the template refuses is not reported for one of the caller's fields."""
     try:
         return prepare(service, chat, params).prompt_ids
     except BadRequest as error:
@@ -109,10 +109,7 @@ def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams
 
 
 def score(answer: Answer, activation: str = "") -> float:
-    """Between 0 and 1, or what a head without an activation gives; `activation`: of RankInfo.
-
-    Raises ServingError when the request was stopped.
-    """
+    """Between 0 and 1, or the raw number of a head without an activation; `activation`: of RankInfo."""
     if activation and answer.embedding is not None:
         return scores(array("f", answer.embedding)[:1], activation)[0]
     if not answer.logprobs:

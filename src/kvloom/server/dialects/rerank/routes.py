@@ -25,7 +25,7 @@ class Document(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
-    """`top_n`: so many results, the best; 0 = all. `instruction`: what a document is to do for the query."""
+    """`top_n`: number of results, best first; 0 = all. `instruction`: the task of the query, for the prompt."""
 
     model: str | None = None
     query: str
@@ -139,7 +139,7 @@ class _RerankWriter(_Scores):
     def __init__(
         self, generation: Generation, service: GenerationService, num_results: int, texts: list[str] | None
     ) -> None:
-        """`texts`: of the documents, where they are told."""
+        """`texts`: the documents' texts if they are part of the results."""
         super().__init__(generation, service)
         self._num_results, self._texts = num_results, texts
 

@@ -1,8 +1,4 @@
-"""The bodies of OpenAI's /v1/responses: what they ask for, in the terms of a chat. Unknown keys are ignored.
-
-Beyond OpenAI's own: top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed, stop, stop_token_ids,
-ignore_eos, priority.
-"""
+"""Bodies of OpenAI's /v1/responses, translated into a chat. Unknown keys are ignored."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,12 +19,13 @@ from kvloom.server.dialects.openai.messages import Said, conversation_of
 from kvloom.server.dialects.responses.input import InputItem, messages_of
 
 LOGPROBS = "message.output_text.logprobs"
-_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")  # the latter has no effect: reasoning is shown as it is
+# the latter has no effect: reasoning is always shown as generated
+_INCLUDES = (LOGPROBS, "reasoning.encrypted_content")
 _SHARED = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("seed", "stop", "stop_token_ids", "ignore_eos"),
 )
-# what these may be: the values that switch them off
+# permitted values of unsupported fields: those that switch them off
 _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((None,), "is not supported: this server keeps no prompts"),
     "background": ((None, False), "is not supported"),
@@ -155,7 +152,7 @@ class ResponsesBody(Constraints, kw_only=True):
         return chosen.id if isinstance(chosen, ConversationChoice) else chosen or ""
 
     def check(self) -> None:
-        """Raises BadRequest for what this server cannot do, by name."""
+        """Raises BadRequest that names an unsupported option."""
         for name, (neutral, problem) in _NEUTRAL.items():
             if getattr(self, name) not in neutral:
                 raise BadRequest(name, problem)
@@ -191,7 +188,7 @@ class ResponsesBody(Constraints, kw_only=True):
         )
 
     def _tools(self) -> tuple[tuple[Tool, ...], ToolChoice]:
-        """Those that may be called: what may not is not shown to the model. Raises BadRequest naming the field."""
+        """Tools that may be called; others are not shown to the model. Raises BadRequest that names the field."""
         tools = tuple(tool.tool(f"tools[{i}]") for i, tool in enumerate(self.tools or ()))
         choice: ToolChoice | None = None
         match self.tool_choice:

@@ -159,7 +159,9 @@ class Conversations:
         return Reply(await self._body(request))
 
     def _checked(self, items: list[Json]) -> list[Item]:
-        """As they are kept. Raises BadRequest for what no response could go on from."""
+        """The items in the form in which they are stored. Raises BadRequest for items that no response could
+        continue.
+        """
         try:
             messages_of(msgspec.convert(items, list[InputItem]), "items")
         except msgspec.ValidationError as error:

@@ -27,7 +27,7 @@ PATH = "/v1/responses"
 
 
 class _Given(msgspec.Struct):
-    """The input as it was given, which is what is kept of it."""
+    """The input as given, which is stored."""
 
     input: str | list[dict[str, Any]]
 
@@ -128,7 +128,7 @@ class Responses:
         return Reply(msgspec.json.encode({"id": request.path["id"], "object": "response", "deleted": True}))
 
     async def cancel(self, request: HttpRequest) -> Reply:
-        """It ends with what it has. Raises ServingError; BadRequest when it has ended."""
+        """End a response with what it has. Raises ServingError; BadRequest when it has ended."""
         run = self._run(request)
         if run is None or run.writer.has_ended:
             status = msgspec.json.decode(await self._kept(request), type=dict[str, Any])["status"]

@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 def response_object(id: str, created: int, model: str, body: ResponsesBody, is_kept: bool) -> Json:
-    """The response before anything is generated: what was asked for, and nothing put out."""
+    """The response before anything is generated: the request's options, and no output."""
     reasoning = body.reasoning
     return {
         "id": id,
@@ -66,7 +66,7 @@ def _given(format: msgspec.Struct) -> Json:
     return {key: value for key, value in msgspec.to_builtins(format).items() if value is not None}
 
 
-Event = tuple[str, Json]  # its name, and what it says beside
+Event = tuple[str, Json]  # name and data
 
 
 class ResponseWriter:
@@ -78,7 +78,7 @@ class ResponseWriter:
 
     def __init__(self, response: Json, service: GenerationService, num_prompt: int, output: ChatOutput) -> None:
         self.response = response
-        self.is_cancelled = False  # then what comes next is the end of it
+        self.is_cancelled = False  # then the next event is its last
         self._service, self._output = service, output
         self._num_events = 0
         self._num_prompt = num_prompt
@@ -95,7 +95,7 @@ class ResponseWriter:
         return b"".join(map(self._encoded, self._events(delta)))
 
     def end(self) -> bytes:
-        """The last event. OpenAI has none of its own for what was cancelled."""
+        """The last event. OpenAI has none for cancelled responses."""
         status = self.response["status"]
         return self._encoded(self._lifecycle(f"response.{'incomplete' if status == 'cancelled' else status}"))
 
@@ -111,7 +111,7 @@ class ResponseWriter:
         return Reply(_encode(self.response))
 
     def cancel(self) -> None:
-        """It ends with what it has."""
+        """End the response with what it has."""
         self.is_cancelled = True
         for _ in self._end(FinishReason.ABORT):
             pass
@@ -129,7 +129,7 @@ class ResponseWriter:
             self.has_begun = True
             yield self._lifecycle("response.created")
             yield self._lifecycle("response.in_progress")
-        if delta.logprobs:  # told of a message's text only
+        if delta.logprobs:  # for the text of messages only
             self._logprobs += chat_logprobs(self._service.tokenizer, delta.logprobs)["content"]
         for event in found:
             yield from self._more(event)
@@ -158,7 +158,7 @@ class ResponseWriter:
                 yield self._of_call("response.function_call_arguments.delta", delta=text)
 
     def _end(self, reason: FinishReason) -> Iterator[Event]:
-        """Close what is open; the response has its status then. An answer of nothing is an empty message."""
+        """Close open items; the response has its final status then. An answer without output is an empty message."""
         is_cut = reason is FinishReason.LENGTH
         status = "incomplete" if is_cut or self.is_cancelled else "completed"
         if not self.response["output"]:

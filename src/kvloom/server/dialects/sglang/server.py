@@ -13,11 +13,11 @@ from kvloom.server.serving.probe import probe
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
-HEALTH_LIMIT_S = 20  # within which a token must come; what SGLang's server waits
+HEALTH_LIMIT_S = 20  # seconds within which a token must come, as in SGLang's server
 
 
 class SglangServer:
-    """What is told is of the first model; a flush is of all."""
+    """Reports are about the first model; a flush is for all."""
 
     def __init__(self, models: Models, health: Health, number: str) -> None:
         """`number`: this server's version."""
@@ -82,7 +82,7 @@ class SglangServer:
         )
 
     async def flush_cache(self, request: HttpRequest) -> Reply:
-        """Running requests go on with what they hold. Raises Unavailable."""
+        """Reset the prefix cache; running requests keep their blocks. Raises Unavailable."""
         for service in self._models:
             await service.engine.reset_prefix_cache(preempts=False)
         return Reply(b"Cache flushed.\n", media_type="text/plain; charset=utf-8")

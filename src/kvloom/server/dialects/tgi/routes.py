@@ -63,7 +63,7 @@ class TextGeneration:
         return tgi_reply(error)
 
     def parse_root(self, request: HttpRequest) -> Job:
-        """POST /: an array of one answer, as TGI gives it, or a stream."""
+        """POST /: an array with one answer, as in TGI, or a stream."""
         body = decode_body(_root_decoder, request.body)
         body.refuse_outside()
         params = body.parameters or Parameters()
@@ -103,7 +103,7 @@ class TextGeneration:
     # -- information
 
     async def info(self, request: HttpRequest) -> Reply:
-        """The documented object (spec 3.3.2.1.2) and TGI's flat keys; what has no meaning here is null."""
+        """The documented object (spec 3.3.2.1.2) and TGI's flat keys; those without a meaning here are null."""
         default = self._models.default
         engine = default.card.engine
         return Reply(

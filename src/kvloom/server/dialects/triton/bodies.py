@@ -17,7 +17,7 @@ from kvloom.server.http.body import decode_body
 JSON_LENGTH_HEADER = "inference-header-content-length"
 MAX_NAME_CHARS = 256
 _LENGTH = re.compile(r"[0-9]{1,12}\Z")
-# struct format of one element; ids are told as UINT32, but clients also have them as these
+# struct format of one element; ids are announced as UINT32, but clients send these too
 FORMATS = {"UINT32": "I", "INT32": "i", "UINT64": "Q", "INT64": "q"}
 
 

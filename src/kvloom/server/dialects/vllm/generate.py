@@ -24,7 +24,7 @@ MAX_STOPS = 16
 
 
 MAX_PENALTY = 10
-# what these may be beside a beam search, which looks at the model's own probabilities
+# permitted values with a beam search, which uses the model's own probabilities
 _OF_BEAMS: dict[str, tuple[object, ...]] = {
     "temperature": (0,),
     "top_p": (None, 1),
@@ -67,7 +67,9 @@ class PromptBody(Constraints, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
     def beams(self) -> Beams | None:
-        """How to search; None = the answers are sampled. Raises BadRequest, as vLLM, for what does not go together."""
+        """The beam search; None = answers are sampled. Raises BadRequest, as vLLM does, for options that do not go
+        together.
+        """
         if not self.use_beam_search:
             for name, neutral in (("early_stopping", False), ("length_penalty", 1.0)):
                 if getattr(self, name) not in (None, neutral):

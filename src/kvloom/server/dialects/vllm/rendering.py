@@ -24,7 +24,7 @@ class Rendered(msgspec.Struct):
 
 
 class Rendering:
-    """Bodies and errors are those of the routes that generate, so that what is refused there is refused here."""
+    """Bodies and errors are those of the generating routes, so that both refuse the same."""
 
     def __init__(self, openai: OpenAI) -> None:
         self._openai = openai

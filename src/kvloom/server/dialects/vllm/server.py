@@ -21,7 +21,7 @@ _TAGS = ("weights", "kv_cache")
 
 
 class VllmServer:
-    """`config` is what config_view shows. Effects are on all models, or on the one that `?model=` names."""
+    """`config`: the result of config_view. Effects are on all models, or on the one that `?model=` names."""
 
     def __init__(self, models: Models, config: Mapping[str, Any], number: str) -> None:
         self._models, self._config, self._number = models, config, number

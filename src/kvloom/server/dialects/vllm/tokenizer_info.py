@@ -1,4 +1,4 @@
-"""/tokenizer_info as vLLM's server has it: what tokenizer_config.json says, and the chat template in use."""
+"""/tokenizer_info as in vLLM's server: the contents of tokenizer_config.json, and the chat template in use."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class TokenizerInfo:
 
 
 def _encode(service: GenerationService) -> bytes:
-    """A GGUF file has no tokenizer_config.json: then it is told from the tokenizer alone."""
+    """For a GGUF file, which has no tokenizer_config.json, made from the tokenizer alone."""
     tokenizer = service.tokenizer
     special = [id for id in range(tokenizer.vocab_size) if tokenizer.is_special(id)]
     eos = min(tokenizer.eos_ids, default=None)

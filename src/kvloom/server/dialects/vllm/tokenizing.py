@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize as vLLM's server has them: what a prompt or a conversation is in tokens, and back."""
+"""/tokenize and /detokenize as in vLLM's server: a prompt or a conversation to tokens, and back."""
 
 from collections.abc import Callable
 from typing import Annotated, Any
