@@ -3,7 +3,7 @@
 A request asks the pool once, on a thread, for the full blocks of its prompt that the engine lacks: the scheduler waits
 briefly, and otherwise asks again in its next step. A failed load is not tried again. Blocks are saved in the step that
 fills them, once the scheduler knows their tokens. The engine takes blocks of a sliding window back while a request
-runs: whoever gets such a block waits for the save that still reads it.
+runs: a request that gets such a block waits for the save that still reads it.
 """
 
 import hashlib
@@ -263,7 +263,7 @@ class Scheduling:
         return plan
 
     def _restart(self, request_id: str, blocks: Sequence[Sequence[int]], num_computed_tokens: int) -> None:
-        """A request begins to compute: what it has was loaded, or was saved by whoever computed it."""
+        """A request begins to compute: what it has was loaded, or was saved by the request that computed it."""
         self._overtake(blocks)
         tracked = self._tracked.get(request_id)
         if tracked is not None:

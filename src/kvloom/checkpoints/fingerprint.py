@@ -38,7 +38,7 @@ def stamp(model: str) -> Stamp:
 
 
 def identity(model: Path, now_s: float) -> str | None:
-    """The same as long as nobody writes to the files that `fingerprint` reads, wherever they lie.
+    """Unchanged as long as the files that `fingerprint` reads are not written to, wherever they lie.
 
     None when one was changed within the last seconds: a further change might leave no trace. `now_s`: since the epoch.
     """

@@ -1,4 +1,4 @@
-"""What a model takes of memory, from its shape and how its file holds it. Pure: whoever plans asks these functions.
+"""What a model takes of memory, from its shape and how its file holds it. Pure: all planning uses these functions.
 
 weights    of the cpu backend: packed matrices and an embedding; of the reference backend: its element type
 a token    a key and a value of every layer and KV head, in the type of the KV cache

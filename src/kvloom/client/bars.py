@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 @contextmanager
 def bar(text: str) -> Iterator[Callable[[int, int], None]]:
-    """What is given (bytes done, bytes in all); nothing is shown where nobody looks at a terminal."""
+    """A callback for (bytes done, bytes in all); shows nothing unless the output is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:

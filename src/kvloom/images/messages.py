@@ -48,10 +48,10 @@ class PipelineInfo(msgspec.Struct, frozen=True):
     """What a loaded pipeline is like. Sizes in pixels."""
 
     kind: str  # the class, as model_index.json names it
-    width: int  # of a picture whose size nobody gave
+    width: int  # default size of a picture
     height: int
     multiple: int  # of which widths and heights are multiples
-    steps: int  # denoising steps where nobody gave a number
+    steps: int  # default number of denoising steps
     max_prompt_tokens: int
 
 

@@ -211,7 +211,7 @@ class PictureProcess:
                 self._deliver(_decode(received.take()))
 
     def _deliver(self, report: Report) -> None:
-        """To whom waits for it; reports of orders that were given up are dropped."""
+        """Deliver a report to its order; reports of cancelled orders are dropped."""
         if self._reports is not None and report.id == self._current:
             self._reports.put_nowait(report)
 

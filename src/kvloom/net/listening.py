@@ -81,7 +81,7 @@ def own_names(hosts: Iterable[str]) -> frozenset[str]:
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether it stands for every address of a machine; nobody can be called there."""
+    """Whether it stands for all addresses of a machine, so that no client can connect to it."""
     try:
         return not host or ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -151,7 +151,9 @@ class UnixListener:
             raise ListenError(f"{self._path} is there and is not a socket")
         if is_serving(self._path):  # by one that takes no lock
             raise ListenError(f"{self._path} is in use by another program")
-        hidden = self._path.with_name(f"{self._path.name}.{os.getpid()}")  # whoever finds the name can connect to it
+        hidden = self._path.with_name(
+            f"{self._path.name}.{os.getpid()}"
+        )  # processes connect as soon as the name exists
         hidden.unlink(missing_ok=True)
         self.socket.bind(str(hidden))
         try:

@@ -66,7 +66,7 @@ class Line:
         except BlockingIOError:
             loop.add_writer(self._sock, self._flush)
             return
-        except OSError:  # the server is gone; whoever reads hears of it
+        except OSError:  # the server is gone; the reader notices
             self._unsent.clear()
         loop.remove_writer(self._sock)
 

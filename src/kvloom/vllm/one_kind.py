@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class OneKind:
-    """Any number of one kind at a time, the kinds in the order of their coming. Owned by the loop."""
+    """Any number of one kind at a time, the kinds in order of arrival. Owned by the loop."""
 
     def __init__(self) -> None:
         self._kind = ""
@@ -16,7 +16,7 @@ class OneKind:
 
     @asynccontextmanager
     async def among(self, kind: str) -> AsyncIterator[None]:
-        """Waits until nobody of another kind is inside, nor came before. "" waits for nobody, nor is waited for."""
+        """Waits until no request of another kind is inside, or waits since earlier. "" neither waits nor is waited for."""
         if kind:
             await self._enter(kind)
         try:

@@ -1,4 +1,4 @@
-"""Values of a checkpoint's configuration, checked: whoever wrote it may have been careless, or hostile."""
+"""Values of a checkpoint's configuration, checked, because the file may be wrong or hostile."""
 
 import math
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 /*
  * One initialised engine: the socket to its host, three threads, the calls that wait and the requests that run.
  *
- *   writer   sends what calls have left for it: nobody else waits for the socket
+ *   writer   sends what calls have left for it: no other thread waits for the socket
  *   reader   takes messages off the socket, wakes calls, queues responses; runs no code of the program
  *   deliver  runs the callbacks, one after another
  *

@@ -66,7 +66,7 @@ struct source {
 
 /* A frame, or what is left of it, that the daemon has not taken yet. */
 struct outgoing {
-    unsigned call;  /* 0: nobody waits for its answer */
+    unsigned call;  /* 0: no caller waits for its answer */
     int passed_fd;  /* or -1; closed when it is sent */
     size_t length, sent;
     struct outgoing *next;

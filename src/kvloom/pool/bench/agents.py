@@ -31,7 +31,7 @@ def private_agent(pool_bytes: int, *options: str) -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody uses now."""
+    """A loopback TCP port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -115,7 +115,7 @@ class SlabAllocator:
         return index
 
     def free(self, offset: int) -> None:
-        """Gives back the slot at `offset`, which `allocate` returned and nobody freed since."""
+        """Free the slot at `offset`, which `allocate` returned and which was not freed since."""
         index, inner = divmod(offset, self.slab_bytes)
         slab = self._slabs[index]
         position = inner // max(1, slab.slot)

@@ -9,7 +9,7 @@ from kvloom.pool.storage.spans import Spans
 
 
 class HeldEntries:
-    """`Held`, whoever pinned them."""
+    """`Held` over single blocks."""
 
     def __init__(self, pool: Pool, entries: list[Block]) -> None:
         self._pool = pool

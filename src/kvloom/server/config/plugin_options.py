@@ -8,7 +8,7 @@ from kvloom.contract.config import BACKENDS
 from kvloom.contract.errors import BadRequest
 from kvloom.server.config.key import Key
 
-VLLM_START_S = 600.0  # how long requests wait for a vLLM that died, where nobody says: it takes minutes to start
+VLLM_START_S = 600.0  # default time that requests wait for a vLLM that died: it takes minutes to start
 _CHOICES = ("mp", "ray", "uni", "external_launcher")
 PLUGIN_KEYS: Mapping[str, Key] = {
     "tensorParallelSize": Key(int, "vLLM: devices that share each layer", 1, 1024, setting="tensor_parallel_size"),

@@ -26,7 +26,7 @@ from kvloom.server.serving.vision.hosts import checked_image_hosts
 
 DEFAULT_HOST = "127.0.0.1"
 KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
-_KERNELS = ("auto", "cpu", "fake")  # back ends that take them, or are told apart from them by nobody
+_KERNELS = ("auto", "cpu", "fake")  # back ends that need such sizes, or for which any size will do
 MAX_GRACE_S = 86400
 BY_PRIORITY = 2  # a policy of later releases; priorities count under every policy here
 

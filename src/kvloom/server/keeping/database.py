@@ -302,7 +302,7 @@ def _size(items: Iterable[Item]) -> int:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """For this process alone. Readable by nobody else. Raises UnusableFile."""
+    """Locked for this process, and readable by its user only. Raises UnusableFile."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:

@@ -79,7 +79,7 @@ def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
 
 
 def take_demo(model: dict[str, Any]) -> None:
-    """Settings of a model that nobody named: the demo model, in DEMO_FORMAT unless the kernels are asked otherwise."""
+    """Settings where no model is named: the demo model, in DEMO_FORMAT unless the kernels are asked otherwise."""
     model["model"] = DEMO_MODEL
     if model.get("backend", "auto") in ("auto", "cpu") and not any(model.get(key) for key in ("device", "dtype")):
         model.setdefault("weight_format", DEMO_FORMAT)

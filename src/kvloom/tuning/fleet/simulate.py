@@ -1,6 +1,6 @@
-"""Replay a trace against a fleet: every replica is a Machine with a clock of its own; who comes is routed at once.
+"""Replay a trace against a fleet: every replica is a Machine with a clock of its own; requests are routed when they arrive.
 
-What happens is a heap of events in the order of their time. A step's tokens are known to nobody before it has ended.
+The simulation is a heap of events ordered by time. A step's tokens are not known before it has ended.
 """
 
 import heapq
@@ -115,7 +115,7 @@ class _Fleet:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._number = count()
         self._visits: list[_Visit] = []
-        self._waiting: list[int] = []  # nobody is up for them
+        self._waiting: list[int] = []  # no replica is up for them
         self._num_over = self._num_moves = 0
         self._ended_s = 0.0
 

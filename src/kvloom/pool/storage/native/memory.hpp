@@ -122,7 +122,7 @@ class Memory {
     std::vector<uint8_t*> segments_;  // null = given back
     std::set<int64_t> leaving_;       // segments that go when what is handed out of them is freed
     std::map<int64_t, int64_t> spoiled_;
-    std::vector<uint32_t> left_;  // segments that nobody uses any more, for Python to close
+    std::vector<uint32_t> left_;  // unused segments, for Python to close
     int64_t used_bytes_ = 0;
     int64_t capacity_ = 0;
     uint64_t clock_ = 0;  // bytes saved

@@ -256,7 +256,7 @@ Outcome Pool::make_room(const Wish& wish, std::vector<uint64_t>& offsets) {
         std::vector<Id> gone;
         if (wish.is_rcache && has_many_copies()) {
             gone = evict_from(orders_.copies(), wish.bytes);
-            if (gone.empty()) {  // all copies are being read: one more only where nobody uses the memory
+            if (gone.empty()) {  // all copies are being read: another one only fits into unused memory
                 offsets = memory.allocate(wish.slot, 1);
                 return offsets.empty() && wish.may_grow ? kNeedsMemory : kDone;
             }
