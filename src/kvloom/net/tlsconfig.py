@@ -1,4 +1,4 @@
-"""Where the files of mutual TLS are; tls.py reads them. Separate, so that programs without TLS do not import cryptography."""
+"""Where the files of mutual TLS are; tls.py reads them. Separate, so that programs without TLS load no cryptography."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

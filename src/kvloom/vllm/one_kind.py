@@ -16,7 +16,7 @@ class OneKind:
 
     @asynccontextmanager
     async def among(self, kind: str) -> AsyncIterator[None]:
-        """Waits until no request of another kind is inside, or waits since earlier. "" neither waits nor is waited for."""
+        """Waits until no other kind is inside or was here earlier. "" neither waits nor is waited for."""
         if kind:
             await self._enter(kind)
         try:

@@ -1,4 +1,4 @@
-"""Replay a trace against a fleet: every replica is a Machine with a clock of its own; requests are routed when they arrive.
+"""Replay a trace against a fleet: every replica is a Machine with its own clock; requests are routed on arrival.
 
 The simulation is a heap of events ordered by time. A step's tokens are not known before it has ended.
 """
