@@ -13,7 +13,7 @@ _MAX_BYTES = 64 << 20  # the largest index of a sharded checkpoint has some 10
 
 
 def open_file(path: Path) -> BinaryIO:
-    """Raises ModelError when the path cannot be opened or is no plain file: a pipe would be waited for."""
+    """Raises ModelError when the path cannot be opened or is not a plain file: opening a pipe would wait."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     except FileNotFoundError:

@@ -12,8 +12,8 @@ from kvloom.checkpoints.quantized.forms import FORM_BITS
 from kvloom.contract.config import EngineConfig
 
 FormOf = Callable[[str], str]  # a tensor's name -> its form (numbers.FORM_BITS), "" when it is not quantised
-STORED = "stored"  # the weight format that keeps what is quantised as it is
-UNQUANTISED_FORM = "int8"  # of the other matrices beside those
+STORED = "stored"  # the weight format that keeps quantised tensors unchanged
+UNQUANTISED_FORM = "int8"  # of all other matrices
 _PACKED_BYTES = {"w8a8": 1 + 2 / 64, "w4a8": 0.5 + 4 / 32, "bf16": 2.0}  # of a packed weight, scales included
 _EMBED_BYTES = 2  # bfloat16
 _ITEM_BYTES = {"bfloat16": 2, "bf16": 2, "int8": 1}  # else float32's 4

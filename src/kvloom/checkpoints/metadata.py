@@ -83,7 +83,7 @@ class Header:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key of a little-endian GGUF file of version 2 or 3. Raises ModelError when it is none or is cut short."""
+    """Every key of a little-endian GGUF file, version 2 or 3. Raises ModelError when it is not one or is cut short."""
     return read_header(path).metadata
 
 

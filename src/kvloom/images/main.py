@@ -95,7 +95,7 @@ def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) ->
         return Ended(paint.id, error=error.problem, field=error.field)
     except (EOFError, OSError):  # the server is gone
         raise
-    except Exception as error:  # whatever it is, the client is told; the pipeline goes on with the next
+    except Exception as error:  # whatever it is, the client gets an error; the pipeline goes on with the next order
         traceback.print_exc()
         return Ended(paint.id, error=f"the pipeline failed: {type(error).__name__}: {error}")
     return Ended(paint.id, count)

@@ -36,7 +36,7 @@ class Paint(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """It ends after the denoising step that runs. One that has ended already is none."""
+    """End the order after the current denoising step. An order that has ended already is ignored."""
 
     id: int
 

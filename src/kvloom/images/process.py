@@ -181,7 +181,7 @@ class PictureProcess:
     # -- on the loop
 
     def _send(self, order: Paint | Cancel) -> None:
-        """Never waits; what is sent to a process that has ended is lost."""
+        """Never waits; messages to a process that has ended are lost."""
         if not self._writer.is_closing():
             self._writer.write(frame(_encode(order)))
 

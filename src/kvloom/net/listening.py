@@ -1,4 +1,4 @@
-"""Listening, once and in one way: what is returned here listens, and an address that is taken is told at once.
+"""Listening sockets for all programs: the returned socket listens already, and an address in use is reported at once.
 
 SO_REUSEADDR, without which a server could not start again for a minute, lets two programs bind one address as long as
 neither listens, and an event loop that listens later may hide the error. So bind and listen belong together, before

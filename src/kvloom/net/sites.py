@@ -59,12 +59,12 @@ def refusal(policy: Policy, method: str, path: str, headers: Mapping[str, str]) 
 
 
 def checked_hosts(names: Iterable[object]) -> frozenset[str]:
-    """Names for `Policy.hosts`. Raises ValueError for what is none."""
+    """Names for `Policy.hosts`. Raises ValueError for an invalid one."""
     return frozenset(_checked(name, _ALLOWED, "a host name, as a.example, *.a.example or *") for name in names)
 
 
 def checked_origins(origins: Iterable[object]) -> frozenset[str]:
-    """Origins for `Policy.origins`. Raises ValueError for what is none."""
+    """Origins for `Policy.origins`. Raises ValueError for an invalid one."""
     return frozenset(_checked(origin, _ORIGIN, "an origin, as https://a.example, or *") for origin in origins)
 
 

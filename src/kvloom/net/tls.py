@@ -67,7 +67,7 @@ class MutualTls:
         self.reload()
 
     def reload(self) -> None:
-        """New connections use the files as they are now. Raises TlsError and keeps what is in use if they are bad."""
+        """New connections use the present files. Raises TlsError and keeps the old ones in use if these are invalid."""
         contexts = [load_context(self._config, side) for side in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER)]
         _check_usage(self._config)
         for context in contexts:

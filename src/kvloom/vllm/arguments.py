@@ -1,4 +1,4 @@
-"""What vLLM is told of an EngineConfig: the arguments of its own command line. Needs no vLLM."""
+"""Translates an EngineConfig into arguments of vLLM's command line. Does not need vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def arguments_of(config: EngineConfig) -> list[str]:
 
 
 def _extra(tier: TierConfig) -> dict[str, Any]:
-    """What EMSConnector is told of kvPoolConfig."""
+    """EMSConnector's settings from kvPoolConfig."""
     names = ("socket", "access_id", "access_key_file")
     given = {name: tier.options[name] for name in names if tier.options.get(name)}
     return {**given, "timeout_ms": round(1000 * tier.timeout_s)}

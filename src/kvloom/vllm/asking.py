@@ -1,4 +1,4 @@
-"""A request in vLLM's words, and what vLLM brings in ours. Touches vLLM's classes by what is passed in."""
+"""Translates requests into vLLM's terms, and its outputs into ours. vLLM's classes are passed in."""
 
 import json
 import re

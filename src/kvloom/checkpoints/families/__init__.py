@@ -75,7 +75,7 @@ def has_head(architecture: str) -> bool:
 
 
 def family_of(architecture: str, file: str) -> Family:
-    """A classifier is of its decoder's family. Raises ModelError listing the known architectures when it is none."""
+    """A classifier belongs to its decoder's family. Raises ModelError that lists the known architectures."""
     base = architecture.removesuffix(CLASSIFIER)
     ends = ("ForCausalLM", "Model") if base != architecture else ("",)
     known = next((FAMILIES[base + end] for end in ends if base + end in FAMILIES), None)

@@ -1,4 +1,4 @@
-"""FamilyWeights: a checkpoint's tensors as its family's files hold them, turned into those that a spec names.
+"""FamilyWeights: translates a checkpoint's tensors, in its family's layout, into those that a spec names.
 
 Some files hold q, k and v as one tensor, gate and up as another; some hold the weights of norms less one.
 """

@@ -24,7 +24,7 @@ class Mixture:
 
 
 def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> Experts | None:
-    """None where the configuration tells of none. Raises ModelError naming the key."""
+    """None where the configuration has none. Raises ModelError that names the key."""
     key = next((key for key in _COUNTS if config.get(key) is not None), None)
     if key is None or (mixture.is_optional and config[key] == 0):
         return None

@@ -1,4 +1,4 @@
-"""StackedExperts: files that hold the experts of a layer in one tensor, turned into those that a spec names.
+"""StackedExperts: splits tensors that hold all experts of a layer into those that a spec names.
 
 "parts"        GGUF: all gates, all ups, all downs: [experts, out, in]
 "gate_up"      Granite-MoE's folders: gate above up in one matrix of each expert, [experts, 2 * channels, in]; all downs

@@ -20,7 +20,7 @@ class _Kind(NamedTuple):
 
 
 def form_of(kind: str) -> str:
-    """The form that holds blocks of a kind as they are; "" when it is no kind of block."""
+    """The form that stores blocks of this kind unchanged; "" when it is not a kind of block."""
     return _KINDS[kind].form if kind in _KINDS else ""
 
 

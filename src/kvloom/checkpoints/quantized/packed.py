@@ -117,11 +117,11 @@ class PackedMatrix:
             yield at, Numbers(values, scales, minimums, run).check(self.name)
 
     def float32(self) -> Floats:
-        """The values as a new array of `shape`. Raises ModelError when one is no number."""
+        """The values as a new array of `shape`. Raises ModelError when one is not a number."""
         return np.concatenate([values for _, values in self.float32_pieces()])
 
     def float32_pieces(self) -> Iterator[tuple[int, Floats]]:
-        """(first row, float32 [rows, in]) from top to bottom. Raises ModelError when a value is no number."""
+        """(first row, float32 [rows, in]) from top to bottom. Raises ModelError when a value is not a number."""
         for at, end in self._cuts():
             values = self._fp8(at, end) if self.scheme.layout == "fp8" else self._spread(*self._rows(at, end))
             if not np.isfinite(values).all():
