@@ -94,6 +94,18 @@ def test_messages_use_tools_and_take_their_results(client: anthropic.Anthropic):
     assert again.role == "assistant"
 
 
+@pytest.mark.parametrize("max_tokens", range(1, 40, 3))
+def test_a_call_that_is_cut_is_the_same_streamed_and_whole(client: anthropic.Anthropic, max_tokens: int):
+    fields = {**FIELDS, "max_tokens": max_tokens, "tools": [TOOL], "extra_body": {"seed": 1}}
+    answer = client.messages.create(**fields, tool_choice={"type": "any"})
+    with client.messages.stream(**fields, tool_choice={"type": "any"}) as stream:
+        final = stream.get_final_message()
+    assert final.stop_reason == answer.stop_reason == "max_tokens"
+    assert [block.model_dump(exclude={"id"}) for block in final.content] == [
+        block.model_dump(exclude={"id"}) for block in answer.content
+    ]
+
+
 def test_messages_are_parsed_into_models(client: anthropic.Anthropic):
     answer = client.messages.parse(**FIELDS, output_format=Person, extra_body={"seed": 2})
     assert isinstance(answer.parsed_output, Person)

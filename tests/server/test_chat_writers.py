@@ -118,8 +118,15 @@ def test_a_message_has_a_block_for_each_part():
 def test_a_message_whose_call_is_cut_says_so():
     found, events = message(CUT, FinishReason.LENGTH)
     assert found["stop_reason"] == "max_tokens"
-    assert found["content"][-1]["input"] == {}
+    assert found["content"][-1]["input"] == {}, "the cut argument is left out"
     assert [event["type"] for event in events][-3:] == ["content_block_stop", "message_delta", "message_stop"]
+
+
+def test_a_whole_message_has_of_a_cut_call_what_the_client_reads_of_the_stream():
+    found, events = message([*CUT, ToolCallArguments(0, '"Ulm", "days": [1, 2')], FinishReason.LENGTH)
+    pieces = [event["delta"]["partial_json"] for event in events if "partial_json" in event.get("delta", ())]
+    assert "".join(pieces) == '{"city": "Ulm", "days": [1, 2'
+    assert found["content"][-1]["input"] == {"city": "Ulm", "days": [1, 2]}
 
 
 def test_a_stop_sequence_after_a_call_is_what_stopped_it():

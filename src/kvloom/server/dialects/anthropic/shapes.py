@@ -9,6 +9,7 @@ from kvloom.contract.errors import ServingError
 from kvloom.contract.request import Delta, FinishReason
 from kvloom.server.chat.events import ChatEvent, ReasoningDelta, TextDelta, ToolCallArguments, ToolCallStart
 from kvloom.server.chat.output import ChatOutput
+from kvloom.server.dialects.anthropic.cut_json import object_so_far
 from kvloom.server.dialects.ids import new_id
 from kvloom.server.errors import anthropic_error
 from kvloom.server.http.reply import Reply
@@ -125,11 +126,11 @@ class MessageWriter:
         yield self._of_block("content_block_start", content_block=block)
 
     def _close(self) -> Iterator[Event]:
-        """The open block, if there is one. Arguments that the end cut off are no object, and left out."""
+        """The open block, if there is one. Of arguments that the end cut off what is whole is kept."""
         if not self.message["content"]:
             return
         if self._block["type"] == "tool_use":
-            self._block["input"] = _object_of(self._arguments)
+            self._block["input"] = object_so_far(self._arguments)
             self._arguments = ""
         yield self._of_block("content_block_stop")
 
@@ -147,10 +148,3 @@ class MessageWriter:
             "cache_read_input_tokens": self._num_cached,
             "output_tokens": self._num_output,
         }
-
-
-def _object_of(text: str) -> Json:
-    try:
-        return msgspec.json.decode(text, type=Json)
-    except (ValueError, RecursionError):
-        return {}
