@@ -163,6 +163,7 @@ class ControlState:
                 " address = excluded.address, seen_s = excluded.seen_s, stats = excluded.stats",
                 (node_id, beat.address, self._now(), stats),
             )
+            self._forget_earlier(node_id, beat.address)
             tenants = self._db.execute("SELECT * FROM tenants").fetchall()
             evict = self._evict.pop(node_id, [])
         alive = [node for node in self.nodes() if node["is_alive"]]
@@ -173,6 +174,17 @@ class ControlState:
             draining=[node["node_id"] for node in alive if node["is_draining"]],
             evict=evict,
         )
+
+    def _forget_earlier(self, node_id: str, address: str) -> None:
+        """A dead node at this one's address was this one, under an id that it drew; one that is drained is kept."""
+        others = self._db.execute(
+            "SELECT node_id FROM nodes WHERE address = ? AND address <> '' AND node_id <> ? AND NOT is_draining",
+            (address, node_id),
+        ).fetchall()
+        for (other,) in others:
+            if not self._members.is_alive(other, self._steady()):
+                self._db.execute("DELETE FROM nodes WHERE node_id = ?", (other,))
+                self._members.forget(other)
 
     def nodes(self) -> list[dict[str, Any]]:
         """All nodes ever heard of and not removed; `stats` as last reported."""

@@ -1,0 +1,27 @@
+"""The control plane's table of nodes: whom it forgets."""
+
+from contextlib import closing
+
+from kvloom.pool.control.members import ALIVE_S
+from kvloom.pool.control.state import ControlState, Heartbeat
+from kvloom.pool.node import NodeStats
+
+
+def test_a_node_that_restarts_under_another_id_leaves_no_row():
+    """Without --node-id an agent draws one each time it starts; two cannot have one address."""
+    now_s = [1000.0]
+    with closing(ControlState(":memory:", lambda: now_s[0], lambda: now_s[0])) as state:
+
+        def beat(node_id: str, address: str) -> list[str]:
+            state.heartbeat(node_id, Heartbeat(address, NodeStats(node_id, [], {}), node_id))
+            return [node["node_id"] for node in state.nodes()]
+
+        for node_id, address in (("node-1", "a:1"), ("other", "b:1"), ("mute", ""), ("drained", "a:1")):
+            beat(node_id, address)
+        state.drain("drained", True)
+        assert beat("node-2", "a:1") == ["drained", "mute", "node-1", "node-2", "other"], "it may still be alive"
+        now_s[0] += ALIVE_S + 1
+        assert beat("mute-2", "") == ["drained", "mute", "mute-2", "node-1", "node-2", "other"]
+        assert beat("node-3", "a:1") == ["drained", "mute", "mute-2", "node-3", "other"], (
+            "what an operator said is kept"
+        )
