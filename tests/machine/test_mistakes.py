@@ -100,6 +100,7 @@ def test_a_pipe_to_which_nobody_writes_is_not_waited_for(folder, arguments):
     ended = run_cli(*arguments, "pipe.jsonl")
     assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1), ended.stderr
     assert "it is a pipe to which nobody writes" in ended.stderr
+    assert arguments[0] != "pool" or ended.stderr.endswith(": pipe.jsonl: it is a pipe to which nobody writes\n")
 
 
 def test_what_a_command_writes_is_a_file(folder):

@@ -5,6 +5,7 @@ from typing import Any
 
 import typer
 
+from kvloom.mistakes import problem_of
 from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.agent import serve
 from kvloom.pool.options import parse
@@ -16,5 +17,5 @@ def agent(**given: Any) -> None:
     try:
         serve(parse(**given))
     except (OSError, ValueError, EngineError, TlsError) as error:
-        typer.echo(f"kvloom pool agent: {error}", err=True)
+        typer.echo(f"kvloom pool agent: {problem_of(error) or error}", err=True)
         raise typer.Exit(1) from None

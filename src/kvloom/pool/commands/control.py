@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
+from kvloom.mistakes import problem_of
 from kvloom.net import listening
 from kvloom.net.listening import bracketed
 from kvloom.net.sites import checked_hosts
@@ -48,7 +49,7 @@ def control(
         typer.echo(f"kvloom pool control: --state {state}: {error}", err=True)
         raise typer.Exit(1) from None
     except (OSError, ValueError) as error:
-        typer.echo(f"kvloom pool control: {error}", err=True)
+        typer.echo(f"kvloom pool control: {problem_of(error) or error}", err=True)
         raise typer.Exit(1) from None
 
 

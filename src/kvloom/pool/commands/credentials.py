@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from kvloom.mistakes import problem_of
 from kvloom.pool.auth import new_credential, read_credentials, write_credentials, write_private
 from kvloom.pool.control.state import ACCESS_ID
 
@@ -29,5 +30,5 @@ def credentials(
         else:
             typer.echo(access_key)
     except (OSError, ValueError) as error:
-        typer.echo(f"kvloom pool credentials: {error}", err=True)
+        typer.echo(f"kvloom pool credentials: {problem_of(error) or error}", err=True)
         raise typer.Exit(1) from None

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvloom.mistakes import problem_of
 from kvloom.pool.doctor import check_machine
 from kvloom.reading import read_text
 
@@ -19,7 +20,7 @@ def doctor(
     try:
         key = read_text(access_key_file).partition("\n")[0].strip() if access_key_file else ""
     except (OSError, UnicodeDecodeError) as error:
-        typer.echo(f"kvloom pool doctor: {error}", err=True)
+        typer.echo(f"kvloom pool doctor: {problem_of(error) or error}", err=True)
         raise typer.Exit(1) from None
     checks, console = check_machine(path, access_id, key), Console()
     for check in checks:
