@@ -1,5 +1,6 @@
 """The logs of a running daemon: which files, at which level, and whose lines stand in them."""
 
+import contextlib
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ from kvloom.engine.link import ranklog
 from kvloom.engine.link.rankargs import RankArguments, parse
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
+from kvloom.server.observe import logs
+from kvloom.server.observe.logs import LogConfig
 from tests.server.test_daemon import DAEMON, generate, install
 from tests.support.ports import free_port
 from tests.support.processes import ServeProcess, serving
@@ -50,6 +53,40 @@ def test_the_sample_environment_leaves_the_servers_log(tmp_path):
     for name in given:
         assert (name in idle[0]) is not name.startswith("MIES_"), name
     assert re.search(r"npuBlockNum: \d+", log)
+
+
+def test_a_disk_that_is_full_is_told_once(tmp_path):
+    config = install(tmp_path)
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "logs" / "mindservice.log").symlink_to("/dev/full")
+    with serving([*DAEMON, "--config", str(config)]) as daemon:
+        for _ in range(3):
+            generate(daemon.url, "llama_65b")
+        daemon.stop()
+    told = [line for line in daemon.lines if line.startswith("kvloom: ")]
+    assert told == [f"kvloom: {tmp_path}/logs/mindservice.log cannot be written: No space left on device"]
+    assert not [line for line in daemon.lines if "Traceback" in line]
+
+
+def test_a_disk_that_has_room_again_is_told_with_what_was_lost(tmp_path, capsys):
+    handler = logs._file("logPath", tmp_path / "x.log", LogConfig())
+    whole = handler.stream
+    with open("/dev/full", "a", buffering=1) as full:
+        handler.stream = full
+        for _ in range(3):
+            handler.emit(logging.makeLogRecord({"msg": "lost"}))
+        handler.stream = whole
+        handler.emit(logging.makeLogRecord({"msg": "kept"}))
+        handler.emit(logging.makeLogRecord({"msg": "kept too"}))
+        handler.close()
+        told = capsys.readouterr().err.splitlines()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert told == [
+        f"kvloom: {tmp_path}/x.log cannot be written: No space left on device",
+        f"kvloom: {tmp_path}/x.log is written again; 3 lines were lost",
+    ]
+    assert (tmp_path / "x.log").read_text() == "kept\nkept too\n"
 
 
 def test_the_python_log_is_a_file_of_its_own(tmp_path):

@@ -1,5 +1,6 @@
 """Logging: the documented levels, two rotating files, the request's id in every line."""
 
+import contextlib
 import logging
 import os
 import sys
@@ -104,10 +105,32 @@ def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Files that only the owner writes and the group may read."""
+    """Files that the owner writes and the group may read. What a full disk does not take is lost, and told once."""
+
+    _num_lost = 0
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding=self.encoding, opener=_private)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        num_lost = self._num_lost
+        super().emit(record)
+        if num_lost and num_lost == self._num_lost:
+            self._num_lost = 0
+            self._tell(f"is written again; {num_lost} lines were lost")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if not self._num_lost:
+            self._tell(f"cannot be written: {error.strerror}")
+        self._num_lost += 1
+
+    def _tell(self, what: str) -> None:
+        with contextlib.suppress(OSError):
+            print(f"kvloom: {self.baseFilename} {what}", file=sys.stderr)
 
 
 def _private(path: str, flags: int) -> int:
