@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from starlette.responses import Response
 
 import mindieclient.httpclient
 import mindieclient.python.common.logging
@@ -95,6 +96,31 @@ def test_a_server_that_is_gone_is_not_live_and_cannot_answer():
         assert not client.is_server_live()
         with pytest.raises(MindIEClientException, match="cannot connect"):
             client.generate(MODEL, "hi")
+
+
+DEEP = b"[" * 100_000
+UNREAD = {
+    "brackets": (200, DEEP, {}, "the answer is not JSON"),
+    "an error of brackets": (500, DEEP, {}, r"answered 500: \[\["),
+    "what is not packed": (200, b"{}", {"Content-Encoding": "gzip"}, "DecodingError"),
+}
+
+
+@pytest.mark.parametrize(("status", "body", "headers", "words"), UNREAD.values(), ids=UNREAD)
+def test_an_answer_that_cannot_be_read_is_the_clients_own_error(status, body, headers, words):
+    async def app(scope, receive, send):
+        await Response(body, status, headers)(scope, receive, send)
+
+    with serving(app) as port, MindIEHTTPClient(f"http://127.0.0.1:{port}") as client:
+        for call in (lambda: client.generate(MODEL, "hi").get_response(), client.get_server_metadata):
+            with pytest.raises(MindIEClientException, match=words):
+                call()
+
+
+def test_half_a_character_is_not_sent(client):
+    for call in (lambda: client.generate(MODEL, "\ud800"), lambda: list(client.generate_stream(MODEL, "\ud800"))):
+        with pytest.raises(MindIEClientException, match="cannot be sent: it holds half a character"):
+            call()
 
 
 def test_a_closed_client_says_so(client):

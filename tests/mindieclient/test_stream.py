@@ -17,7 +17,16 @@ def test_cut_anywhere():
         assert reader.feed(data[:cut]) + reader.feed(data[cut:]) + reader.finish() == ["你", "b", "c"]
 
 
-@pytest.mark.parametrize("line", [b"Engine callback timeout.\n", b'data:{"error":"x"}\n', b"data:{\n", b"data:[1]\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"Engine callback timeout.\n",
+        b'data:{"error":"x"}\n',
+        b"data:{\n",
+        b"data:[1]\n",
+        b"data:" + b"[" * 99999 + b"\n",
+    ],
+)
 def test_failures_are_raised(line):
     with pytest.raises(MindIEClientException):
         EventReader().feed(line)

@@ -91,6 +91,36 @@ def test_a_server_that_is_not_there_is_one_sentence():
         first_model(client)
 
 
+def chat_with(events: str) -> Chat:
+    """Of a server that answers with these events, whatever it is asked."""
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=events))
+    return Chat(httpx.Client(base_url="http://other", transport=transport), "m")
+
+
+def test_events_of_other_servers_are_read_with_and_without_a_space():
+    event = '{"choices": [{"delta": {"content": "a"}}]}'
+    events = f': comment\n\ndata:{event}\n\ndata: {event}\n\ndata: {{"choices": []}}\n\ndata:[DONE]\n\n'
+    assert list(chat_with(events).ask("hi")) == ["a", "a"]
+
+
+@pytest.mark.parametrize("event", ["{", "[1]", "5", '{"choices": [{}]}', '{"choices": [5]}', "[" * 99_999])
+def test_an_event_that_is_no_part_of_a_chat_is_one_sentence(event):
+    with pytest.raises(ChatFailed, match="the server sent what is no part of a chat"):
+        list(chat_with(f"data: {event}\n\n").ask("hi"))
+
+
+def test_half_a_character_is_not_sent():
+    with pytest.raises(ChatFailed, match="it holds half a character"):
+        list(chat_with("").ask("\ud800"))
+
+
+@pytest.mark.parametrize("body", ["[]", '{"data": 5}', "[" * 99_999])
+def test_a_list_of_models_that_is_none_is_one_sentence(body):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=body))
+    with pytest.raises(ChatFailed, match="does not answer like an OpenAI server"):
+        first_model(httpx.Client(base_url="http://other", transport=transport))
+
+
 def test_the_first_model_is_the_default(server: FakeServer):
     assert first_model(server.client) == MODEL
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import httpx
 from rich.console import Console
@@ -48,10 +47,12 @@ class Chat:
                 if response.status_code != 200:
                     raise ChatFailed(_message_of(response.read()))
                 for line in response.iter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        yield from _pieces(json.loads(line[len("data: ") :]))
+                    if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
+                        yield from _pieces(data)
         except httpx.HTTPError as error:
             raise ChatFailed(f"the server cannot be reached: {error}") from None
+        except UnicodeEncodeError:
+            raise ChatFailed("the message cannot be sent: it holds half a character") from None
 
 
 def first_model(client: httpx.Client) -> str:
@@ -60,7 +61,7 @@ def first_model(client: httpx.Client) -> str:
         response = client.get("/v1/models")
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, LookupError) as error:
+    except (httpx.HTTPError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ChatFailed(f"{client.base_url} does not answer like an OpenAI server: {error}") from None
 
 
@@ -97,12 +98,16 @@ def _answer(chat: Chat, console: Console, text: str) -> None:
     console.print()
 
 
-def _pieces(chunk: dict[str, Any]) -> Iterator[str]:
-    if "error" in chunk:
-        raise ChatFailed(_message_of(json.dumps(chunk).encode()))
-    for choice in chunk.get("choices", []):
-        if choice["delta"].get("content"):
-            yield choice["delta"]["content"]
+def _pieces(data: str) -> list[str]:
+    """The texts of an event. Raises ChatFailed, also for one of another protocol."""
+    try:
+        chunk = json.loads(data)
+        if "error" not in chunk:
+            texts = (choice["delta"].get("content") for choice in chunk.get("choices", []))
+            return [str(text) for text in texts if text]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise ChatFailed(f"the server sent what is no part of a chat: {data[:200]}") from None
+    raise ChatFailed(_message_of(data.encode()))
 
 
 def _message_of(body: bytes) -> str:

@@ -99,7 +99,9 @@ def telling(what: str) -> Iterator[None]:
         raise MindIEClientException(f"{what}: all connections are in use; raise concurrency") from error
     except httpx.TimeoutException as error:
         raise MindIEClientException(f"{what}: timed out ({type(error).__name__})") from error
-    except httpx.TransportError as error:
+    except UnicodeEncodeError as error:
+        raise MindIEClientException(f"{what}: cannot be sent: it holds half a character") from error
+    except httpx.RequestError as error:
         if isinstance(error, httpx.ConnectError) and not _is_tls(error):
             raise Unreachable(f"{what}: cannot connect: {error}") from error
         raise MindIEClientException(f"{what}: {type(error).__name__}: {error}") from error
@@ -144,7 +146,7 @@ def _error_text(response: httpx.Response) -> str:
     """The text of any of the error bodies in use: {"error": s}, {"error": {"message": s}}, {"message": s}, plain."""
     try:
         body = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return response.text[:MAX_ERROR_CHARS]
     found = body.get("error", body.get("message", body)) if isinstance(body, dict) else body
     if isinstance(found, dict):

@@ -104,7 +104,7 @@ class AsyncRequest:
 def _parsed(text: str | bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MindIEClientException("the answer is not JSON") from error
     if not isinstance(value, dict):
         raise MindIEClientException("the answer is not a JSON object")

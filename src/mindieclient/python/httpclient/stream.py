@@ -44,7 +44,7 @@ def _text_of(line: bytes) -> str:
         return ""
     try:
         event: Any = json.loads(payload)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MindIEClientException("the server sent an event that is not JSON") from error
     if not isinstance(event, dict):
         raise MindIEClientException("the server sent an event that is not a JSON object")
