@@ -1,5 +1,6 @@
 """RequestId, SamplingParams, InferenceRequest and InferenceResponse (spec 3.3.1.1 and 3.3.1.2)."""
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -85,6 +86,24 @@ def _alias(name: str) -> property:
     return property(lambda self: getattr(self, name), set_field)
 
 
+_REALS = ("temperature", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+def _whole(name: str, value: Any) -> int:
+    """As Python's own int, which a message to a rank can hold. Raises BadRequest."""
+    try:
+        return int(operator.index(value))
+    except TypeError:
+        raise BadRequest(name, f"must be a whole number, got {value!r}") from None
+
+
+def _real(name: str, value: Any) -> float:
+    """As Python's own float. Raises BadRequest."""
+    if not isinstance(value, int | float | np.number):
+        raise BadRequest(name, f"must be a number, got {value!r}")
+    return float(value)
+
+
 @dataclass
 class SamplingParams:
     """How tokens are chosen. do_sample False is greedy, whatever the rest says; seed 0 lets the engine draw one."""
@@ -105,19 +124,15 @@ class SamplingParams:
     frequencyPenalty, presencePenalty = _alias("frequency_penalty"), _alias("presence_penalty")
 
     def to_engine(self) -> engine_request.SamplingParams:
-        """Raises BadRequest naming the field that is out of range."""
-        if not 0 <= self.seed <= _MAX_UINT32:
-            raise BadRequest("seed", f"must be between 0 and {_MAX_UINT32}, got {self.seed}")
+        """Raises BadRequest naming the field that is out of range or no number. Numbers of numpy are numbers."""
+        seed = _whole("seed", self.seed)
+        if not 0 <= seed <= _MAX_UINT32:
+            raise BadRequest("seed", f"must be between 0 and {_MAX_UINT32}, got {seed}")
         params = engine_request.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            typical_p=self.typical_p,
-            seed=self.seed or None,
-            repetition_penalty=self.repetition_penalty,
-            watermark=self.watermark,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
+            top_k=_whole("top_k", self.top_k),
+            seed=seed or None,
+            watermark=bool(self.watermark),
+            **{name: _real(name, getattr(self, name)) for name in _REALS},
         )
         return params if self.do_sample else replace(params, temperature=0.0)
 
@@ -198,10 +213,16 @@ class InferenceRequest:
         return OK
 
     def set_input_ids(self, ids: Sequence[int]) -> None:
-        """Short for an INPUT_IDS tensor of [1, n] int64, filled. Raises BadRequest when `ids` is empty."""
-        tensor = Input(INPUT_IDS, TensorType.TYPE_INT64, [1, len(ids)])
-        tensor.allocate(8 * len(ids))
-        tensor.buffer()[:] = ids
+        """Short for an INPUT_IDS tensor of [1, n] int64, filled.
+
+        Raises BadRequest when `ids` is empty, or holds what is no whole number.
+        """
+        given = np.asarray(ids)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise BadRequest(INPUT_IDS, "must be a list of whole numbers")
+        tensor = Input(INPUT_IDS, TensorType.TYPE_INT64, [1, len(given)])
+        tensor.allocate(8 * len(given))
+        tensor.buffer()[:] = given
         self._inputs[INPUT_IDS] = tensor
 
     def max_output_len(self) -> int:
@@ -209,10 +230,14 @@ class InferenceRequest:
         return self._max_output_len or 0
 
     def set_max_output_len(self, max_output_len: int) -> bool:
-        """False, and nothing changes, unless it is between 1 and 2^32 - 1."""
-        if not 1 <= max_output_len <= _MAX_UINT32:
+        """False, and nothing changes, unless it is a whole number between 1 and 2^32 - 1."""
+        try:
+            value = _whole("max_output_len", max_output_len)
+        except BadRequest:
             return False
-        self._max_output_len = max_output_len
+        if not 1 <= value <= _MAX_UINT32:
+            return False
+        self._max_output_len = value
         return True
 
     def get_request_id(self) -> RequestId:
@@ -233,6 +258,9 @@ class InferenceRequest:
         self.callback = callback
 
     def set_input_text(self, text: str) -> None:
+        """In the place of ids. Raises BadRequest when it is no text."""
+        if not isinstance(text, str):
+            raise BadRequest("input_text", f"must be a text, got {type(text).__name__}")
         self._text = text
 
     def get_input_text(self) -> str:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvloom.contract.config import EngineConfig
@@ -75,6 +76,26 @@ def test_tokens_come_one_by_one_and_the_last_says_why(running):
     assert flag_of(found) == "REACH_MAX_OUTPUT_LEN"
     assert {r.get_request_id() for r in found} == {RequestId(7)}
     assert engine.GetProcessingRequest() == (Status(), 0)
+
+
+def test_numbers_of_numpy_are_numbers(running):
+    """They ended the step, and the process of the model, for every request beside them."""
+    engine, responses = running
+    given = {
+        "temperature": np.float32(0.5), "top_k": np.int32(5), "top_p": np.float64(0.9), "typical_p": 1,
+        "seed": np.uint32(7), "repetition_penalty": np.float16(1), "watermark": np.bool_(False),
+    }  # fmt: skip
+    found = []
+    for number, values in enumerate(
+        (given, {name: value.item() for name, value in given.items() if name != "typical_p"})
+    ):
+        request = make_request(number, np.array(NEVER_EOS, np.int16))
+        assert request.set_max_output_len(np.int64(5))
+        request.set_sampling_params(SamplingParams(do_sample=True, **values))
+        assert engine.forward(request).is_ok()
+        found.append(rest(responses))
+    assert ids_of(found[0]) == ids_of(found[1])
+    assert [flag_of(each) for each in found] == ["REACH_MAX_OUTPUT_LEN"] * 2
 
 
 def test_end_of_sequence_and_a_full_context_have_flags_of_their_own(running):

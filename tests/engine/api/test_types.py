@@ -228,3 +228,38 @@ def test_a_response_has_its_tokens_and_how_it_goes_on():
     last = InferenceResponse(RequestId("a"), [], InferResponseEndFlag.INFER_RESPONSE_CANCEL)
     assert last.is_eos()
     assert last.immutable_output("OUTPUT_IDS")[1].shape() == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("top_k", 1.5, "must be a whole number, got 1.5"),
+        ("seed", 1.5, "must be a whole number, got 1.5"),
+        ("seed", None, "must be a whole number, got None"),
+        ("temperature", "0.5", "must be a number, got '0.5'"),
+        ("presence_penalty", None, "must be a number, got None"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_its_name(name, value, words):
+    with pytest.raises(BadRequest, match=words) as caught:
+        SamplingParams(do_sample=True, **{name: value}).to_engine()
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("length", [0, 2**32, 1.5, np.float32(2), None, "2"])
+def test_a_length_that_is_none_changes_nothing(length):
+    request = InferenceRequest("a")
+    assert request.set_max_output_len(np.uint8(3))
+    assert not request.set_max_output_len(length)
+    assert request.max_output_len() == 3
+
+
+@pytest.mark.parametrize("ids", [[1.5], ["1"], [[1, 2]], np.zeros((1, 2), int), None, 5, [2**70]])
+def test_ids_that_are_no_list_of_whole_numbers_are_refused(ids):
+    with pytest.raises(BadRequest, match="INPUT_IDS: must be a list of whole numbers"):
+        InferenceRequest("a").set_input_ids(ids)
+
+
+def test_a_text_that_is_none_is_refused():
+    with pytest.raises(BadRequest, match="input_text: must be a text, got int"):
+        InferenceRequest("a").set_input_text(5)
