@@ -15,13 +15,13 @@ struct Epilogue {
     // SORT: that of sort(), or kAny.
     template <Sort SORT = Sort::kAny>
     void apply(int64_t row, F32 lo, F32 hi) const {
-        if (SORT == Sort::kAny && low_rank.adapters != nullptr) low_rank.add_to(row, lo, hi);
+        if (SORT == Sort::kAny && low_rank.tokens != nullptr) low_rank.add_to(row, lo, hi);
         finish<SORT>(row, lo, hi);
     }
 
     // Of rows [row, row + count), whose sums [count][kPanel] are in memory.
     void apply(int64_t row, int count, float* sums) const {
-        if (low_rank.adapters != nullptr) low_rank.add_to(row, count, sums);
+        if (low_rank.tokens != nullptr) low_rank.add_to(row, count, sums);
         for (int m = 0; m < count; m++) finish<Sort::kAny>(row + m, load(sums + m * kPanel), load(sums + m * kPanel + kLanes));
     }
 
@@ -50,7 +50,7 @@ struct Epilogue {
     }
 
     Sort sort() const {
-        if (low_rank.adapters != nullptr || bias != nullptr || shares != nullptr || padding > 0 || kind == KVL_GELU) return Sort::kAny;
+        if (low_rank.tokens != nullptr || bias != nullptr || shares != nullptr || padding > 0 || kind == KVL_GELU) return Sort::kAny;
         if (is_gate(kind)) return kind == KVL_SWIGLU ? Sort::kSwiglu : Sort::kAny;
         return adds ? Sort::kAdds : Sort::kStores;
     }

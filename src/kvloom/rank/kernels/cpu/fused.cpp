@@ -97,7 +97,7 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
         if (!is_last && way.passes.count == 1) continue;  // where rows are cut, a panel stays in the first-level cache
         for (int64_t i = 0; i < way.passes.count; i++) {
             const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
-            for (Pass* pass = passes; pass <= passes + (p - same); pass++) pass->row = rows.begin + begin;
+            for (Pass* pass = passes; pass <= passes + (p - same); pass++) pass->row = rows.begin + begin, pass->ahead = way.ahead(i, linear.padded_cols);
             way.multiply(passes, p - same + 1, int(end - begin));
         }
         same = p + 1;

@@ -10,6 +10,11 @@
 
 namespace kvl {
 
+// How far ahead of the multiplication the weight stream is asked for: DRAM latency at 20 GB/s a core. Where more rows share a weight the
+// core is busy with them, and its own reading ahead comes too late.
+constexpr int kPrefetchBytes = 4096;
+constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
+
 // One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead, to
 // where the epilogue puts them (Way::multiply).
 struct Pass {
@@ -18,6 +23,7 @@ struct Pass {
     const uint8_t* panel = nullptr;
     float* out = nullptr;
     const Epilogue* epilogue = nullptr;  // of row r of `x`; null = sums stay in `out`
+    int64_t ahead = kPrefetchBytes;      // so far behind what is multiplied is asked for meanwhile; one row alone has its own
 
     // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
     Epilogue end() const {
@@ -26,7 +32,11 @@ struct Pass {
         end.to = out, end.stride = kPanel;
         return end;
     }
-    Pass without_epilogue() const { return {x, row, cols, panel, out}; }
+    template <int ROWS>
+    int64_t ahead_of() const {
+        return ROWS == 1 ? kPrefetchBytes : ahead;
+    }
+    Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead}; }
     void ask(int begin, int end) const {
         for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
     }
@@ -37,9 +47,6 @@ struct Pass {
 };
 
 using Tile = void (*)(const Pass&);
-
-// How far ahead of the multiplication the weight stream is asked for: DRAM latency at 20 GB/s a core.
-constexpr int kPrefetchBytes = 4096;
 
 // Independent integer sums a row: one chain of dot products would wait for its own latency when rows are few.
 constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
@@ -109,6 +116,7 @@ void tile_bytes(const Pass& pass) {
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const float* scale = pass.x.scale + pass.row * groups;
     const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
+    const int64_t ahead = pass.ahead_of<ROWS>();
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
@@ -127,8 +135,8 @@ void tile_bytes(const Pass& pass) {
         for (int quad = 0; quad < kGroup / 4; quad += kSums) {
 #pragma GCC unroll 4
             for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
-                prefetch(weights + kPrefetchBytes);
-                prefetch(weights + kPrefetchBytes + 64);
+                prefetch(weights + ahead);
+                prefetch(weights + ahead + 64);
                 const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 8
                 for (int m = 0; m < ROWS; m++) {
@@ -177,6 +185,7 @@ void tile_nibbles(const Pass& pass) {
     const int8_t* x = pass.x.data + pass.row * pass.cols;
     const float* scale = pass.x.scale + pass.row * groups;
     const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
+    const int64_t ahead = pass.ahead_of<ROWS>();
     const uint8_t* weights = pass.panel;
     F32 lo[ROWS], hi[ROWS];
 #pragma GCC unroll 8
@@ -184,7 +193,7 @@ void tile_nibbles(const Pass& pass) {
     for (int64_t g = 0; g < groups; g++, sums += kRuns) {
         const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
         const uint8_t* planes = weights + scale_bytes(FORMAT);
-        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + kPrefetchBytes + at);
+        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + ahead + at);
         weights = planes + plane_bytes(FORMAT);
         for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
             I32 a[ROWS], b[ROWS];
@@ -197,8 +206,8 @@ void tile_nibbles(const Pass& pass) {
 #pragma GCC unroll kQuadsUnrolled
             for (int quad = 0; quad < kQuads; quad++, x += 4) {
                 if (quad % 2 == 0) {
-                    prefetch(weights + kPrefetchBytes);
-                    prefetch(weights + kPrefetchBytes + 64);
+                    prefetch(weights + ahead);
+                    prefetch(weights + ahead + 64);
                 }
                 const Bytes wa = quad_of<FORMAT>(weights, planes, quad);
                 const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad);
@@ -230,6 +239,7 @@ static_assert(kPad % kBf16Stretch == 0);
 template <int ROWS>
 void tile_bf16(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>() / 2;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
     alignas(64) float factors[ROWS][kBf16Stretch];  // activations, widened
     for (int64_t k = 0; k < pass.cols; k += kBf16Stretch, weights += kBf16Stretch * kPanel) {
@@ -245,7 +255,7 @@ void tile_bf16(const Pass& pass) {
 #pragma GCC unroll 4
             for (int i = 0; i < kBf16Stretch; i += 2) {
                 const uint16_t* pairs = weights + i * kPanel + half * 2;
-                prefetch(pairs + kPrefetchBytes / 2);
+                prefetch(pairs + ahead);
                 const PairHalves w = load_halves(pairs);
 #pragma GCC unroll 16
                 for (int m = 0; m < ROWS; m++) {
@@ -266,14 +276,15 @@ void tile_bf16(const Pass& pass) {
 template <int ROWS, class Order = PairOrder>
 void tile_pairs(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>() / 2;
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
     typename Order::Sum lo[ROWS], hi[ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = Order::zero();
 #pragma GCC unroll 2
     for (int64_t k = 0; k < pass.cols; k += 2, x += 2, weights += kPanel * 2) {
-        prefetch(weights + kPrefetchBytes / 2);
-        prefetch(weights + kPrefetchBytes / 2 + kPanel);
+        prefetch(weights + ahead);
+        prefetch(weights + ahead + kPanel);
         const typename Order::Pairs a = Order::load_pairs(weights), b = Order::load_pairs(weights + kLanes * 2);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
@@ -289,6 +300,7 @@ template <int ROWS>
 void tile_channel(const Pass& pass) {
     constexpr int kSums = sums_per_row(ROWS);
     const int8_t* x = pass.x.data + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>();
     const uint8_t* weights = pass.panel + head_bytes(KVL_INT8_CHANNEL);
     I32 a[ROWS][kSums], b[ROWS][kSums];
 #pragma GCC unroll 16
@@ -301,8 +313,8 @@ void tile_channel(const Pass& pass) {
     for (int64_t k = 0; k < pass.cols; k += 4 * kSums, x += 4 * kSums) {
 #pragma GCC unroll 4
         for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
-            prefetch(weights + kPrefetchBytes);
-            prefetch(weights + kPrefetchBytes + 64);
+            prefetch(weights + ahead);
+            prefetch(weights + ahead + 64);
             const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
 #pragma GCC unroll 16
             for (int m = 0; m < ROWS; m++) {

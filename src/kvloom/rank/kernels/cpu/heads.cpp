@@ -66,12 +66,13 @@ template void Step::place_head<Bf16Cache>(const kvl_instruction&, int64_t, int, 
 template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, float*);
 
 // Tasks are handed out one by one: their costs differ by the lengths of the sequences.
-void Step::attend(const kvl_instruction& instruction) {
+void Step::attend(const kvl_instruction& instruction, int thread) {
     const int64_t count = int64_t(tasks_.size());
     for (int64_t i; (i = next(instruction)) < count;) {
         ask_for(i + model_.pool.size(), instruction);
         attend_task(tasks_[size_t(i)], instruction);
     }
+    ask_for_a(instruction, thread);
     sync();
 }
 

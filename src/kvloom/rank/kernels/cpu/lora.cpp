@@ -106,19 +106,23 @@ void Step::find_adapters() {
     for (int s = 0; batch_.adapters != nullptr && s < batch_.num_seqs; s++) {
         const int32_t id = batch_.adapters[s];
         if (id < 0) continue;
-        adapters_.resize(size_t(batch_.num_tokens));
+        tokens_.resize(size_t(batch_.num_tokens));
         const Adapter* const adapter = model_.adapters[size_t(id)].get();
-        std::fill(adapters_.begin() + batch_.qstart[s], adapters_.begin() + batch_.qstart[s + 1], adapter);
+        std::fill(tokens_.begin() + batch_.qstart[s], tokens_.begin() + batch_.qstart[s + 1], LoraToken{adapter});
         lora_stride_ = std::max(lora_stride_, adapter->widest);
         if (std::find(step_adapters_.begin(), step_adapters_.end(), adapter) == step_adapters_.end())
             step_adapters_.push_back(adapter);
     }
     if (lora_stride_ == 0) return;
     std::vector<int32_t> with, without;  // tokens
-    for (int32_t t = 0; t < batch_.num_tokens; t++) (adapters_[size_t(t)] ? with : without).push_back(t);
+    for (int32_t t = 0; t < batch_.num_tokens; t++) (tokens_[size_t(t)].adapter ? with : without).push_back(t);
     std::stable_sort(with.begin(), with.end(), [this](int32_t a, int32_t b) {
-        return std::less<const Adapter*>()(adapters_[size_t(a)], adapters_[size_t(b)]);
+        return std::less<const Adapter*>()(tokens_[size_t(a)].adapter, tokens_[size_t(b)].adapter);
     });
+    for (size_t i = 1; i < with.size(); i++) {
+        LoraToken &before = tokens_[size_t(with[i - 1])], &token = tokens_[size_t(with[i])];
+        if (before.adapter == token.adapter) before.behind = token.before = with[i] - with[i - 1];
+    }
     for (int thread = 0; thread < model_.pool.size(); thread++)  // as many of both to each
         for (const std::vector<int32_t>* some : {&with, &without}) {
             const int64_t count = int64_t(some->size());
@@ -132,11 +136,21 @@ bool Step::has_low_rank(int32_t linear) const {
     return std::any_of(step_adapters_.begin(), step_adapters_.end(), [=](const Adapter* adapter) { return changes(adapter, linear); });
 }
 
+// The first of A that the thread multiplies when it has quantised its rows, before it waits for the others.
+void Step::ask_for_a(const kvl_instruction& done, int thread) const {
+    const kvl_instruction* const next = &done + 1;
+    if (step_adapters_.empty() || next == model_.program.data() + model_.program.size()) return;
+    if (next->kind != KVL_NORM_QUANT && next->kind != KVL_QUANT) return;
+    const int64_t first = is_small(batch_.num_tokens) ? 0 : deal(batch_.num_tokens, thread);
+    const Adapter* const adapter = tokens_[size_t(by_adapter_[size_t(first)])].adapter;
+    if (changes(adapter, next->linear)) prefetch(adapter->linears[size_t(next->linear)].parts.front().a, kAskedBytes);
+}
+
 // h of the tokens by_adapter_[span.begin, span.end), of what `linear` reads; some of one adapter share each load of A.
 void Step::shrink_tokens(int32_t linear, Span span, const Activations& x, int thread) {
     const Linear& of = model_.linears[size_t(linear)];
     const LoraInput input{x, of.padded_cols, of.activation_format()};
-    const auto adapter_at = [this](int64_t i) { return adapters_[size_t(by_adapter_[size_t(i)])]; };
+    const auto adapter_at = [this](int64_t i) { return tokens_[size_t(by_adapter_[size_t(i)])].adapter; };
     for (int64_t i = span.begin; i < span.end;) {
         const Adapter* const adapter = adapter_at(i);
         LoraRows rows;

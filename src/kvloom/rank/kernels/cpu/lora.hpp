@@ -12,6 +12,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <vector>
 
 #include "memory.hpp"
@@ -19,11 +20,10 @@
 
 namespace kvl {
 
-constexpr int kLoraTokens = kRowsOnce;  // tokens of one adapter that share each load of A
-constexpr int kExpandRows = 16;         // whose sums B is added to at a time: bits of a word
+constexpr int kLoraTokens = kRowsOnce;  // tokens of one adapter that share each load of A or B
 constexpr int kMostRanks = 512;         // of a module
 constexpr int kRankPad = 8;             // ranks of B come in so many: two chains of quads, or of ranks
-constexpr int kAskedBytes = 2048;       // of A, before they are multiplied
+constexpr int kAskedBytes = 4096;       // of A, before they are multiplied
 constexpr int kLine = 64;               // bytes of a line of the cache
 
 inline void prefetch(const uint8_t* at, int64_t bytes) {
@@ -207,84 +207,135 @@ inline void shrink(const LoraLinear& linear, const LoraInput& input, const LoraR
     shrink_rows<ROWS>(linear, input, of.rows, of.h, then);
 }
 
-// sums + B h of 16 channels, of one token; two chains, because one would wait for its own latency.
-inline F32 expand_bytes(const uint8_t* b, int ranks, const uint8_t* h, F32 sums) {
-    IntHead head;
-    std::memcpy(&head, h, sizeof head);
-    const int8_t* const x = reinterpret_cast<const int8_t*>(h + sizeof head);
-    const F32 scales = mul(load_bf16(reinterpret_cast<const uint16_t*>(b)), splat(head.scale));
-    I32 even = splat_int(head.start), odd = splat_int(0);
+// sums + B h of 16 channels, of ROWS tokens; h: what each has of the module. One token has two chains, because one would wait for its
+// own latency.
+template <int ROWS>
+inline void expand_bytes(const uint8_t* b, int ranks, const uint8_t* const (&h)[ROWS], F32 (&sums)[ROWS]) {
+    constexpr int kChains = ROWS == 1 ? 2 : 1;
+    const F32 scales = load_bf16(reinterpret_cast<const uint16_t*>(b));
+    I32 products[ROWS][kChains];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        products[m][0] = splat_int(word_at(h[m] + offsetof(IntHead, start)));
+        if constexpr (kChains > 1) products[m][1] = splat_int(0);
+    }
     b += kLanes * 2;
-    for (int r = 0; r < ranks; r += kRankPad, b += kRankPad * kLanes) {
-        even = dot_weights(even, load_bytes(b), word_at(x + r));
-        odd = dot_weights(odd, load_bytes(b + kLanes * 4), word_at(x + r + 4));
+    for (int r = 0; r < ranks; r += kRankPad, b += kRankPad * kLanes)
+#pragma GCC unroll 2
+        for (int quad = 0; quad < 2; quad++) {
+            const Bytes own = load_bytes(b + quad * kLanes * 4);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                I32& sum = products[m][quad % kChains];
+                sum = dot_weights(sum, own, word_at(h[m] + sizeof(IntHead) + r + 4 * quad));
+            }
+        }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+        if constexpr (kChains > 1) products[m][0] = add(products[m][0], products[m][1]);
+        float scale;
+        std::memcpy(&scale, h[m] + offsetof(IntHead, scale), sizeof scale);
+        sums[m] = fma(to_float(products[m][0]), mul(scales, splat(scale)), sums[m]);
     }
-    return fma(to_float(add(even, odd)), scales, sums);
 }
 
-inline F32 expand_bf16(const uint8_t* b, int ranks, const uint8_t* h, F32 sums) {
-    const float* const x = reinterpret_cast<const float*>(h);
+template <int ROWS>
+inline void expand_bf16(const uint8_t* b, int ranks, const uint8_t* const (&h)[ROWS], F32 (&sums)[ROWS]) {
     const uint16_t* at = reinterpret_cast<const uint16_t*>(b);
-    F32 odd = splat(0);
+    const float* x[ROWS];
+    F32 odd[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) x[m] = reinterpret_cast<const float*>(h[m]), odd[m] = splat(0);
     for (int r = 0; r < ranks; r += 2, at += 2 * kLanes) {
-        sums = fma(splat(x[r]), load_bf16(at), sums);
-        odd = fma(splat(x[r + 1]), load_bf16(at + kLanes), odd);
+        const F32 first = load_bf16(at), second = load_bf16(at + kLanes);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) {
+            sums[m] = fma(splat(x[m][r]), first, sums[m]);
+            odd[m] = fma(splat(x[m][r + 1]), second, odd[m]);
+        }
     }
-    return add(sums, odd);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) sums[m] = add(sums[m], odd[m]);
 }
 
-inline F32 expand(const LoraLinear& linear, const LoraPart& part, const uint8_t* b, const uint8_t* h, F32 sums) {
-    if (linear.is_bf16) return expand_bf16(b, part.ranks, h + part.h, sums);
-    return expand_bytes(b, part.ranks, h + part.h, sums);
+// Tokens of one adapter: the sums of a panel of each, and all h that it has for the linear.
+struct LoraSums {
+    int count = 0;  // at most kLoraTokens
+    float* sums[kLoraTokens];
+    const uint8_t* h[kLoraTokens];
+};
+
+// To `half`, 0 or 1, of the sums of 1 to kLoraTokens tokens what a module adds.
+template <int ROWS = kLoraTokens>
+inline void expand(const LoraLinear& linear, const LoraPart& part, const uint8_t* b, int half, const LoraSums& of) {
+    if constexpr (ROWS > 1)
+        if (of.count < ROWS) return expand<ROWS - 1>(linear, part, b, half, of);
+    const uint8_t* h[ROWS];
+    F32 sums[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) h[m] = of.h[m] + part.h, sums[m] = load(of.sums[m] + half * kLanes);
+    linear.is_bf16 ? expand_bf16<ROWS>(b, part.ranks, h, sums) : expand_bytes<ROWS>(b, part.ranks, h, sums);
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) store(of.sums[m] + half * kLanes, sums[m]);
 }
 
 // To the sums of a panel of one token what its adapter adds; h: all that it has for the linear.
 inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F32& lo, F32& hi) {
-    for (const LoraPart& part : linear.parts) {
-        const uint8_t *const first = part.half(2 * panel), *const second = part.half(2 * panel + 1);
-        if (first != nullptr) lo = expand(linear, part, first, h, lo);
-        if (second != nullptr) hi = expand(linear, part, second, h, hi);
-    }
+    for (const LoraPart& part : linear.parts)
+        for (int half = 0; half < 2; half++)
+            if (const uint8_t* const b = part.half(2 * panel + half)) {
+                const uint8_t* const own[1] = {h + part.h};
+                F32& sum = half == 0 ? lo : hi;
+                F32 sums[1] = {sum};
+                linear.is_bf16 ? expand_bf16<1>(b, part.ranks, own, sums) : expand_bytes<1>(b, part.ranks, own, sums);
+                sum = sums[0];
+            }
 }
+
+// A token of a step with adapters.
+struct LoraToken {
+    const Adapter* adapter = nullptr;    // null = it has none
+    int32_t before = kFar, behind = kFar;  // how far the nearest tokens with the same adapter are
+    static constexpr int32_t kFar = 1 << 30;
+};
 
 // What adapters add to the sums of one panel.
 struct LowRank {
     void add_to(int64_t row, F32& lo, F32& hi) const {
-        if (adapters[row] == nullptr) return;
-        expand(adapters[row]->linears[size_t(linear)], panel, h + row * stride, lo, hi);
+        if (tokens[row].adapter == nullptr) return;
+        expand(tokens[row].adapter->linears[size_t(linear)], panel, h + row * stride, lo, hi);
     }
-    // The same of rows [row, row + count), whose sums [count][kPanel] are in memory.
+    // The same of rows [row, row + count), whose sums [count][kPanel] are in memory. Rows of one adapter go together.
     void add_to(int64_t row, int count, float* sums) const {
-        for (int first = 0; first < count; first += kExpandRows)
-            add_some(row + first, min_of(count - first, kExpandRows), sums + first * kPanel);
+        for (int first = 0; first < count; first++) {
+            const LoraToken& token = tokens[row + first];
+            if (token.adapter == nullptr || token.before <= first) continue;
+            for (int m = first; m < count;) {
+                LoraSums some;
+                for (; m < count && some.count < kLoraTokens; m += tokens[row + m].behind) {
+                    some.sums[some.count] = sums + m * kPanel;
+                    some.h[some.count++] = h + (row + m) * stride;
+                }
+                add_some(token.adapter->linears[size_t(linear)], some);
+            }
+        }
     }
     // The same of the rows from `row` on.
-    LowRank from(int64_t row) const { return {adapters ? adapters + row : nullptr, h + row * stride, stride, panel, linear}; }
+    LowRank from(int64_t row) const { return {tokens ? tokens + row : nullptr, h + row * stride, stride, panel, linear}; }
 
-    const Adapter* const* adapters = nullptr;  // [rows] of each, null = none; null = no row has one that changes the linear
-    const uint8_t* h = nullptr;                // [rows][stride]
+    const LoraToken* tokens = nullptr;  // [rows]; null = no row has an adapter that changes the linear
+    const uint8_t* h = nullptr;         // [rows][stride]
     int64_t stride = 0, panel = 0;
     int32_t linear = 0;
 
   private:
-    // At most kExpandRows; those of one adapter together, so that its B is looked for once.
-    void add_some(int64_t row, int count, float* sums) const {
-        uint32_t done = 0;
-        for (int first = 0; first < count; first++) {
-            const Adapter* const adapter = adapters[row + first];
-            if (adapter == nullptr || (done >> first & 1)) continue;
-            int same[kExpandRows], num_same = 0;
-            for (int m = first; m < count; m++)
-                if (adapters[row + m] == adapter) same[num_same++] = m, done |= uint32_t(1) << m;
-            const LoraLinear& of = adapter->linears[size_t(linear)];
-            for (const LoraPart& part : of.parts)
-                for (int half = 0; half < 2; half++)
-                    if (const uint8_t* const b = part.half(2 * panel + half))
-                        for (int i = 0; i < num_same; i++) {
-                            float* const at = sums + same[i] * kPanel + half * kLanes;
-                            store(at, expand(of, part, b, h + (row + same[i]) * stride, load(at)));
-                        }
-        }
+    void add_some(const LoraLinear& of, const LoraSums& some) const {
+        for (const LoraPart& part : of.parts)
+            for (int half = 0; half < 2; half++)
+                if (const uint8_t* const b = part.half(2 * panel + half)) {
+                    prefetch(b + (2 - part.skips) * part.half_bytes, part.half_bytes);  // of the next panel
+                    expand(of, part, b, half, some);
+                }
     }
 };
 

@@ -19,7 +19,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     for (int s = 0; s < batch.num_seqs; s++) sequence_.insert(sequence_.end(), size_t(batch.qstart[s + 1] - batch.qstart[s]), s);
     plan_attention();
     find_adapters();
-    is_fused_ = batch.num_tokens >= kFusedTokens && adapters_.empty();
+    is_fused_ = batch.num_tokens >= kFusedTokens && tokens_.empty();
 }
 
 // Lays the scratch out for `tokens` at `at` and returns its end.
@@ -91,7 +91,7 @@ void Step::execute(const kvl_instruction& instruction, int thread) {
         case KVL_QUANT: return quantize(instruction, thread);
         case KVL_LINEAR: return multiply(instruction, thread);
         case KVL_ROPE_KV: return place_heads(instruction, thread);
-        case KVL_ATTENTION: return attend(instruction);
+        case KVL_ATTENTION: return attend(instruction, thread);
         case KVL_ADD_NORMED: return add_normed(instruction, thread);
         case KVL_STATES: return keep_states(instruction, thread);
         case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
@@ -217,6 +217,7 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
             is_fused ? unit(instruction, i % units, x, span, thread) : panel(instruction, i % units, x, span, thread);
         }
     }
+    ask_for_a(instruction, thread);
     sync();
     if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
 }
@@ -228,10 +229,9 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     const Way way(linear.format(index), span.end - span.begin, model_.unit);
     const bool is_head = instruction.epilogue == KVL_LOGITS;
     const Epilogue epilogue = epilogue_of(instruction, index, thread);
-    if (epilogue.low_rank.adapters != nullptr) prefetch_b(instruction.linear, index + 1);
     for (int64_t i = 0; i < way.passes.count; i++) {
         const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
-        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue};
+        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue, way.ahead(i, linear.padded_cols)};
         way.multiply(is_head ? pass.without_epilogue() : pass, int(end - begin));
         for (int64_t r = begin; is_head && r < end; r++) keep_logits(r, index * kPanel, sums + (r - begin) * kPanel, thread);
     }
@@ -257,7 +257,7 @@ Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thr
     epilogue.adds = is_gated || linear.epilogue == KVL_RESIDUAL;
     epilogue.residual_scale = shape_.residual_scale;
     if (linear.epilogue != KVL_LOGITS && has_low_rank(linear.linear))
-        epilogue.low_rank = {adapters_.data(), lora_rows(thread), lora_stride_, panel, linear.linear};
+        epilogue.low_rank = {tokens_.data(), lora_rows(thread), lora_stride_, panel, linear.linear};
     epilogue.shares = is_gated ? scratch_.experts.shared : nullptr;
     if (gives_gates && panel + 1 == model_.linears[size_t(linear.linear)].panels)  // an MLP is wider than its gates
         epilogue.padding = int((round_up(column + kLanes, kPad) - column) / kLanes) - 1;

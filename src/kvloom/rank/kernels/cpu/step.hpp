@@ -71,6 +71,7 @@ class Step {
     void prefetch_b(int32_t linear, int64_t panel) const {
         for (const Adapter* adapter : step_adapters_) adapter->linears[size_t(linear)].prefetch_b(panel);
     }
+    void ask_for_a(const kvl_instruction& done, int thread) const;
     void shrink_tokens(int32_t linear, Span span, const Activations& x, int thread);
     Epilogue epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const;
     const float* bias_of(const kvl_instruction& linear, int64_t panel) const {
@@ -94,7 +95,7 @@ class Step {
     void up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
     void multiply_down(const kvl_instruction& instruction, int thread);
     void down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread);
-    void attend(const kvl_instruction& instruction);
+    void attend(const kvl_instruction& instruction, int thread);
     void ask_for(int64_t index, const kvl_instruction& attention) const;
     void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
 
@@ -141,9 +142,9 @@ class Step {
     std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
     Candidates candidates_;       // of the other rows
     std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
-    std::vector<const Adapter*> adapters_;       // [num_tokens] of each, null = none; empty when the step has none
+    std::vector<LoraToken> tokens_;              // [num_tokens]; empty when the step has no adapter
     std::vector<const Adapter*> step_adapters_;  // each of them once
-    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, a thread's of one adapter together; empty as adapters_
+    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, a thread's of one adapter together; empty as tokens_
     int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 when the step has no adapter
 };
 

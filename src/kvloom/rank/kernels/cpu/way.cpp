@@ -21,6 +21,11 @@ Way::Way(int format, int64_t rows, int unit)
     : format(format), is_in_tiles(unit == KVL_TILES && pays_in_tiles(format, rows)), is_in_pairs(unit == KVL_PAIRS),
       passes(passes_of(format, rows, is_in_tiles)) {}
 
+int64_t Way::ahead(int64_t index, int64_t cols) const {
+    if (index == 1) return panel_bytes(format, cols);
+    return index == 0 && passes.begin(1) >= kBusyRows ? kPrefetchBytesBusy : kPrefetchBytes;
+}
+
 void Way::multiply(const Pass* passes, int64_t count, int rows) const {
     if (is_in_tiles && is_whole(format)) return multiply_channel_in_tiles(passes, count, rows);
     for (const Pass* pass = passes; pass < passes + count; pass++) {

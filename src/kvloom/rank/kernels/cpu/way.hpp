@@ -15,6 +15,9 @@ constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
 struct Way {
     Way(int format, int64_t rows, int unit);  // KVL_TILES, ...
 
+    // What pass `index` over a panel of `cols` columns asks for, behind what it multiplies: the first one what it reads itself, the second
+    // the next panel. Others find theirs in the cache.
+    int64_t ahead(int64_t index, int64_t cols) const;
     // One pass, and its epilogue. `out` has room for kTileRows rows.
     void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }
     // The same rows times some panels of the form; all passes may have one `out`, if each has an epilogue.
