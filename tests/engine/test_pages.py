@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 
+from kvloom.contract.capacity import Ahead
 from kvloom.rank import pages as pages_module
 from kvloom.rank.pages import PagesAhead, release_blocks
 from tests.support.waiting import until
@@ -85,7 +86,7 @@ def no_way_given(monkeypatch):
 
 def test_the_thread_gives_way_to_all_others():
     before = set(threading.enumerate())
-    pages = PagesAhead(new_layers(1 << 20), 64, (1 << 20, 1 << 20))
+    pages = PagesAhead(new_layers(1 << 20), 64, Ahead(1 << 20, 1 << 20, 1 << 20))
     (thread,) = set(threading.enumerate()) - before
     until(lambda: os.getpriority(os.PRIO_PROCESS, thread.native_id) == 19)
     assert pages.num_wanted == 16
@@ -95,7 +96,7 @@ def test_the_thread_gives_way_to_all_others():
 @pytest.mark.parametrize("new_layers", [new_layers, new_layers_together])
 def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further(new_layers):
     layers = new_layers(4 << 20)  # 64 KiB a block, 256 KiB with all four tensors
-    pages = PagesAhead(layers, 64, (2 << 20, 8 << 20))
+    pages = PagesAhead(layers, 64, Ahead(2 << 20, 8 << 20, 0))
     until(lambda: resident_bytes(layers) == 2 << 20)
     pages.use(9)
     until(lambda: resident_bytes(layers) == 5 << 20)
@@ -113,7 +114,7 @@ def test_memory_is_provided_ahead_of_the_highest_block_in_use_and_no_further(new
 def test_what_is_in_a_block_stays_when_its_memory_is_provided():
     layers = new_layers(1 << 20)
     layers[0][1][40] = 7
-    PagesAhead(layers, 32, (1 << 30, 1 << 30))  # a cache whose blocks are two of the tensors'
+    PagesAhead(layers, 32, Ahead(1 << 30, 1 << 30, 0))  # a cache whose blocks are two of the tensors'
     until(lambda: resident_bytes(layers) == 4 << 20)
     assert (layers[0][1][40] == 7).all()
 
@@ -121,7 +122,7 @@ def test_what_is_in_a_block_stays_when_its_memory_is_provided():
 @pytest.mark.usefixtures("no_way_given")
 def test_what_was_given_back_is_provided_again_from_the_first_block_on():
     layers = new_layers(4 << 20)
-    pages = PagesAhead(layers, 64, (2 << 20, 2 << 20))
+    pages = PagesAhead(layers, 64, Ahead(2 << 20, 2 << 20, 0))
     pages.use(30)
     until(lambda: 4 * resident_bytes(layers) == 39 << 20)
     release_blocks(layers, range(64))
@@ -130,3 +131,43 @@ def test_what_was_given_back_is_provided_again_from_the_first_block_on():
     until(lambda: resident_bytes(layers) == 2 << 20)
     pages.use(0)
     assert pages.num_wanted == 1 + 8
+
+
+@pytest.fixture
+def always_at_rest(monkeypatch, no_way_given):
+    """Where nothing has been used for no time at all, the thread goes further."""
+    monkeypatch.setattr(pages_module, "_REST_S", 0.0)
+
+
+@pytest.mark.usefixtures("always_at_rest")
+def test_at_rest_memory_is_provided_further_ahead_of_what_was_used():
+    layers = new_layers(4 << 20)  # 256 KiB a block with all four tensors
+    pages = PagesAhead(layers, 64, Ahead(1 << 20, 1 << 20, 4 << 20))
+    until(lambda: resident_bytes(layers) == 4 << 20)
+    pages.use(7)
+    until(lambda: resident_bytes(layers) == 6 << 20)
+    pages.use(3)
+    pages.use(60)
+    until(lambda: resident_bytes(layers) == 16 << 20)
+    assert all((side == 0).all() for layer in layers for side in layer)
+
+
+@pytest.mark.usefixtures("always_at_rest")
+def test_at_rest_no_more_is_taken_than_a_quarter_of_what_is_left(monkeypatch):
+    monkeypatch.setattr(pages_module, "available_bytes", lambda: 12 << 20)
+    layers = new_layers(4 << 20)
+    pages = PagesAhead(layers, 64, Ahead(1 << 20, 1 << 20, 16 << 20))
+    until(lambda: resident_bytes(layers) == 4 << 20)
+    assert pages.num_wanted == 4, "of what is wanted without rest"
+
+
+@pytest.mark.usefixtures("always_at_rest")
+def test_what_was_given_back_at_rest_is_not_taken_again_before_it_is_used():
+    layers = new_layers(4 << 20)
+    pages = PagesAhead(layers, 64, Ahead(1 << 20, 1 << 20, 8 << 20))
+    until(lambda: resident_bytes(layers) == 8 << 20)
+    release_blocks(layers, range(64))
+    pages.forget()
+    until(lambda: resident_bytes(layers) == 1 << 20 and pages._is_resting)
+    pages.use(0)
+    until(lambda: resident_bytes(layers) == (8 << 20) + (1 << 18))

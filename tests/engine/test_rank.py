@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.capacity import AHEAD, Ahead
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.messages import Batch, Done, NewSeq, RankMessage, RankSetup, Ready, Transfer, Work
 from kvloom.contract.request import SamplingParams
@@ -16,8 +16,8 @@ def test_the_memory_ahead_follows_the_highest_block_in_use(monkeypatch):
     used: list[int] = []
 
     class Pages:
-        def __init__(self, layers, num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
-            assert (len(layers), num_blocks, ahead_bytes) == (1, 64, AHEAD_BYTES)
+        def __init__(self, layers, num_blocks: int, ahead: Ahead) -> None:
+            assert (len(layers), num_blocks, ahead) == (1, 64, AHEAD)
 
         def use(self, block: int) -> None:
             used.append(block)

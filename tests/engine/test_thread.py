@@ -10,6 +10,7 @@ import pytest
 
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, GenerationFailed, ModelError, Unavailable
+from kvloom.contract.messages import Batch, StepOutput
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.engine.link.ranks import RankExecutor
@@ -270,6 +271,25 @@ def test_an_idle_engine_gives_the_memory_of_its_blocks_back_and_goes_on(world_si
             assert engine.stats().num_free_blocks == 64
 
     with_engine(body, idle_release_s=0.05, world_size=world_size)
+
+
+def test_what_a_rank_takes_before_anybody_asks_is_given_back_too():
+    released: list[int] = []
+
+    class Runner(FakeRunner):
+        def run(self, batch: Batch) -> StepOutput:
+            released.extend(batch.release)
+            return super().run(batch)
+
+    async def body(engine: EngineThread) -> None:
+        await until(lambda: sorted(released) == list(range(64)))
+        released.clear()
+        await engine.sleep()
+        await engine.wake(wants_same_weights=False)
+        await until(lambda: sorted(released) == list(range(64)))
+
+    executor = FakeExecutor(lambda: Runner(EngineConfig(backend="fake", num_blocks=64)))
+    with_engine(body, executor=executor, idle_release_s=0.05)
 
 
 def test_without_a_time_nothing_is_given_back():

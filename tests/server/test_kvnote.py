@@ -17,14 +17,14 @@ from kvloom.server.run.kvnote import advice_note, kv_note, weights_note
             3 << 20,
             {"idle_release_s": 5},
             "3 MB",
-            "; 3 MB of it are taken now, {more}; it goes back after 5 s without work",
+            "; 3 MB of it are taken now, more when sequences need it; it goes back after 5 s without work",
         ),
         (40 << 30, {"device": "cuda"}, "40.0 GB", ""),
     ],
 )
 def test_it_tells_what_may_be_taken_and_what_is(kv_bytes, fields, size, rest):
     info = RankInfo(5000, 16, 100, 100, "cpu", kv_bytes=kv_bytes)
-    rest = rest.format(more="more when sequences need it")
+    rest = rest.format(more="more when sequences need it and up to 512 MB more for them while nobody asks")
     note = kv_note("m", info, EngineConfig(model="m", **fields))
     assert note == f"m: room for 80,000 tokens in a KV cache of {size}{rest}.\n"
 

@@ -9,16 +9,23 @@ The formulas are those of the tuning guide (spec 2.3.2), in bytes instead of GB:
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvloom.contract.errors import BadRequest, OutOfMemory
+
+
+class Ahead(NamedTuple):
+    """How far memory is provided beyond the KV blocks in use (rank/pages.py), in bytes."""
+
+    least: int  # bounds while steps run; between them, as much as is in use
+    most: int
+    at_rest: int  # when no step has run for a while
+
 
 GIB = 1 << 30
 SHARE = 0.8  # of what the weights leave; the rest is a reserve for activations, sampling and other programs
 AUTO_MAX_CPU_BYTES = 2 * GIB  # default, where the cache shares its memory with the rest of the machine
-AHEAD_BYTES = (
-    16 << 20,
-    256 << 20,
-)  # bounds of the part of the cache whose memory is provided before use (rank/pages.py)
+AHEAD = Ahead(16 << 20, 256 << 20, 512 << 20)
 AUTO_MAX_HOST_BYTES = 5 * GIB  # default, of the host pool for swapped-out sequences
 
 

@@ -55,7 +55,7 @@ class Driver:
         self._weights = stamp(engine.config.model)
         self._bedtime: list[Sleep] = []  # callers of sleep(), answered once nothing is under way
         self.is_asleep = False
-        self._is_used = False  # whether a request came since unused KV memory was last given back
+        self._is_used = True  # whether KV memory may have been taken since it was last given back; ranks start with some
 
     @property
     def is_ready(self) -> bool:
@@ -355,6 +355,7 @@ class Driver:
         if stamp(model) != weights:
             raise ModelError(f"{model}: its files have changed while the model was loaded; load it again")
         self._weights = weights
+        self._is_used = True
 
     def _deliver(self, deltas: list[Delta]) -> None:
         self._completed.delivered(deltas, self._engine.last_step)

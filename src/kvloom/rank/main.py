@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import cast
 
 from kvloom.checkpoints.fingerprint import stamp
-from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.capacity import AHEAD
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest, ModelError, ServingError
 from kvloom.contract.messages import (
@@ -83,7 +83,7 @@ def serve(sock: socket.socket) -> None:
     trim_heap()
     gc.freeze()  # objects as old as the model are never rescanned
     gc.enable()
-    pages = PagesAhead(runner.kv_layers, runner.info.num_blocks, AHEAD_BYTES)
+    pages = PagesAhead(runner.kv_layers, runner.info.num_blocks, AHEAD)
     channel.send(Ready(runner.info))
     while True:
         order: RankOrder = channel.receive()

@@ -12,12 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from kvloom.contract.capacity import Ahead
+from kvloom.rank.machine import available_bytes
+
 _MADV_DONTNEED, _MADV_REMOVE = 4, 9  # for private and for shared memory; the other one fails
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _STEP_BYTES = 8 << 20  # provided in one call, before checking again what is wanted
 _NICENESS = 19
+_REST_S = 3.0  # without a step: the rank is at rest
+_SHARE_OF_LEFT = 4  # at rest, at most a quarter of the available memory is taken
 
 
 def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> int:
@@ -33,22 +38,26 @@ def release_blocks(layers: Sequence[Sequence[Any]], blocks: Sequence[int]) -> in
 class PagesAhead:
     """Makes the system provide blocks' memory before they are written, in a thread of the lowest priority.
 
-    The first write to a page costs 2 to 15 us in the middle of a step. Blocks are first handed out in order, so the
-    thread stays ahead of the highest block in use so far, by as much as is in use; no more memory is taken.
+    The first write to a page costs 2 to 15 us in the middle of a step, and more on virtual machines whose host takes
+    free memory back. Blocks are first handed out in order, so the thread stays ahead of the highest block in use so
+    far, by as much as is in use. At rest, when its core is idle, it goes on to `ahead.at_rest` bytes beyond that
+    block, within a quarter of the available memory. No more memory is taken.
     """
 
-    def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead_bytes: tuple[int, int]) -> None:
-        """`num_blocks`: of the whole cache, as `use` counts them. `ahead_bytes`: lower and upper bound of the lead."""
+    def __init__(self, layers: Sequence[Sequence[Any]], num_blocks: int, ahead: Ahead) -> None:
+        """`num_blocks`: of the whole cache, as `use` counts them."""
         self._layers = layers  # the thread writes to the tensors' memory: these references keep it alive
         self._memory = list(_runs_of_blocks(layers))
         self._num_blocks = num_blocks
-        block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._memory) // num_blocks)
-        self._least, self._most = (max(1, num_bytes // block_bytes) for num_bytes in ahead_bytes)
-        self._step = max(1, _STEP_BYTES // block_bytes)
-        self.num_wanted = min(num_blocks, self._least)  # blocks, from the first, whose memory is or will be provided
-        self._num_forgotten = (
-            0  # number of calls; no lock, because a step must not wait for a thread of the lowest priority
-        )
+        self._block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._memory) // num_blocks)
+        self._ahead = Ahead(*(max(1, num_bytes // self._block_bytes) for num_bytes in ahead))  # blocks
+        self._step = max(1, _STEP_BYTES // self._block_bytes)
+        self.num_wanted = min(num_blocks, self._ahead.least)  # blocks from the first whose memory is or will be provided
+        self._num_used: int | None = 0  # blocks from the first that were in use; None = released, and unused since
+        # Number of calls of use() and forget(), read by the thread. No lock, because a step must not wait for a thread
+        # of the lowest priority.
+        self._num_uses = self._num_forgotten = 0
+        self._is_resting = False
         self._has_changed = threading.Event()
         self._has_changed.set()
         if self._memory:
@@ -56,15 +65,20 @@ class PagesAhead:
 
     def use(self, block: int) -> None:
         """Block `block` is in use, or about to be."""
-        ahead = min(max(block + 1, self._least), self._most)
+        self._num_uses += 1
+        self._num_used = max(self._num_used or 0, block + 1)
+        ahead = min(max(block + 1, self._ahead.least), self._ahead.most)
         wanted = min(self._num_blocks, block + 1 + ahead)
         if wanted > self.num_wanted:
             self.num_wanted = wanted
             self._has_changed.set()
+        elif self._is_resting:
+            self._has_changed.set()
 
     def forget(self) -> None:
-        """Memory of blocks was given back: begin again."""
-        self.num_wanted = min(self._num_blocks, self._least)
+        """Memory of blocks was given back: begin anew."""
+        self.num_wanted = min(self._num_blocks, self._ahead.least)
+        self._num_used = None
         self._num_forgotten += 1
         self._has_changed.set()
 
@@ -72,18 +86,30 @@ class PagesAhead:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         provided = num_forgotten = 0  # blocks provided, from the first; value of the counter then
         while True:
-            self._has_changed.wait()
+            num_uses = self._num_uses
+            has_changed = self._has_changed.wait(None if self._is_resting else _REST_S)
+            self._is_resting = not has_changed and num_uses == self._num_uses
             self._has_changed.clear()
+            at_rest = self._wanted_at_rest(provided) if self._is_resting else 0
             while True:
                 wanted = self.num_wanted  # read first: a `forget` after this costs one superfluous pass, no more
                 if num_forgotten != self._num_forgotten:
-                    provided, num_forgotten = 0, self._num_forgotten
+                    provided, num_forgotten, at_rest = 0, self._num_forgotten, 0
+                if num_uses == self._num_uses:
+                    wanted = max(wanted, at_rest)
                 if provided >= wanted:
                     break
                 end = min(wanted, provided + self._step)
                 if not all(self._provide(address, num_bytes, provided, end) for address, num_bytes in self._memory):
                     return  # the system cannot, or has no memory left: pages come when they are written
                 provided = end
+
+    def _wanted_at_rest(self, provided: int) -> int:
+        """Number of blocks, from the first, that shall have memory at rest. `provided`: how many have it."""
+        if self._num_used is None:
+            return 0
+        left = available_bytes() // _SHARE_OF_LEFT // self._block_bytes
+        return min(self._num_blocks, self._num_used + self._ahead.at_rest, provided + left)
 
     def _provide(self, address: int, num_bytes: int, start: int, end: int) -> bool:
         first = address + num_bytes * start // self._num_blocks

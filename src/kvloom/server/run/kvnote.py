@@ -1,6 +1,6 @@
 """Notes at startup: how a model is sampled, and the memory of its weights and its keys and values."""
 
-from kvloom.contract.capacity import AHEAD_BYTES
+from kvloom.contract.capacity import AHEAD
 from kvloom.contract.config import BACKENDS, EngineConfig
 from kvloom.contract.messages import RankInfo
 from kvloom.contract.request import SamplingAdvice
@@ -25,7 +25,9 @@ def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
     may = f"{name}: room for {info.num_blocks * info.block_size:,} tokens in a KV cache of {_size(info.kv_bytes)}"
     if config.device != "cpu" or config.backend not in BACKENDS:
         return f"{may}.\n"
-    now = f"{_size(min(AHEAD_BYTES[0], info.kv_bytes))} of it are taken now, more when sequences need it"
+    now = f"{_size(min(AHEAD.least, info.kv_bytes))} of it are taken now, more when sequences need it"
+    if info.kv_bytes > AHEAD.least:
+        now += f" and up to {_size(min(AHEAD.at_rest, info.kv_bytes))} more for them while nobody asks"
     back = f"; it goes back after {config.idle_release_s:g} s without work" if config.idle_release_s else ""
     return f"{may}; {now}{back}.\n"
 
