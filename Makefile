@@ -37,7 +37,7 @@ demo: install
 # More workers than cores: many tests wait for processes. These find their modules compiled, whatever the environment says.
 # CI runs the tests in the same order every time, everybody else in another.
 test: setup
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 $(if $(CI),--randomly-seed=1)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 5 $(if $(CI),--randomly-seed=1)
 
 # clients that need other versions than the tests: an environment over the project's, its packages first
 compat: setup
