@@ -1,5 +1,6 @@
 """Files of a model that were written by nobody's converter: each is refused in a sentence, and quickly."""
 
+import itertools
 import json
 import os
 import struct
@@ -117,11 +118,16 @@ def test_a_configuration_that_cannot_be_is_refused(config, tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "loop", "other rights"])
+KINDS = ("pipe", "device", "folder", "loop", "other rights")
+NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
+MAY_BE_ABSENT = "generation_config.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*itertools.product(NEEDED, KINDS), *((MAY_BE_ABSENT, kind) for kind in KINDS if kind != "loop")],
+)
 def test_what_is_no_plain_file_is_not_waited_for(name, kind, tmp_path):
-    if (name, kind) == ("generation_config.json", "loop"):
-        pytest.skip("as good as absent, which it may be")
     folder = save(tiny_model("llama"), tmp_path / "model", max_shard_size="1GB")
     (folder / name).unlink(missing_ok=True)
     if kind == "pipe":
@@ -135,6 +141,14 @@ def test_what_is_no_plain_file_is_not_waited_for(name, kind, tmp_path):
     read = load_tokenizer if name == "tokenizer.json" else open_checkpoint
     with pytest.raises(ModelError):
         read(folder)
+
+
+def test_a_loop_is_as_good_as_absent_where_a_file_may_be(tmp_path):
+    folder = save(tiny_model("llama"), tmp_path / "model", max_shard_size="1GB")
+    (folder / MAY_BE_ABSENT).unlink()
+    absent = open_checkpoint(folder)
+    (folder / MAY_BE_ABSENT).symlink_to(folder / MAY_BE_ABSENT)
+    assert open_checkpoint(folder).spec == absent.spec
 
 
 def test_a_folder_that_holds_one_gguf_file_is_that_model(tmp_path):
