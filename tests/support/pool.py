@@ -16,7 +16,7 @@ from ems.config import EmsConfig
 from ems.context_caching import ContextCaching
 from ems.profiling import Profiler
 from ems.transport import LinkPool
-from kvloom.pool.agent import Agent
+from kvloom.pool.agent import Agent, prepare_libraries
 from kvloom.pool.config import Address, AgentConfig
 from kvloom.pool.options import parse
 from kvloom.pool.storage.entries import Block
@@ -31,7 +31,9 @@ SECRET = b"a cluster secret of thirty-two bytes and more"
 def running_agent(**changes: Any) -> Iterator[Agent]:
     """An agent in this process on a socket of its own; `changes` are fields of AgentConfig."""
     with tempfile.TemporaryDirectory() as folder:
-        agent = Agent(replace(SMALL, **{"socket": Path(folder) / "ems.sock", **changes}))
+        config = replace(SMALL, **{"socket": Path(folder) / "ems.sock", **changes})
+        prepare_libraries(config)
+        agent = Agent(config)
         agent.start()
         try:
             yield agent

@@ -248,6 +248,13 @@ class Agent:
         self.node.close()
 
 
+def prepare_libraries(config: AgentConfig) -> None:
+    """Has those that such an agent calls before a client waits for it: a call has a deadline."""
+    prepare()
+    if config.listen or config.peers or config.control_url:
+        prepare_stream()
+
+
 def serve(config: AgentConfig) -> None:
     """Serve until SIGTERM, SIGINT or, if asked for, the end of standard input, which the kernel closes when the client
     of a private agent dies. Raises OSError, ValueError, EngineError or TlsError when it cannot start.
@@ -260,9 +267,7 @@ def serve(config: AgentConfig) -> None:
     stop_read, stop_write = os.pipe()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: os.write(stop_write, _STOP))
-    prepare()
-    if config.listen or config.peers or config.control_url:
-        prepare_stream()
+    prepare_libraries(config)
     agent = Agent(config)
     agent.start()
     if agent.config.has_huge_pages:
