@@ -301,6 +301,7 @@ def test_a_revoked_key_ends_its_sessions(guarded):
     oracle = Oracle()
     with session(guarded.config.socket, oracle.kv, access_id="a", access_key=KEY) as cc:
         assert oracle.save(cc, HASHES) == len(HASHES)
+        assert oracle.load(cc, HASHES) == len(HASHES), "its memory is known: from now on C++ answers alone"
         guarded.node.keyring.replace([])
         for _ in range(2):
             with pytest.raises(EmsException):
