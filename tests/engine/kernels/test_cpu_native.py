@@ -48,6 +48,12 @@ def test_every_kernel_agrees_with_its_scalar_reference(isa):
     check("kernels", isa, MEMORY)
 
 
+@pytest.mark.skipif(build.best_isa(build.cpu_flags()) != build.TILES, reason="needs a tile unit")
+def test_every_kernel_of_the_tile_unit_agrees_with_dot_products():
+    """They are in the program of AVX-512, which leaves them out where there is no such unit."""
+    check("kernels", "avx512", MEMORY)
+
+
 @pytest.mark.parametrize("isa", AVAILABLE)
 def test_whole_steps_agree_with_a_plain_forward_pass(isa):
     check("steps", isa, MEMORY)
