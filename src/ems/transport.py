@@ -43,6 +43,7 @@ class Link:
         self._maps = maps
         self._arena: Bytes | None = None
         self._arena_asked = 0
+        self._board: Bytes | None = None
         self._next_id = 0
         self.channel = Channel(_connected(path, deadline_s))
         self._line: NativeLine | None = None
@@ -60,11 +61,14 @@ class Link:
             raise WireError("expected a challenge")
         is_open = challenge.salt == b""
         secret = verifier("" if is_open else access_key, challenge.salt)
-        welcome = self.call(m.Proof(proof(secret, "client", access_id, nonce, challenge.nonce)), deadline_s)
-        if not isinstance(welcome, m.Welcome):
-            raise WireError("expected a welcome")
-        if not same(welcome.proof, proof(secret, "agent", access_id, nonce, challenge.nonce)):
-            raise WireError("the agent does not know our access key")
+        known = m.Proof(proof(secret, "client", access_id, nonce, challenge.nonce))
+        with self._call_with_fd(known, deadline_s) as (welcome, fd):
+            if not isinstance(welcome, m.Welcome):
+                raise WireError("expected a welcome")
+            if not same(welcome.proof, proof(secret, "agent", access_id, nonce, challenge.nonce)):
+                raise WireError("the agent does not know our access key")
+            if fd >= 0:
+                self._board = map_shared(fd, m.BOARD_BYTES, is_writable=True)
         return welcome
 
     def begin(self, message: m.Message, deadline_s: float) -> None:
@@ -106,7 +110,7 @@ class Link:
     def _native(self) -> NativeLine | None:
         """This link in C++, as soon as the library is available."""
         if self._line is None:
-            self._line = native_line(self.channel.sock.fileno())
+            self._line = native_line(self.channel.sock.fileno(), self._board)
         return self._line
 
     @property
@@ -178,14 +182,25 @@ class Link:
         answer = self.finish(time.monotonic())
         return WireError(f"expected another answer than {type(answer).__name__}")
 
-    def _call_for_fd(self, message: m.Message, deadline_s: float) -> int:
+    @contextlib.contextmanager
+    def _call_with_fd(self, message: m.Message, deadline_s: float) -> Iterator[tuple[m.Message, int]]:
+        """One request, its answer, and the descriptor that came with it, -1 when there was none."""
         self.begin(message, deadline_s)
         frame, fd = self.channel.receive_with_fd(deadline_s)
-        if isinstance(frame.message, m.Failure):
-            raise EmsException(EmsErrorCode(frame.message.code), frame.message.message)
-        if fd < 0:
-            raise WireError("expected a descriptor")
-        return fd
+        try:
+            if isinstance(frame.message, m.Failure):
+                raise EmsException(EmsErrorCode(frame.message.code), frame.message.message)
+            yield frame.message, fd
+        finally:
+            if fd >= 0:
+                os.close(fd)
+
+    @contextlib.contextmanager
+    def _call_for_fd(self, message: m.Message, deadline_s: float) -> Iterator[int]:
+        with self._call_with_fd(message, deadline_s) as (_answer, fd):
+            if fd < 0:
+                raise WireError("expected a descriptor")
+            yield fd
 
     def arena(self, size: int, least: int, deadline_s: float) -> Bytes:
         """The staging area: `size` bytes, or at least `least` if the agent is short; visible to the agent and this
@@ -193,12 +208,9 @@ class Link:
         """
         if self._arena is None or size > self._arena_asked or len(self._arena) < least:
             self._arena = None
-            fd = self._call_for_fd(m.Arena(size, least), deadline_s)
-            try:
+            with self._call_for_fd(m.Arena(size, least), deadline_s) as fd:
                 self._arena = map_shared(fd, os.fstat(fd).st_size, is_writable=True)
                 self._arena_asked = size
-            finally:
-                os.close(fd)
         return self._arena
 
     def keep_up(self, num_given_back: int) -> None:
@@ -210,12 +222,9 @@ class Link:
         incarnation = self.welcome.incarnation
         found = self._maps.find(incarnation, segment)
         if found is None:
-            fd = self._call_for_fd(m.Segment(segment), deadline_s)
-            try:
+            with self._call_for_fd(m.Segment(segment), deadline_s) as fd:
                 size = self.welcome.segment_bytes
                 found = self._maps.add(incarnation, segment, fd, size, self.welcome.is_direct)
-            finally:
-                os.close(fd)
         return found
 
     def complain(self, problem: str) -> None:

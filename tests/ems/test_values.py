@@ -38,7 +38,7 @@ def opened(agent: Agent, layout: str = "", **identity: Any) -> Iterator[KvPool]:
         yield pool
 
 
-@pytest.fixture(autouse=True, params=[line.native_line, lambda _fd: None], ids=["in C++", "in Python"])
+@pytest.fixture(autouse=True, params=[line.native_line, lambda _fd, _board: None], ids=["in C++", "in Python"])
 def _moved(request, monkeypatch):
     functions.functions()  # it is compiled before a call does without
     monkeypatch.setattr("ems.transport.native_line", request.param)

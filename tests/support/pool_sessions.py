@@ -14,7 +14,7 @@ from ems.native.functions import Segment, functions
 from ems.native.line import Mapped, NativeLine, WantedLoad, WantedSave, native_line
 from ems.native.plan import native_planner
 from ems.native.tensors import NativeHostTensors, native_tensors
-from ems.runs import Blocks, address_of
+from ems.runs import Blocks, Bytes, address_of
 from ems.tensors import as_tensor
 from ems.wire import messages as m
 from kvloom.pool.storage.native.pool import NativePool
@@ -32,8 +32,8 @@ class Sessions:
         self.pool = pool
         self.errors = errors
 
-    def serve(self, sock: socket.socket, arena: SharedMemory) -> None:
-        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64())
+    def serve(self, sock: socket.socket, arena: SharedMemory, board: Bytes | None) -> None:
+        terms = Terms(can_save=True, has_others=False, keyring_version=ctypes.c_uint64(), board=board)
         channel = Channel(sock)
         serving = self.pool.serving(channel, terms)
         serving.use_arena(arena)
@@ -50,10 +50,11 @@ class Sessions:
         assert functions() is not None, "there is no library"
         here, there = socket.socketpair()
         arena = SharedMemory("storm", 1 << 18, False)
-        served = threading.Thread(target=self.serve, args=(there, arena))
+        board = np.zeros(m.BOARD_BYTES, np.uint8) if seed % 2 else None
+        served = threading.Thread(target=self.serve, args=(there, arena, board))
         served.start()
         try:
-            channel, line = Channel(here), native_line(here.fileno())
+            channel, line = Channel(here), native_line(here.fileno(), board)
             assert line is not None
             channel.send(m.Ping())
             channel.receive(None)

@@ -33,8 +33,10 @@ class Channel:
     the stream is unknown.
 
     On Unix sockets no raw bytes follow a frame, so several frames are read at once. The socket stays in blocking mode
-    and waits are polls: changing its timeout before each call would cost a system call each. Every method raises
-    TimeoutError, ConnectionError (OSError) or WireError.
+    and waits are polls: changing its timeout before each call would cost a system call each, and a thread
+    that sleeps in `recv` on a Unix socket is also woken whenever the other end reads what it was sent.
+
+    Every method raises TimeoutError, ConnectionError (OSError) or WireError.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -105,7 +107,7 @@ class Channel:
     def receive(self, deadline_s: float | None = None) -> Frame:
         """The next frame."""
         while (frame := self._reader.next_frame()) is None:
-            if deadline_s is not None:
+            if deadline_s is not None or self._ahead:
                 self._wait(self._readable, deadline_s)
             data = self.sock.recv(max(self._ahead, self._reader.missing))
             if not data:

@@ -61,7 +61,14 @@ class Line(ctypes.Structure):
     deadline_ns: int
     odd: int
     num_odd: int
-    _fields_ = [("deadline_ns", c_int64), ("request_id", c_int64), ("odd", c_void_p), ("num_odd", c_int64)]
+    board: int | None
+    _fields_ = [
+        ("deadline_ns", c_int64),
+        ("request_id", c_int64),
+        ("odd", c_void_p),
+        ("num_odd", c_int64),
+        ("board", c_void_p),
+    ]
 
 
 class Segment(ctypes.Structure):

@@ -85,11 +85,13 @@ class WantedSave(NamedTuple):
 class NativeLine:
     """Calls over one socket, one at a time. Methods raise TimeoutError, OSError or Unexpected."""
 
-    def __init__(self, library: ctypes.CDLL, functions: Xxh3, fd: int) -> None:
+    def __init__(self, library: ctypes.CDLL, functions: Xxh3, fd: int, board: Bytes | None) -> None:
         self.library = library
+        self._board = board
         self._xxh3 = ctypes.pointer(functions)
         self.address: int = library.ems_line_open(fd)
         self._line = c.Line.from_address(self.address)
+        self._line.board = address_of(board) if board is not None else None
 
     def __del__(self) -> None:
         self.library.ems_line_close(self._line)
@@ -154,7 +156,7 @@ class NativeLine:
         return problem
 
 
-def native_line(fd: int) -> NativeLine | None:
-    """For a connected socket; None where the library is not available."""
+def native_line(fd: int, board: Bytes | None = None) -> NativeLine | None:
+    """For a connected socket, and the session's board if it has one; None where the library is not available."""
     library, summing = c.functions_at_hand(), xxh3()
-    return NativeLine(library, summing, fd) if library is not None and summing is not None else None
+    return NativeLine(library, summing, fd, board) if library is not None and summing is not None else None

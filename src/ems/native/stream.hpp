@@ -2,6 +2,7 @@
 // error number, as errno has it.
 #pragma once
 
+#include <atomic>
 #include <cerrno>
 #include <ctime>
 #include <poll.h>
@@ -145,9 +146,9 @@ class FrameStream {
         if (buffer_.size() < end_ + wanted) {
             buffer_.resize(end_ + wanted);
         }
-        const int flags = deadline_ns == kForEver ? 0 : MSG_DONTWAIT;
         while (true) {
-            const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, flags);
+            // Who sleeps in `recv` itself is woken whenever the other end reads what it was sent: `poll` tells that apart.
+            const ssize_t count = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, MSG_DONTWAIT);
             if (count > 0) {
                 end_ += static_cast<size_t>(count);
                 return 0;
@@ -190,6 +191,7 @@ struct EmsLine {
     int64_t request_id;   // of the last request
     const uint8_t* odd;
     int64_t num_odd;
+    std::atomic<int64_t>* board;  // where the agent looks for the last lease that was read; or null
 };
 
 }  // extern "C"

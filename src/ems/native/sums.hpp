@@ -72,7 +72,7 @@ class SummedCopy {
 
   private:
     static constexpr size_t kPiece = 8 << 10;   // source and copy together fit into the first cache of a core
-    static constexpr size_t kLarge = 64 << 10;  // a batch of smaller blocks may be read while the caches have it
+    static constexpr size_t kLarge = 4 << 10;   // goes past the caches: hardly a block is read while they would have it
 
     // Writes a piece; where the same bytes can be summed.
     const uint8_t* put(uint8_t* target, const uint8_t* source, size_t size) {

@@ -9,6 +9,7 @@ from ems.keys import KEY_BYTES, NONCE_BYTES
 SUM_BYTES = 16  # xxh3-128
 MAX_KEYS = 4096  # a frame
 MAX_BLOCK_BYTES = 1 << 28
+BOARD_BYTES = 8
 
 
 class Status(IntEnum):
@@ -100,6 +101,8 @@ class Welcome(Message):
     """The session is open. incarnation: this run of the agent; key_salt: the tenant's; proof: the agent's own.
 
     pool: identifies the tenant's pool, the same on all nodes that share it; older agents leave it empty.
+    A descriptor may come with it: shared memory of BOARD_BYTES, the session's board. A client that has read an odd
+    lease may write its number there instead of sending a Release; that releases all odd leases up to it.
     """
 
     OP = 4
@@ -221,7 +224,8 @@ class Load(Message):
 
 @dataclass
 class Found(Message):
-    """The contiguous prefix that is here, pinned under `lease` until Release or the end of the connection.
+    """The contiguous prefix that is here, pinned under `lease` until Release, the board's word (Welcome) or the end of
+    the connection.
 
     num_given_back: segments of the tenant that were given back so far. When it grows, mappings of segments that this
     answer does not name may be stale and should be dropped.

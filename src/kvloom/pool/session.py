@@ -13,6 +13,7 @@ from typing import Any
 from ems.common.channel import CHANNEL_ERRORS, Channel
 from ems.common.exception import EmsErrorCode
 from ems.keys import NONCE_BYTES, proof
+from ems.runs import Bytes
 from ems.wire import messages as m
 from ems.wire.frames import Frame, WireError
 from kvloom.pool.node import Node
@@ -62,6 +63,7 @@ class ClientSession:
         self._access_id = ""
         self._verifier = b""
         self._serving: Serving | None = None  # answers requests without Python
+        self._board: Bytes | None = None
 
     def run(self, hello: m.Hello, request_id: int) -> None:
         """Serve the client from its Hello to the end of the connection. Never raises for what the client does."""
@@ -72,13 +74,14 @@ class ClientSession:
             return
         if tenant is None:
             return
-        pool = self._pool = self._node.pool(tenant)
+        pool = self._pool
         writer, reader = Writer(pool, self._node), Reader(pool, self._node)
         picker = Picker(pool, self._node, reader)
         terms = Terms(
             can_save=self._node.others is None and self._node.put_limit(tenant) is None,
             has_others=self._node.others is not None,
             keyring_version=self._node.keyring.version,
+            board=self._board,
         )
         self._serving = pool.serving(self._channel, terms)
         handlers: dict[type[m.Message], Callable[[Any, float], m.Message | None]] = {
@@ -149,7 +152,14 @@ class ClientSession:
             is_direct=config.is_direct,
             pool=self._node.pool_id(tenant),
         )
-        self._channel.send(welcome, deadline_s, request_id=frame.request_id)
+        self._pool = self._node.pool(tenant)
+        board = self._pool.board()
+        fd, self._board = (board.fd, board.data) if board is not None else (None, None)
+        try:
+            self._channel.send(welcome, deadline_s, request_id=frame.request_id, fd=fd)
+        finally:
+            if board is not None:
+                board.close()
         return tenant
 
     def _answer(

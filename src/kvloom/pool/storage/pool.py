@@ -56,6 +56,7 @@ class Terms(NamedTuple):
     can_save: bool  # the tenant's rate is unlimited, and every block's home is this node
     has_others: bool  # other nodes may have what is not here
     keyring_version: c_uint64  # incremented when the session's key may have been revoked
+    board: Bytes | None = None  # where the client writes leases that it has read; None = it sends Release
 
 
 class Serving(Protocol):
@@ -149,6 +150,10 @@ class Pool(ABC):
         """Number of segments given back to the system: clients that have mapped one should unmap it."""
 
     # Sessions
+
+    def board(self) -> SharedMemory | None:
+        """A board for a session (`messages.Welcome`); None where nothing would look at it."""
+        return None
 
     def serving(self, channel: Channel, terms: Terms) -> "Serving | None":
         """What answers a session's requests without Python; None where nothing does."""

@@ -96,9 +96,6 @@ inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
         pool.memory.free(offset);
     }
     batch.free.clear();
-    if (save.num > 0) {  // they come while the blocks are copied
-        pool.expect_new(save.keys, save.num, slot_bytes(static_cast<uint32_t>(save.lengths[0])));
-    }
     return kDone;
 }
 
@@ -152,6 +149,9 @@ inline Outcome write(PoolHandle* handle, const Xxh3& xxh3, Save& save) {
     }
     const std::vector<Sum> sums = fill(xxh3, save, *save.batch);
     const Held held(handle);
+    if (save.num > 0) {
+        handle->pool.expect_new(save.keys, save.num, slot_bytes(static_cast<uint32_t>(save.lengths[0])));
+    }
     for (size_t i = 0; i < sums.size(); i++) {
         const Published done = settle(handle->pool, save, static_cast<int64_t>(i), save.batch->begun[i], sums[i]);
         save.statuses[i] = done.status;

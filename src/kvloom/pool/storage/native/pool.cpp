@@ -7,7 +7,7 @@ constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explai
 constexpr int kMaxEvictions = 4096;       // to make room for one block
 constexpr size_t kForgottenAtOnce = 2048;  // of a segment that is given back, between two turns of others
 constexpr int64_t kEvictedAtOnce = 8 << 20;  // bytes of one chain, likewise
-constexpr int64_t kAheadBlocks = 64;      // evicted at a time: a request that comes meanwhile waits for that long
+constexpr int64_t kAheadBlocks = 16;      // evicted at a time: a request that comes meanwhile waits for that long
 }  // namespace
 
 // A use.

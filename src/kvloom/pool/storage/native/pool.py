@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ems.common.channel import Channel
 from ems.keys import KEY_BYTES
 from ems.runs import Areas, Bytes, address_of
+from ems.wire import messages as m
 from ems.wire.messages import Cause, Status
 from kvloom.pool.storage.allocator import slot_bytes
 from kvloom.pool.storage.budget import Budget
@@ -133,6 +134,12 @@ class NativePool(Pool):
         return self._glance.num_given_back
 
     # Sessions
+
+    def board(self) -> SharedMemory | None:
+        try:
+            return SharedMemory("ems-board", m.BOARD_BYTES, is_sealed=False)
+        except OSError:
+            return None
 
     def serving(self, channel: Channel, terms: Terms) -> NativeServing:
         return NativeServing(self, channel, self._asked, terms)

@@ -9,7 +9,6 @@ namespace {
 using ems::BodyReader;
 using ems::Frame;
 
-constexpr size_t kMaxLeases = 1024;
 constexpr int64_t kKeysAtOnce = 64;               // of a message, between two turns of other sessions at the index
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // a client that takes its answers no faster is gone
 constexpr int64_t kHeldShare = 4;                 // of the staging area: an answer about 1 / it of the area is not held back
@@ -18,14 +17,14 @@ constexpr int64_t kAheadShare = 16;               // of a quota, what is kept fr
 
 Serving::~Serving() {
     end_batch();
-    for (const auto& lease : leases_) {
-        unpin(lease.second);
+    for (std::vector<Id> ids; !(ids = leases_.end_one()).empty();) {
+        unpin(ids);
     }
 }
 
 int Serving::next(uint64_t valid_at, Frame& frame) {
     while (true) {
-        const int problem = stream_.next(ems::kForEver, frame);
+        const int problem = receive(frame);
         if (problem != 0 && problem != ems::kMalformed) {
             return problem;
         }
@@ -34,6 +33,9 @@ int Serving::next(uint64_t valid_at, Frame& frame) {
             if (const int failure = flush()) {
                 return failure;
             }
+        }
+        if (!is_in_batch_) {
+            end_read();
         }
         if (!is_ours) {
             return 0;
@@ -123,6 +125,7 @@ bool Serving::save(const Frame& frame) {
         std::fill(statuses.begin() + static_cast<int64_t>(done), statuses.end(), statuses[done - 1]);
     }
     has_ended_ = wanted.is_last;
+    is_in_batch_ = !wanted.is_last;
     held_bytes_ += wanted.bytes();
     is_held_ = !wanted.is_last && (held_bytes_ < arena_bytes_ / kHeldShare || ends_batch(stream_));
     out_.begin(ems::kSaved, frame.header.request_id, 0, 1);
@@ -142,6 +145,10 @@ void Serving::store(Save& part) {
         part.may_grow = callbacks_.grow();
     }
     close_left();
+    const int64_t last = part.num_done - 1;
+    if (last >= 0 && part.statuses[last] == kNoRoom && end_read()) {
+        part.num_done = last;  // that one is tried once more
+    }
     for (int64_t i = 0; i < part.num_done; i++) {
         const uint32_t slot = slot_bytes(static_cast<uint32_t>(part.lengths[i]));
         if (part.statuses[i] == kStored) {
@@ -269,7 +276,7 @@ bool Serving::pick(const Frame& frame) {
 void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_t cause) {
     std::vector<Id> pinned;
     std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });
-    const bool is_lent = !pinned.empty() && leases_.size() < kMaxLeases;
+    const bool is_lent = !pinned.empty() && !leases_.is_full();
     const bool is_each = request.header.op == ems::kPick;  // then there is an answer for each key, else for each block
     const size_t num = is_lent || is_each ? ids.size() : 0;
     std::vector<int64_t> segments(num), offsets(num), lengths(num);
@@ -292,9 +299,7 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
     }
     int64_t lease = 0;
     if (is_lent) {
-        lease = next_lease_;
-        next_lease_ += 2;
-        leases_.emplace(lease, std::move(pinned));
+        lease = leases_.lend(std::move(pinned));
     } else if (!pinned.empty()) {
         handle_->glance.counts.add_one(handle_->glance.counts.denied_leases);
         unpin(pinned);
@@ -317,16 +322,11 @@ bool Serving::release(const Frame& frame) {
     if (!body.is_good(1) || number % 2 == 0) {
         return false;
     }
-    const auto lease = leases_.find(number);
-    if (lease == leases_.end()) {
-        return true;
-    }
-    const std::vector<Id>& ids = lease->second;
+    const std::vector<Id> ids = leases_.end(number);
     if (corrupt >= 0 && corrupt < static_cast<int64_t>(ids.size())) {
         distrust(ids[static_cast<size_t>(corrupt)]);
     }
     unpin(ids);
-    leases_.erase(lease);
     return true;
 }
 

@@ -73,7 +73,7 @@ class NativeServing:
     """Used by its session's thread only."""
 
     def __init__(self, owner: Any, channel: Channel, asked: c.Callbacks, terms: Terms) -> None:
-        """owner: the pool, kept alive, as is `asked`."""
+        """owner: the pool; it, `asked` and the terms are kept alive."""
         self._kept = owner, asked, terms
         self._functions: c.Functions = owner.functions
         self._channel = channel
@@ -84,6 +84,7 @@ class NativeServing:
             terms.has_others,
             ctypes.pointer(owner.budget_version),
             ctypes.pointer(terms.keyring_version),
+            address_of(terms.board) if terms.board is not None else None,
         )
         short = self._functions.short
         fd, xxh3 = channel.sock.fileno(), self._functions.xxh3
