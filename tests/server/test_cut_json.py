@@ -35,9 +35,7 @@ def test_each_beginning_of_any_object_is(value, is_ascii, data):
     assert object_so_far(cut) == by_the_client(cut)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "[1", "}", '"a', "1", '{"a": 1}}', "{1: 2", '{"a" 1', "[" * 99_999, '{"a":' * 99_999]
-)
+@pytest.mark.parametrize("text", ["", "x", "[1", "}", '"a', "1", "{1: 2", '{"a" 1', "[" * 99_999, '{"a":' * 99_999])
 def test_what_begins_no_object_is_an_empty_one(text: str):
     assert object_so_far(text) == {}
 

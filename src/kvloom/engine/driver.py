@@ -55,7 +55,7 @@ class Driver:
         self._weights = stamp(engine.config.model)
         self._bedtime: list[Sleep] = []  # callers of sleep(), answered once nothing is under way
         self.is_asleep = False
-        self._is_used = True  # whether KV memory may have been taken since it was last given back; ranks start with some
+        self._is_used = True  # whether KV memory may have been taken since the last release; ranks start with some
 
     @property
     def is_ready(self) -> bool:

@@ -86,11 +86,8 @@ def _alias(name: str) -> property:
     return property(lambda self: getattr(self, name), set_field)
 
 
-_REALS = ("temperature", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-
-
 def _whole(name: str, value: Any) -> int:
-    """As Python's own int, which a message to a rank can hold. Raises BadRequest."""
+    """The value as a plain int, which messages to a rank can hold (numpy's are not). Raises BadRequest."""
     try:
         return int(operator.index(value))
     except TypeError:
@@ -98,7 +95,7 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _real(name: str, value: Any) -> float:
-    """As Python's own float. Raises BadRequest."""
+    """The value as a plain float. Raises BadRequest."""
     if not isinstance(value, int | float | np.number):
         raise BadRequest(name, f"must be a number, got {value!r}")
     return float(value)
@@ -124,7 +121,7 @@ class SamplingParams:
     frequencyPenalty, presencePenalty = _alias("frequency_penalty"), _alias("presence_penalty")
 
     def to_engine(self) -> engine_request.SamplingParams:
-        """Raises BadRequest naming the field that is out of range or no number. Numbers of numpy are numbers."""
+        """Raises BadRequest naming the field that is out of range or not a number. numpy's numbers are accepted."""
         seed = _whole("seed", self.seed)
         if not 0 <= seed <= _MAX_UINT32:
             raise BadRequest("seed", f"must be between 0 and {_MAX_UINT32}, got {seed}")
@@ -132,7 +129,12 @@ class SamplingParams:
             top_k=_whole("top_k", self.top_k),
             seed=seed or None,
             watermark=bool(self.watermark),
-            **{name: _real(name, getattr(self, name)) for name in _REALS},
+            temperature=_real("temperature", self.temperature),
+            top_p=_real("top_p", self.top_p),
+            typical_p=_real("typical_p", self.typical_p),
+            repetition_penalty=_real("repetition_penalty", self.repetition_penalty),
+            frequency_penalty=_real("frequency_penalty", self.frequency_penalty),
+            presence_penalty=_real("presence_penalty", self.presence_penalty),
         )
         return params if self.do_sample else replace(params, temperature=0.0)
 
@@ -215,7 +217,7 @@ class InferenceRequest:
     def set_input_ids(self, ids: Sequence[int]) -> None:
         """Short for an INPUT_IDS tensor of [1, n] int64, filled.
 
-        Raises BadRequest when `ids` is empty, or holds what is no whole number.
+        Raises BadRequest when `ids` is empty or holds anything but whole numbers.
         """
         given = np.asarray(ids)
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -258,7 +260,7 @@ class InferenceRequest:
         self.callback = callback
 
     def set_input_text(self, text: str) -> None:
-        """In the place of ids. Raises BadRequest when it is no text."""
+        """A prompt as text, instead of token ids. Raises BadRequest when it is not a str."""
         if not isinstance(text, str):
             raise BadRequest("input_text", f"must be a text, got {type(text).__name__}")
         self._text = text

@@ -52,8 +52,8 @@ class PagesAhead:
         self._block_bytes = max(1, sum(num_bytes for _address, num_bytes in self._memory) // num_blocks)
         self._ahead = Ahead(*(max(1, num_bytes // self._block_bytes) for num_bytes in ahead))  # blocks
         self._step = max(1, _STEP_BYTES // self._block_bytes)
-        self.num_wanted = min(num_blocks, self._ahead.least)  # blocks from the first whose memory is or will be provided
-        self._num_used: int | None = 0  # blocks from the first that were in use; None = released, and unused since
+        self.num_wanted = min(num_blocks, self._ahead.least)  # leading blocks whose memory is or will be provided
+        self._num_used: int | None = 0  # leading blocks that were in use; None = released, and unused since
         # Number of calls of use() and forget(), read by the thread. No lock, because a step must not wait for a thread
         # of the lowest priority.
         self._num_uses = self._num_forgotten = 0
