@@ -85,13 +85,14 @@ def test_it_says_that_it_is_ready_and_prints_a_curl_line_that_works():
         assert json.loads(answer.stdout)["choices"][0]["message"]["role"] == "assistant"
 
 
-def test_sigterm_lets_running_requests_finish_and_exits_0():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_running_requests_finish_and_the_server_exits_0(number):
     with serve(*MOCK, "--grace", "20") as server:
         body = {**BODY, "max_tokens": 1500, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()
             next(lines)
-            server.process.send_signal(signal.SIGTERM)
+            server.process.send_signal(number)
             until(lambda: httpx.get(server.url + "/health").status_code == 503)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
@@ -99,8 +100,37 @@ def test_sigterm_lets_running_requests_finish_and_exits_0():
         assert server.process.wait(timeout=120) == 0
 
 
+START = """
+import os, signal
+from kvloom.cli import main
+from kvloom.server.run import loading
+
+class Loading(loading.Loading):
+    def __init__(self, config):
+        try:
+            os.kill(os.getpid(), signal.{name})
+        {swallowing}
+        super().__init__(config)
+
+loading.Loading = Loading
+main()
+"""
+
+
+@pytest.mark.parametrize("swallowing", ["except: pass", "finally: pass"], ids=["swallowed", "raised"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_in_the_middle_of_a_start_ends_it_and_leaves_nothing_behind(name, swallowing, tmp_path):
+    """Libraries try what is optional with a bare `except`, and finalisers ignore every exception."""
+    pid_file = tmp_path / "pid"
+    code = START.format(name=name, swallowing=swallowing)
+    command = [CLI[0], "-c", code, "serve", *MOCK, "--port", "0", "--pid-file", str(pid_file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    assert not pid_file.exists()
+
+
 def test_sigterm_cuts_off_what_runs_longer_than_the_grace_and_says_so(tmp_path):
-    with serve(*MOCK, "--grace", "0.2", "--config", str(mock_config(tmp_path))) as server:
+    with serve(*MOCK, "--grace", "0.01", "--config", str(mock_config(tmp_path))) as server:
         body = {**BODY, "model": "llama_65b", "max_tokens": 2500, "stream": True}
         with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=120) as response:
             lines = response.iter_lines()

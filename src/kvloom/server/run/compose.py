@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import signal
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -46,8 +48,16 @@ _SPARE_S = 1.0  # pause that gives the first requests the machine, before the pr
 READY_LINE = "Daemon start success!"
 
 
-def run(config: ServerConfig, loading: Opening, listeners: Sequence[socket.socket]) -> None:
-    """Serve until a signal. Raises UserError when something cannot be opened, a model among it."""
+def run(
+    config: ServerConfig,
+    loading: Opening,
+    listeners: Sequence[socket.socket],
+    was_asked: Callable[[], bool] = lambda: False,
+) -> None:
+    """Serve until a signal. Raises UserError when something cannot be opened, a model among it.
+
+    `was_asked`: whether a signal came before the server could handle it, so that it ends at once.
+    """
     tls = _secure().tls_context(config.tls) if config.tls else None
     with contextlib.ExitStack() as stack:
         tracer = open_tracer(config.otlp_endpoint, os.environ)
@@ -58,7 +68,7 @@ def run(config: ServerConfig, loading: Opening, listeners: Sequence[socket.socke
             store = ResponseStore(config.response_store, config.response_limits)
             stack.callback(store.close)
         ports = [listener.getsockname()[1] for listener in listeners]
-        server = _make_server(config, _Parts(loading, ports, tls, tracer, store))
+        server = _make_server(config, _Parts(loading, was_asked, ports, tls, tracer, store))
         gc.freeze()  # objects loaded by now are never garbage, so they are not scanned again
         gc.enable()
         with contextlib.suppress(KeyboardInterrupt):
@@ -71,6 +81,7 @@ class _Parts:
     """Parts of a server besides its configuration."""
 
     loading: Opening
+    was_asked: Callable[[], bool]
     ports: Sequence[int]
     tls: "ServerContext | None"
     tracer: Tracer | None
@@ -84,8 +95,8 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
     server: DrainingServer | None = None
 
     def on_start() -> None:
-        if tls is not None:
-            _secure().reload_on_sighup(tls, asyncio.get_running_loop())
+        assert server is not None
+        _heed_signals(server, parts)
 
     async def load() -> str:
         loaded = await asyncio.wrap_future(parts.loading.models)
@@ -135,6 +146,17 @@ def _make_server(config: ServerConfig, parts: _Parts) -> DrainingServer:
     )
     server = DrainingServer(settings, health, parts.loading.opened, config.grace_s, load)
     return server
+
+
+def _heed_signals(server: DrainingServer, parts: _Parts) -> None:
+    """SIGHUP reloads the TLS files; without TLS it stops the server as SIGTERM does. Called on the server's loop."""
+    loop = asyncio.get_running_loop()
+    if parts.tls is not None:
+        _secure().reload_on_sighup(parts.tls, loop)
+    elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        loop.add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
+    if parts.was_asked():
+        server.handle_exit(signal.SIGTERM, None)
 
 
 def _secure() -> Any:

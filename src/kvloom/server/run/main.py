@@ -7,9 +7,12 @@ meanwhile this process imports what the routes need; they answer 503 until the m
 import contextlib
 import gc
 import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
+from types import FrameType
 
 from kvloom.contract.errors import BadRequest
 from kvloom.net.listening import allow_descriptors, listen
@@ -27,14 +30,37 @@ def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loa
     check_addresses(config)
     check_names(config)
     allow_descriptors()
-    with contextlib.ExitStack() as stack:
+    with _early_signals() as was_asked, contextlib.ExitStack() as stack:
         gc.disable()  # a fifth of the time that imports take
         stack.callback(gc.enable)
         listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
         loading = opening(config)
         stack.callback(loading.close)
-        import_module("kvloom.server.run.compose").run(config, loading, listeners)
+        import_module("kvloom.server.run.compose").run(config, loading, listeners, was_asked)
+
+
+@contextlib.contextmanager
+def _early_signals() -> Iterator[Callable[[], bool]]:
+    """SIGINT and SIGTERM end a start cleanly, until the server handles them itself.
+
+    Yields whether one has come: code that is being imported may swallow the KeyboardInterrupt.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    try:
+        yield lambda: bool(asked)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_addresses(config: ServerConfig) -> None:
