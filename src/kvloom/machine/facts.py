@@ -15,7 +15,7 @@ from kvloom.rank.kernels.kept import kept_weights
 
 BASE = (  # what serving on the CPU needs; docs/install.md has the reasons
     *("numpy", "gguf", "tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "httptools", "msgspec"),
-    *("typer", "rich", "prometheus-client", "cryptography", "xxhash", "llguidance", "httpx", "httpcore"),
+    *("typer", "rich", "prometheus-client", "cryptography", "xxhash", "llguidance", "httpx", "httpcore", "jiter"),
 )
 EXTRAS = (
     *("torch", "diffusers", "valkey", "mooncake-transfer-engine-non-cuda", "opentelemetry-sdk", "pyarrow"),

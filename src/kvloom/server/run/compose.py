@@ -52,11 +52,11 @@ def run(
     config: ServerConfig,
     loading: Opening,
     listeners: Sequence[socket.socket],
-    was_asked: Callable[[], bool] = lambda: False,
+    hold_signals: Callable[[], bool] = lambda: False,
 ) -> None:
     """Serve until a signal. Raises UserError when something cannot be opened, a model among it.
 
-    `was_asked`: whether a signal came before the server could handle it, so that it ends at once.
+    `hold_signals`: from its call on early signals are only noted; it returns whether one has come.
     """
     tls = _secure().tls_context(config.tls) if config.tls else None
     with contextlib.ExitStack() as stack:
@@ -68,10 +68,10 @@ def run(
             store = ResponseStore(config.response_store, config.response_limits)
             stack.callback(store.close)
         ports = [listener.getsockname()[1] for listener in listeners]
-        server = _make_server(config, _Parts(loading, was_asked, ports, tls, tracer, store))
+        server = _make_server(config, _Parts(loading, hold_signals, ports, tls, tracer, store))
         gc.freeze()  # objects loaded by now are never garbage, so they are not scanned again
         gc.enable()
-        with contextlib.suppress(KeyboardInterrupt):
+        if not hold_signals():
             server.run(sockets=list(listeners))
         server.check()
 
@@ -81,7 +81,7 @@ class _Parts:
     """Parts of a server besides its configuration."""
 
     loading: Opening
-    was_asked: Callable[[], bool]
+    hold_signals: Callable[[], bool]
     ports: Sequence[int]
     tls: "ServerContext | None"
     tracer: Tracer | None
@@ -155,7 +155,7 @@ def _heed_signals(server: DrainingServer, parts: _Parts) -> None:
         _secure().reload_on_sighup(parts.tls, loop)
     elif threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         loop.add_signal_handler(signal.SIGHUP, server.handle_exit, signal.SIGHUP, None)
-    if parts.was_asked():
+    if parts.hold_signals():
         server.handle_exit(signal.SIGTERM, None)
 
 

@@ -30,33 +30,49 @@ def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loa
     check_addresses(config)
     check_names(config)
     allow_descriptors()
-    with _early_signals() as was_asked, contextlib.ExitStack() as stack:
+    with _early_signals() as early, contextlib.ExitStack() as stack:
         gc.disable()  # a fifth of the time that imports take
         stack.callback(gc.enable)
         listeners = [stack.enter_context(listen(host, port)) for host, port in config.addresses]
         stack.enter_context(_pid_file(config.pid_file))
         loading = opening(config)
         stack.callback(loading.close)
-        import_module("kvloom.server.run.compose").run(config, loading, listeners, was_asked)
+        import_module("kvloom.server.run.compose").run(config, loading, listeners, early.hold)
+
+
+class _Asked(BaseException):
+    """Not KeyboardInterrupt: once that has passed an `exec`, CPython ends by SIGINT even where it was caught."""
+
+
+class _EarlySignals:
+    """Handler of SIGINT and SIGTERM while a server starts: ends the start by an exception.
+
+    Code that is being imported may swallow it, so it is noted as well.
+    """
+
+    def __init__(self) -> None:
+        self._is_asked, self._is_held = False, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+        if not self._is_held:
+            raise _Asked
+
+    def hold(self) -> bool:
+        """From now on signals are only noted. Returns whether one has come."""
+        self._is_held = True
+        return self._is_asked
 
 
 @contextlib.contextmanager
-def _early_signals() -> Iterator[Callable[[], bool]]:
-    """SIGINT and SIGTERM end a start cleanly, until the server handles them itself.
-
-    Yields whether one has come: code that is being imported may swallow the KeyboardInterrupt.
-    """
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        raise KeyboardInterrupt
-
+def _early_signals() -> Iterator[_EarlySignals]:
+    """Handles signals until the server does it itself. One that comes ends the block."""
+    early = _EarlySignals()
     is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
+    before = {number: signal.signal(number, early) for number in (signal.SIGINT, signal.SIGTERM) if is_main}
     try:
-        yield lambda: bool(asked)
-    except KeyboardInterrupt:
+        yield early
+    except _Asked:
         pass
     finally:
         for number, handler in before.items():
