@@ -119,7 +119,7 @@ class Link:
         return self._native() is not None
 
     def calls(self, planner: Planner, regions: tuple[int, int, int]) -> NativeCalls | None:
-        """Plain calls in one step each; None where Python carries them out. regions: the last two of `Sizes`."""
+        """Plain calls in one step each; None where Python carries them out. regions: the last three of `Sizes`."""
         if self._calls is None or self._calls.planner is not planner:
             line = self._native()
             if line is None or self.welcome.is_direct:

@@ -158,7 +158,7 @@ class Layers:
         self._staged: dict[int, _Staged] = {}
         self._arriving: list[Future[Any]] = []  # copies of this step's loads, one a layer
         self._leaving: list[_Leaving] | None = None  # this step's saves; started once their first layer was computed
-        self._gone: set[int] = set()  # layers being copied
+        self._gone: set[int] = set()  # layers whose copies were started in this step
         self._busy: list[tuple[range, Callable[[], bool]]] = []  # rows, and a check whether they are unused
 
     # Loads

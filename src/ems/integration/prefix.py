@@ -98,7 +98,7 @@ def longest_hit(kinds: Sequence[Kind], start: int, end: int, count: Callable[[in
         kind = kinds[number]
         wanted = kind.range_of(start, end)
         found = count(number, wanted.start, wanted.stop) if wanted else 0
-        # a missing block rules out every prefix that ends behind it and whose window reaches it
+        # a missing block rules out every prefix that ends behind it and not behind `end`
         return end if found == len(wanted) else (wanted.start + found) * kind.block_size // unit * unit
 
     for number, kind in enumerate(kinds):

@@ -16,7 +16,7 @@ _OFF = "EMS_NATIVE"  # "0": use Python only, as on a machine without a compiler
 _lock = threading.Lock()
 _loaded: dict[str, ctypes.CDLL | None] = {}
 _found: list["Xxh3 | None"] = []
-_NAMES = (  # where xxhash's functions are found, in order of preference
+_NAMES = (  # names of each of xxhash's functions, in order of preference
     ("XXH3_128bits_dispatch", "XXH3_128bits"),
     ("XXH3_createState",),
     ("XXH3_freeState",),

@@ -98,7 +98,7 @@ class NativeLine:
 
     @property
     def xxh3_address(self) -> int:
-        """Address of the table of xxhash's functions."""
+        """Address of the struct with xxhash's functions."""
         return ctypes.addressof(self._xxh3.contents)
 
     def _by(self, deadline_s: float) -> c.Line:

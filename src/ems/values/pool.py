@@ -42,7 +42,7 @@ class KvPool:
     """
 
     def __init__(self, config: EmsConfig, layout: str = "", locate: Callable[[float], Path] = locate_socket) -> None:
-        """layout: any description of how the bytes are to be read, like "float16 32 layers NHD 256 tokens". locate:
+        """layout: any description of how the bytes are to be read, like "float16|32 layers|NHD|256 tokens". locate:
         finds the agent's socket, given a deadline, or raises OSError. Connects at the first call. Raises
         EmsException(EMS_INVALID_ARGUMENT) that names what is wrong with the config.
         """

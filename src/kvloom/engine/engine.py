@@ -156,8 +156,8 @@ class Engine:
         return deltas
 
     def suspend(self) -> list[Delta]:
-        """The rank died: running requests wait for its successor. A request that was a suspect already ends with an
-        error.
+        """The rank died: running requests wait for its successor. Of the requests that it was computing, those that
+        were suspects already end with an error.
 
         Returns the deltas of tokens that had arrived. Call `resume` before the next step.
         """

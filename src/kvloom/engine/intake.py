@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from kvloom.contract.request import Request
 from kvloom.engine.inbox import Add, Drop, Message
 
-MAX_REQUESTS = 32  # messages handled between two steps
-MAX_WEIGHT = 4096  # and their `weight` together: a few milliseconds of hashing and checking
+MAX_REQUESTS = 32  # new requests handled between two steps; other messages are not limited
+MAX_WEIGHT = 4096  # and the sum of their weights: a few milliseconds of hashing and checking
 
 
 def weight(request: Request) -> int:

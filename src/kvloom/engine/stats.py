@@ -49,7 +49,7 @@ class Stats:
     total_tier_saved_blocks: int = 0
     total_restarts: int = 0
     total_crashes: int = 0  # times the model's process died, hung or failed a step
-    total_resumed: int = 0  # requests that continued after a rank died
+    total_resumed: int = 0  # continuations of requests after a rank died; a request may be counted several times
     total_recomputed_tokens: int = 0  # tokens that were computed when it died, and again
     total_guilty: int = 0  # requests that ended because a rank died of them twice
     step_tokens: Histogram = field(default_factory=lambda: Histogram(()))  # computed in a step

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from kvloom.contract.request import Delta, Request
 
-# most replicas that one request may be lost on, so that a request that kills replicas does not visit them all
+# most moves of one request, so that a request that kills replicas does not visit them all
 MAX_MOVES = 2
 
 

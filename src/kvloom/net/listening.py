@@ -151,9 +151,8 @@ class UnixListener:
             raise ListenError(f"{self._path} is there and is not a socket")
         if is_serving(self._path):  # by one that takes no lock
             raise ListenError(f"{self._path} is in use by another program")
-        hidden = self._path.with_name(
-            f"{self._path.name}.{os.getpid()}"
-        )  # processes connect as soon as the name exists
+        # clients connect as soon as the final name exists
+        hidden = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         hidden.unlink(missing_ok=True)
         self.socket.bind(str(hidden))
         try:

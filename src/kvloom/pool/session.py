@@ -27,7 +27,7 @@ from kvloom.pool.writing import Writer
 _UCRED = struct.Struct("3i")  # process, user, group of the peer
 _HANDSHAKE_S = 5.0
 _STAGING_SHARE = 0.5  # share of a call's time to wait for staging memory
-_HELD_SHARE = 4  # of the staging area: an answer about 1 / it of the area is not held back
+_HELD_SHARE = 4  # answers are held back up to 1 / it of the staging area in all
 _SEND_S = 10.0  # seconds after which a client that does not read its answers is disconnected
 
 

@@ -20,7 +20,7 @@ from kvloom.rank.kernels.backend import Draw, Floats, Ids, most_likely
 MAX_TOP = 128
 _NUM_CANDIDATES = 1024  # most likely tokens examined first; the whole vocabulary is sorted only if they are too few
 _POINTS_AHEAD = 32  # random numbers made at once: one takes as long as all of them
-# of repetition penalties: beyond it seen tokens are far off anyway, and logits stay within float32
+# lowest repetition penalty that is applied: with it seen tokens are far ahead already, and logits stay within float32
 _LEAST_PENALTY = 1e-6
 _WATERMARK_GREEN = 0.5  # fraction of the vocabulary that is favoured (gamma of Kirchenbauer et al. 2023)
 _WATERMARK_BIAS = 2.0  # added to its logits (delta)

@@ -103,7 +103,7 @@ class HostedEngine:
         self.adapters.digest(request.adapter)
         live = self._arrivals.live(request, self.max_seq_len)
         request, seq = live.request, live.seq
-        if not request.is_look:  # the parameters of the request itself count, not those of its continuation
+        if not request.is_look:  # the request that the look is for is counted instead
             self._counts.add("total_requests")
             self._counts.add("total_prompt_tokens", seq.num_prompt)
         if request.computes_nothing:

@@ -23,7 +23,7 @@ def by_turn(seq: Seq) -> tuple[float, ...]:
 
 
 def by_state(seq: Seq) -> tuple[float, ...]:
-    """STATE: sequences that were never preempted first; up to MAX_DEMOTIONS preemptions count."""
+    """STATE: sequences that were never preempted first, and those that were MAX_DEMOTIONS times or more."""
     return (0 < seq.num_preemptions < MAX_DEMOTIONS, seq.turn, seq.id)
 
 

@@ -14,7 +14,7 @@ MAX_PROOF = 32
 
 @dataclass(slots=True)
 class Repute:
-    """Lengths are numbers of answer tokens and of whatever stands before them."""
+    """A request's crashes. Lengths are in tokens, those of its answer included."""
 
     num_crashes: int = 0  # of ranks that died while they computed it
     cleared_len: int = 0

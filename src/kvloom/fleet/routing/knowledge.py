@@ -2,8 +2,8 @@
 
 It records which prompts were routed where, and is corrected by replicas' reports of how many blocks they have published
 and evicted. A block's hash identifies its whole prefix (engine.schedule.blocks), so a chain of hashes is a path in a
-trie, and a set of hashes is enough. Hashes are cut to KEY_BYTES: a collision costs one prompt that is computed where it
-might not have been.
+trie, and a set of hashes is enough. Hashes are cut to KEY_BYTES: a collision only sends one prompt to another replica
+than it would have gone to.
 """
 
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Prober: the daemon's side of the process that examines model files. One file at a time, each for a limited time."""
+"""Prober: the daemon's side of the process that examines model files. One model at a time, each for a limited time."""
 
 import asyncio
 import contextlib

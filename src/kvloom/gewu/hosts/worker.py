@@ -108,7 +108,7 @@ class WorkerHost:
         """Ends the process when it answers nothing for `silence_s`."""
         self.info = info
         self._max_silence_s = silence_s
-        self._silence_s: float | None = None  # seconds since a ping without an answer; None = no ping is open
+        self._silence_s: float | None = None  # seconds of silence since an unanswered ping; None = no ping is open
         self.pid: int | None = worker.pid
         self.held_tokens: dict[str, int] = {}
         self._worker = worker

@@ -107,7 +107,7 @@ class Connection:
             self.close()
             return
         self._fds.extend(fds)
-        if flags & socket.MSG_CTRUNC:  # a client sends one a frame; it must not be taken for the next Create's
+        if flags & socket.MSG_CTRUNC:  # a client sends one a Create: a later one's must not be taken for the lost one
             self._fds.append(_LOST_FD)
         if not data or len(self._fds) > _MAX_FDS:
             self.close()

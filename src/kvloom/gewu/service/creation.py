@@ -34,7 +34,7 @@ class Creation:
 
     def begin(self, connection: Connection, frame: Frame) -> None:
         """Begin a Create. Raises Refused, FrameError; otherwise the answer is sent later."""
-        fd = None if frame.c else connection.take_fd()  # refusals below answer this call
+        fd = None if frame.c else connection.take_fd()  # taken first: it is this call's even if that is refused below
         if (fd is None and not frame.c) or frame.c > _MAX_ERRNO:
             raise FrameError("there is neither a descriptor nor a reason why")
         try:

@@ -83,7 +83,7 @@ def kv_need(num_prompt_bytes: int, max_tokens: int | None, max_seq_len: int | No
 
 @dataclass(slots=True)
 class Ladder:
-    """The pressure level: 0 none, 1 drop idle models, 2 drop low classes. Rises at once, falls after 10 s below."""
+    """The pressure level: 0 none, 1 unload idle models, 2 pause low classes. Rises at once, falls after 10 s below."""
 
     level: int = 0
     _below_since_s: float | None = None

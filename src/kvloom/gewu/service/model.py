@@ -13,7 +13,7 @@ from kvloom.gewu.protocol.messages import Floor, Host, Job
 from kvloom.gewu.service.memory import kv_need
 from kvloom.gewu.service.sessions import Request
 
-# KV cache of a model, all its sessions together, when there is room and no session asks for more
+# tokens of a model's KV cache, all its sessions together, when there is room and no session asks for more
 KV_TOKENS = 8_192
 
 

@@ -24,7 +24,7 @@ from kvloom.pool.storage.pool import Batch, Pool, Refused, Saved
 
 log = logging.getLogger(__name__)
 
-_MAX_EVICTIONS = 4096  # victims examined to make room for one block
+_MAX_EVICTIONS = 4096  # rounds of evictions to make room for one block
 _AHEAD_SHARE = 1 / 16  # share of a quota that is kept free at most, for the next batch
 _AHEAD_BLOCKS = 64  # blocks evicted at a time, while other requests wait
 

@@ -14,7 +14,7 @@ from mooncake.store import MooncakeDistributedStore
 from kvloom.pool.config import parse_size
 from kvloom.pool.stores.engine import EngineError
 
-_BUFFER_BYTES = 256 << 20  # buffer for values under way; not the store's own memory
+_BUFFER_BYTES = 256 << 20  # the store's client's local buffer for values under way; `segment` is what it stores
 _FIRST_PORT, _NUM_PORTS = 20000, 12000  # below the range of ports that the system assigns
 _OPTIONS = {"host", "metadata", "protocol", "devices", "segment"}
 
@@ -32,7 +32,7 @@ def connect(address: str, password: str) -> "MooncakeEngine":
         raise ValueError("engine: needs mooncake://master:port?host=own_address")
     segment = options.get("segment", "0")
     store = MooncakeDistributedStore()
-    # a new port at every start: the store refuses a name that it still remembers
+    # a random port at every start: the store refuses a name that it still remembers
     port = _FIRST_PORT + secrets.randbelow(_NUM_PORTS)
     code = store.setup(
         f"{options['host']}:{port}",

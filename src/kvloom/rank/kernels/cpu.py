@@ -68,8 +68,8 @@ class CpuBackend:
     bits and packs all other tensors of the layers to 4 bits and the head to 8; or "stored": every quantised tensor in
     the form that holds the file's values exactly, all others in 8 bits. Activations of all but bf16 are quantised by
     token and group, or by token where the file says so. `kv_dtype`: "bf16", or "int8" with a scale for each token and
-    head, which halves the cache. `kv` [layers][k v][blocks, bytes] is a view of memory in which all layers of a block
-    are contiguous: [blocks][layers][k v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted
+    head, which halves the cache. `kv` [layers][k|v][blocks, bytes] is a view of memory in which all layers of a block
+    are contiguous: [blocks][layers][k|v][tiles of BLOCK_SIZE tokens][kv_heads]. Bytes inside a tile are permuted
     (`kv_layout`).
 
     Raises ModelError for shapes that the kernels do not support, or without compiler and library.

@@ -73,7 +73,7 @@ class Entry:
 
 
 class KeptWeights:
-    """The files of one folder: at most `max_bytes`, and at most half of the free disk space."""
+    """The files of one folder: at most `max_bytes`, and at most half of the disk space that is free or theirs."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes = folder, max_bytes

@@ -54,7 +54,7 @@ class _Context:
     turns: Mapping[Rope, tuple[Tensor, Tensor]]  # cos and sin [T, 1, dim]
     own: Tensor  # [T] slots of the tokens' keys and values in the cache
     slots: Tensor  # [K] slots of all keys and values
-    masks: Mapping[int | None, Tensor]  # [T, K] mask: which of them a token attends to
+    masks: Mapping[int | None, Tensor]  # window -> [T, K] mask: which of them a token attends to
 
 
 class ReferenceBackend:

@@ -49,7 +49,7 @@ class EmsTier:
         self._complaint = ""
         self._under_way: dict[int, _UnderWay] = {}
         self._done: list[Moved] = []
-        prepare()  # without a deadline: the first prompts would not be saved
+        prepare()  # here, not within a call's deadline: prompts would not be saved while the library is compiled
         self._circuit = Circuit(self._connect, pause_s)
         self._circuit.wait_for_first_look()
 

@@ -9,7 +9,7 @@ _LARK_TOKEN = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\\n])*"|(?P<regex>/(?:\\.|
 
 
 def ascii_regex(pattern: str) -> str:
-    """The same expression with Unicode classes made ASCII; nested classes are kept, which llguidance supports."""
+    """The same with Unicode classes made ASCII. An escape in a class becomes a nested class, as llguidance allows."""
     return _ESCAPE.sub(_ascii_class, pattern)
 
 

@@ -38,10 +38,10 @@ class ChatRequest:
     add_generation_prompt: bool = True
     max_reasoning_tokens: int | None = None  # tokens of reasoning before its end is forced; None = no limit
     is_continued: bool = False  # the answer continues the last message, which stays open
-    is_echoing: bool = False  # the answer includes the last message's content, where it has the answer's role
+    is_echoing: bool = False  # the answer begins with the last message's content, if that has the answer's role
     field: str = "messages"  # the field named by errors
     add_special_tokens: bool = False  # special tokens around any text, in addition to the template's
-    is_counted: bool = False  # the prompt alone is wanted: its length may fill the context
+    is_counted: bool = False  # tokens are only counted: request_limit bounds the prompt, not the context
 
     @property
     def role(self) -> str:

@@ -194,7 +194,7 @@ class MarkedCalls:
 
 
 class BareCalls:
-    """An answer that consists of JSON calls of known tools only; `< python_tag >` may precede them."""
+    """An answer that consists of JSON calls of known tools only; `<|python_tag|>` may precede them."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._names = frozenset(schemas)

@@ -1,4 +1,7 @@
-"""The sampling parameters of TGI 0.9.4, which the Triton and native routes share."""
+"""The sampling parameters of TGI 0.9.4, which the Triton and native routes share.
+
+Error texts are TGI's, because its clients show them.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -71,8 +71,8 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Does not wait for connections whose client reads nothing, because cutting off their answers would log
-        tracebacks. The same holds for the app, which is told to shut down after a third signal too.
+        """Ends connections whose client reads nothing instead of waiting for them, because an answer that uvicorn cuts
+        off logs a traceback. For the same reason the app is told to shut down even after a third signal.
         """
         for connection in list(self.server_state.connections):
             if isinstance(connection, GuardedProtocol):

@@ -47,7 +47,7 @@ FORK, KILL = b"f", b"k"
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the process knows of the models; `paths`, which imports may need, come first, the rest is pickled. One
+    """What the process knows of the models. Sent pickled, behind the import path that unpickling may need. One
     service a model.
     """
 

@@ -29,8 +29,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     The time starts with the connection, and with the first byte of each later request; it stops while nothing is read
     because earlier answers run. Idle time between requests is limited by uvicorn's `timeout_keep_alive`. A connection
-    whose client reads nothing of a pending answer is closed too. HTTP/1.0 requests are answered
-    without chunks.
+    whose client reads nothing of a pending answer is closed too. HTTP/1.0 requests are answered without chunks.
     """
 
     head_timeout_s = HEAD_TIMEOUT_S

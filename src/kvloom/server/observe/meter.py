@@ -27,7 +27,7 @@ class Throughput:
         while len(self._looks) > 1 and now_s - self._looks[1][0] >= self.RATE_S:
             self._looks.popleft()
         since_s, before = self._looks[0]
-        if now_s - self._looks[-1][0] >= 1.0:  # more frequent scrapes get the last value
+        if now_s - self._looks[-1][0] >= 1.0:  # more frequent reads add no point
             self._looks.append((now_s, total))
         return max(0.0, total - before) / max(now_s - since_s, 1e-3)
 

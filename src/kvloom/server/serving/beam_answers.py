@@ -10,7 +10,7 @@ from kvloom.server.serving.beams import Beams, BeamSearch, End, Hypothesis
 from kvloom.server.serving.engine import EngineLike
 from kvloom.server.serving.running import Running, aborted
 
-MAX_WIDTH = MAX_LOGPROBS // 2  # each step asks for twice as many tokens as there are beams
+MAX_WIDTH = MAX_LOGPROBS // 2  # a step asks for the 2 * width most likely tokens of each beam
 Steps = Callable[[list[Request]], Awaitable[list[Delta]]]
 
 

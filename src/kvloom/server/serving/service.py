@@ -47,7 +47,7 @@ class GenerationService:
         self.meter = Meter()
         self.sleeper = Sleeper(card.name, engine, self._runs.__len__, self._runs.stop_all)
         self.adapter = 0  # as in engine.request.Request
-        self.root = card.name  # path shown by /v1/models; for an adapter its own
+        self.root = card.name  # `root` in /v1/models: the model's name; for an adapter its path
         self.parent: str | None = None  # name of its base model
 
     def with_adapter(self, name: str, path: str, adapter: int) -> "GenerationService":

@@ -11,7 +11,7 @@ using ems::Frame;
 
 constexpr int64_t kKeysAtOnce = 64;               // of a message, between two turns of other sessions at the index
 constexpr int64_t kSendNs = int64_t{10} * 1000000000;  // a client that takes its answers no faster is gone
-constexpr int64_t kHeldShare = 4;                 // of the staging area: an answer about 1 / it of the area is not held back
+constexpr int64_t kHeldShare = 4;                 // answers are held back up to 1 / it of the staging area in all
 constexpr int64_t kAheadShare = 16;               // of a quota, what is kept free for the next batch at most
 }  // namespace
 

@@ -1,4 +1,7 @@
-"""Bodies of Anthropic's /v1/messages, translated into a chat. Unknown keys are ignored."""
+"""Bodies of Anthropic's /v1/messages, translated into a chat. Unknown keys are ignored.
+
+Beyond Anthropic's own: seed, ignore_eos, priority.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,7 @@
-"""The `options` of Ollama's requests as sampling parameters. Unknown keys are ignored, as Ollama does."""
+"""The `options` of Ollama's requests as sampling parameters. Unknown keys are ignored, as Ollama does.
+
+Integers may be written as 8.0, as clients do whose language has only one kind of number.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated

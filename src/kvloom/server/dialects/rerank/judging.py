@@ -109,7 +109,10 @@ def _asked(service: GenerationService, chat: ChatRequest, params: SamplingParams
 
 
 def score(answer: Answer, activation: str = "") -> float:
-    """Between 0 and 1, or the raw number of a head without an activation; `activation`: of RankInfo."""
+    """Between 0 and 1, or the raw number of a head without an activation; `activation`: of RankInfo.
+
+    Raises ServingError when the request was stopped.
+    """
     if activation and answer.embedding is not None:
         return scores(array("f", answer.embedding)[:1], activation)[0]
     if not answer.logprobs:

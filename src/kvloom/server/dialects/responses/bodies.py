@@ -1,4 +1,8 @@
-"""Bodies of OpenAI's /v1/responses, translated into a chat. Unknown keys are ignored."""
+"""Bodies of OpenAI's /v1/responses, translated into a chat. Unknown keys are ignored.
+
+Beyond OpenAI's own: top_k, min_p, repetition_penalty, frequency_penalty, presence_penalty, seed, stop, stop_token_ids,
+ignore_eos, priority.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
