@@ -1,7 +1,7 @@
-"""What `backendType` may name: an engine that is a plug-in, or the documents' own names, which are not here.
+"""Values of `backendType`: the name of a plug-in engine, or one of the documents' own names, which are not here.
 
-A plug-in is an entry point of the group `kvloom.engines`: its name, and a function that opens an EngineLike. Those of
-kvloom itself stand there too, but are known without a look at what is installed, so that a start need not wait for it.
+A plug-in is an entry point of the group `kvloom.engines`: its name, and a function that opens an EngineLike. kvloom's
+own engines are registered there too, but are known without searching the installed packages, which would delay a start.
 """
 
 import importlib.metadata
@@ -32,7 +32,9 @@ ELSEWHERE = ("atb", "mindformer", "torchair", "ms")
 
 
 def backend_of(name: str) -> str:
-    """EngineConfig.backend of a name, in any case; other hardware's take what is best here. Raises BadRequest."""
+    """EngineConfig.backend for a name in any letter case; other hardware's names give the best one here. Raises
+    BadRequest.
+    """
     known = name.lower()
     if known in ELSEWHERE or not known:
         return "auto"
@@ -56,19 +58,19 @@ def named_backend(name: str) -> str:
 
 
 def check_backend(name: str) -> None:
-    """Raises BadRequest with the names of those that are here."""
+    """Raises BadRequest, which lists the available names, for an unknown one."""
     backend_of(name)
 
 
 def is_elsewhere(name: str) -> bool:
-    """Whether it names a library of other hardware, for which the back end that is here stands in."""
+    """Whether it names a library of other hardware, which the back end of this machine replaces."""
     return name.lower() in ELSEWHERE
 
 
 def factory_of(backend: str) -> EngineFactory:
-    """What opens the engine of an EngineConfig.backend.
+    """The function that opens the engine of an EngineConfig.backend.
 
-    Raises BadRequest when none is installed by that name, ModelError when it cannot be imported.
+    Raises BadRequest when none of that name is installed, ModelError when it cannot be imported.
     """
     name = _OPENED_AS.get(backend, backend)
     value = OWN.get(name) or _others().get(name)
@@ -77,7 +79,7 @@ def factory_of(backend: str) -> EngineFactory:
     module, _, function = value.partition(":")
     try:
         factory = getattr(import_module(module), function)
-    except Exception as error:  # whatever a stranger's module does
+    except Exception as error:  # a third party's module may raise anything
         raise ModelError(f"backend {name}: its plug-in {value} cannot be imported: {_one_line(error)}") from error
     if not callable(factory):
         raise ModelError(f"backend {name}: its plug-in {value} is no function that opens an engine")
@@ -85,7 +87,7 @@ def factory_of(backend: str) -> EngineFactory:
 
 
 def _others() -> dict[str, str]:
-    """The engines that other distributions bring, by name in small letters; kvloom's own names are not to be had."""
+    """Engines of other installed distributions, by lower-case name; kvloom's own names cannot be taken."""
     found = {point.name.lower(): point.value for point in importlib.metadata.entry_points(group=GROUP)}
     return {name: value for name, value in sorted(found.items()) if name not in OWN and name not in _NAMES}
 

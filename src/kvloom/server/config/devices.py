@@ -1,4 +1,4 @@
-"""npuDeviceIds on this machine: devices as torch counts them, or shares of the CPU's cores."""
+"""npuDeviceIds on this machine: devices in torch's numbering, or shares of the CPU's cores."""
 
 import os
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from kvloom.contract.errors import BadRequest
 
 
 def device_settings(device_ids: Sequence[Sequence[int]], index: int, kind: str) -> dict[str, Any]:
-    """EngineConfig's device_ids and rank_cores of the model with that number.
+    """EngineConfig's device_ids and rank_cores for model number `index`.
 
-    A CPU has as many devices as the file names (the highest number plus 1), each an equal share of the cores, in their
-    order; one device is all of them. Other devices are counted among those that are visible (CUDA_VISIBLE_DEVICES,
-    ASCEND_RT_VISIBLE_DEVICES), which is how torch counts. Raises BadRequest when there are fewer cores than devices.
+    A CPU has as many devices as the file names (the highest number plus 1); each is an equal share of the cores, in
+    order, and a single device has all of them. Other devices are numbered among the visible ones (CUDA_VISIBLE_DEVICES,
+    ASCEND_RT_VISIBLE_DEVICES), as in torch. Raises BadRequest when there are fewer cores than devices.
     """
     ids = tuple(device_ids[index if len(device_ids) > 1 else 0])
     num_devices = 1 + max(max(each) for each in device_ids)
@@ -29,6 +29,6 @@ def device_settings(device_ids: Sequence[Sequence[int]], index: int, kind: str) 
 
 
 def share_of(cores: Sequence[int], device: int, num_devices: int) -> tuple[int, ...]:
-    """Neighbouring cores of one device; shares differ by one core at most."""
+    """The cores of one device, which are neighbours; the sizes of shares differ by at most one core."""
     first, after = (len(cores) * number // num_devices for number in (device, device + 1))
     return tuple(cores[first:after])

@@ -1,4 +1,4 @@
-"""Environment variables of the documented server (spec A.1): those that mean something here, and the others."""
+"""Environment variables of the documented server (spec A.1): those with an effect here, and those without."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ _IDLE = (
 
 
 def environment_settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings that the environment gives, over those of the file. Raises BadRequest naming the variable."""
+    """Settings from the environment, which override the file's. Raises BadRequest that names the variable."""
     settings: dict[str, Any] = {}
     batching = next((name for name in _BATCHING if name in environment), None)
     if batching is not None:
@@ -36,7 +36,7 @@ def _python_log(environment: Mapping[str, str]) -> PythonLog:
 
 
 def idle_variables(environment: Mapping[str, str]) -> list[str]:
-    """Variables that are set and belong to hardware that is not driven here."""
+    """Variables that are set but only concern hardware that kvloom does not drive."""
     return sorted(name for name in environment if name.startswith(_IDLE))
 
 

@@ -1,4 +1,4 @@
-"""Key: what one key of config.json may be, and the sentence that says so."""
+"""Key: the type and range of one key of config.json, and the error for a wrong value."""
 
 import json
 import math
@@ -18,10 +18,11 @@ MAX_SHOWN = 100  # characters of a wrong value in a message
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. Without a `setting`, and unless `choices` leave only what is done anyway, it is idle: the log names it.
+    """One key. It is idle, which the log says, without a `setting`, unless `choices` only permit what is done anyway.
 
-    `low` and `high` bound a number; `longest` a text, in characters; `items` is the type of a list's elements;
-    `pattern`, which `form` puts into words, a text as a whole; `check_more` raises BadRequest("", problem).
+    `low` and `high` bound a number; `longest` is the maximum length of a text in characters; `items` is the type of a
+    list's elements; `pattern`, which `form` describes in words, must match a whole text; `check_more` raises
+    BadRequest("", problem).
     """
 
     type: Type | tuple[Type, ...]
@@ -41,7 +42,7 @@ class Key:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is read and then changes nothing here."""
+        """Whether its value is checked but has no effect."""
         return not self.setting and not self.choices
 
     @property
@@ -65,7 +66,7 @@ class Key:
         return f"{self.low:.15g} to {self.high:.15g}"
 
     def check(self, path: str, value: Any) -> None:
-        """Raises BadRequest with the JSON path, the value and what is allowed."""
+        """Raises BadRequest with the JSON path, the value and the permitted values."""
         problem = self._problem(value)
         if problem:
             raise BadRequest(path, problem)
@@ -116,7 +117,7 @@ class Key:
 
 
 def _no_text(value: str) -> str:
-    """What of it no path and no message could hold."""
+    """The characters of it that cannot occur in a path or a message."""
     if "\0" in value:
         return "a NUL character"
     half = next((character for character in value if "\ud800" <= character <= "\udfff"), "")
@@ -126,12 +127,12 @@ def _no_text(value: str) -> str:
 def needed(
     type_: Any, default: Any, meaning: str, low: float | None = None, high: float | None = None, **more: Any
 ) -> Key:
-    """A key that must be there; `default` is what `kvloom config init` writes."""
+    """A required key; `default` is what `kvloom config init` writes."""
     return Key(type_, meaning, low, high, default=default, is_required=True, **more)
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in the file, cut where it is long."""
+    """A value as written in the file, truncated if it is long."""
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 

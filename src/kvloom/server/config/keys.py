@@ -1,7 +1,7 @@
-"""Every key of config.json: type, range, default, meaning, and the setting it becomes. camelCase lives here only.
+"""Every key of config.json: type, range, default, meaning, and the setting it becomes. camelCase is used here only.
 
 Layout 1 (spec tables 2-1 to 2-6): OtherParam / WorkFlowParam / ModelDeployParam / ScheduleParam.
-Layout 2 (its successor): Version / ServerConfig / BackendConfig / LogConfig; what it has of other processes is in
+Layout 2 (its successor): Version / ServerConfig / BackendConfig / LogConfig; its keys for other processes are in
 published.py.
 """
 
@@ -28,7 +28,7 @@ _PATH = 4096  # characters; spec tables 2-2 to 2-5 say 4096 and 2048, later rele
 
 
 def _tls(meaning: str, default: str | None, setting: str) -> Key:
-    """A path of TLS; `default` is where `kvloom cert dev` puts it."""
+    """A path of TLS files; `default` is where `kvloom cert dev` writes them."""
     return Key(str, meaning, setting=setting, longest=_PATH, default_https=default)
 
 

@@ -1,4 +1,4 @@
-"""What the configuration says of a text-to-image model, which has other settings than a language model."""
+"""Settings of text-to-image models, which differ from those of language models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.server.config.devices import device_settings
 from kvloom.server.serving.pictures.card import PictureCard
 
-# settings of one kind of model alone: the key of each
+# settings that only one kind of model has, and their keys
 _OF_LANGUAGE = {
     "lora_modules": "loraModules",
     "tool_parser": "toolParser",
@@ -19,14 +19,15 @@ _OF_LANGUAGE = {
     "kv_dtype": "kvCacheDtype",
     "num_speculative_tokens": "speculate",
 }
-_NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, [])  # values of those that ask for nothing
+_NEUTRAL: tuple[object, ...] = (None, "auto", False, 0, [])  # values without effect
 _OF_PICTURES = {"image_steps": "imageSteps", "image_guidance": "imageGuidance", "max_image_pixels": "maxImagePixels"}
 
 
 def picture_card(own: Mapping[str, Any], shared: Mapping[str, Any], index: int = 0) -> PictureCard:
-    """Of a model's own settings over those of all. Raises BadRequest for what only a language model has.
+    """The card from a model's own settings, which override those of all. Raises BadRequest for settings of language
+    models.
 
-    `index`: the model's number in the configuration, which its devices are found by.
+    `index`: the model's number in the configuration, which selects its devices.
     """
     name = own.get("name") or Path(own["model"]).name
     for setting, key in _OF_LANGUAGE.items():
@@ -50,7 +51,7 @@ def picture_card(own: Mapping[str, Any], shared: Mapping[str, Any], index: int =
 
 
 def _devices(model: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Its one device: a share of the CPU's cores, or the number of another. Raises BadRequest."""
+    """Its only device: a share of the CPU's cores, or the number of another device. Raises BadRequest."""
     kind = model.get("device", "cpu").partition(":")[0]
     found = device_settings(model["device_ids"], index, kind)
     if kind != "cpu":
@@ -59,7 +60,7 @@ def _devices(model: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 
 def check_language(model: Mapping[str, Any]) -> None:
-    """Raises BadRequest for what only a model that makes pictures has."""
+    """Raises BadRequest for settings that only text-to-image models have."""
     for setting, key in _OF_PICTURES.items():
         if setting in model:
             raise BadRequest(key, "is of text-to-image models; this is a language model")

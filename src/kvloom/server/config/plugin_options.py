@@ -1,4 +1,4 @@
-"""Options of an engine that is a plug-in, by its own names: `engineOptions`, and vLLM's that have keys of their own."""
+"""Options of plug-in engines under their own names: `engineOptions`, and vLLM's options that have keys of their own."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ PLUGIN_KEYS: Mapping[str, Key] = {
     "engineOptions": Key(dict, "options of a back end that is a plug-in, by its own names", setting="engine_options"),
 }
 SETTINGS = {key.setting: name for name, key in PLUGIN_KEYS.items() if name != "engineOptions"}
-# what vLLM's own scheduler decides, by setting
+# settings without effect with vLLM, whose own scheduler decides
 _IDLE = (
     "block_size", "device_ids", "max_preempt", "prealloc_blocks", "prefill_policy", "decode_policy",
     "prefill_ms_per_seq", "decode_ms_per_seq", "is_selecting", "is_continuous", "max_queue_delay_us",
@@ -32,12 +32,12 @@ _IDLE = (
 
 
 def is_plugin(model: Mapping[str, Any]) -> bool:
-    """Whether another engine than kvloom's own is to run it."""
+    """Whether a plug-in engine runs the model."""
     return model.get("backend", "auto") not in BACKENDS
 
 
 def plugin_options(model: Mapping[str, Any]) -> dict[str, Any]:
-    """EngineConfig.plugin_options of a model's settings. Raises BadRequest naming one that its back end has not."""
+    """EngineConfig.plugin_options of a model's settings. Raises BadRequest that names an option its back end lacks."""
     backend = model.get("backend", "auto")
     named = {name: model[name] for name in SETTINGS if name in model}
     if named and backend != "vllm":
@@ -54,14 +54,16 @@ def plugin_options(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def idle_notes(models: Sequence[Mapping[str, Any]], paths: Mapping[str, str]) -> Iterator[str]:
-    """A sentence that names the keys of a file that have no effect with vLLM, where it is used and there are some."""
+    """One sentence that names the file's keys without effect with vLLM, if vLLM is used and there are any."""
     idle = [paths[name].rpartition(".")[2] for name in _IDLE if name in paths]
     if idle and any(model.get("backend") == "vllm" for model in models):
         yield f"without effect with backend vllm, which schedules by itself: {', '.join(idle)}"
 
 
 def option_of(text: str) -> tuple[str, Any]:
-    """Name and value of "key=value" as --vllm takes it: the value is JSON where it reads as such. Raises BadRequest."""
+    """Name and value of "key=value" for --vllm: the value is parsed as JSON if possible, else a text. Raises
+    BadRequest.
+    """
     name, is_pair, value = text.partition("=")
     name = name.strip().removeprefix("--").replace("-", "_")
     if not (is_pair and name.isidentifier()):

@@ -1,7 +1,7 @@
-"""Keys of the published config.json files of later releases that belong to other processes or other hardware.
+"""Keys of later releases' published config.json files that belong to other processes or other hardware.
 
-Their types are checked and the log names those that stand in a file; what would ask for something that is not done
-here (several machines, split prefill and decode, remote code) is refused by its value instead.
+Their types are checked, and the log names those that a file contains. Values that ask for unsupported features (several
+machines, split prefill and decode, remote code) are refused.
 """
 
 import json
@@ -15,11 +15,11 @@ _ELSEWHERE = "of a process that is not here"
 _OTHER_TLS = "management and metrics show the server's own certificate"
 
 
-_PLUGINS = ("prefix_cache", "splitfuse")  # what is always on, by the names that plugin_params gives it
+_PLUGINS = ("prefix_cache", "splitfuse")  # features that are always on, by their names in plugin_params
 
 
 def check_plugins(value: Any) -> None:
-    """An object, or its text, that names plugins in plugin_type, with commas between. Raises BadRequest."""
+    """Checks an object, or its JSON text, that names plugins in plugin_type, separated by commas. Raises BadRequest."""
     try:
         given = json.loads(value) if isinstance(value, str) and value else value or {}
         names = [name.strip() for name in given.get("plugin_type", "").split(",") if name.strip()]

@@ -1,4 +1,4 @@
-"""A config.json as a document: read, checked against its layout as a whole, and told with all its mistakes at once."""
+"""Reads a config.json, checks it against its layout, and reports all its mistakes at once."""
 
 import difflib
 import json
@@ -14,8 +14,8 @@ from kvloom.server.config.key import Key, shown
 from kvloom.server.config.keys import LAYOUT_1, LAYOUT_2
 
 MAX_FILE_BYTES = 10 * 2**20
-MAX_MISTAKES = 50  # that are told at once
-# a text, which is kept, or a comment to the end of the line, which is not
+MAX_MISTAKES = 50  # mistakes reported at once
+# a JSON string, which is kept, or a comment up to the end of the line, which is removed
 _COMMENT = re.compile(r'("(?:[^"\\]|\\.)*")|//[^\n]*')
 _BELOW = (
     ("max_iter_times", "max_seq_len", 1),
@@ -25,7 +25,7 @@ _BELOW = (
 
 
 class Mistakes(BadRequest):
-    """Several mistakes of one file: a line each, as each alone would be told."""
+    """Several mistakes of one file, one line each, worded as if each were the only one."""
 
     def __init__(self, path: Path, mistakes: Sequence[UserError]) -> None:
         told = [str(mistake) for mistake in mistakes[:MAX_MISTAKES]]
@@ -37,28 +37,28 @@ class Mistakes(BadRequest):
 
 @dataclass(slots=True)
 class Found:
-    """What a document gave. `paths`: where each setting stood; `idle`: paths of keys without effect."""
+    """Contents of a document. `paths`: JSON path of each setting; `idle`: paths of keys without effect."""
 
     values: dict[str, Any] = field(default_factory=dict)
     paths: dict[str, str] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # to be told when the log is open
+    notes: list[str] = field(default_factory=list)  # sentences to log once the log is open
     mistakes: list[BadRequest] = field(default_factory=list)
 
     def wrong(self, path: str, problem: str) -> None:
         self.mistakes.append(BadRequest(path, problem))
 
     def path_of(self, name: str, index: int = 0) -> str:
-        """Where a setting stands, of the model with that number; the setting's name where no file gave it."""
+        """JSON path of a setting, for model number `index`; the setting's name if no file contains it."""
         return self.paths.get(f"{name}[{index}]", self.paths.get(name, name))
 
     def check_together(self) -> None:
-        """Ranges that depend on another key (spec tables 2-1, 2-5 and 2-6)."""
+        """Check ranges that depend on another key (spec tables 2-1, 2-5 and 2-6)."""
         values = self.values
         for name, other, offset in _BELOW:
             if name in values and other in values and values[name] > values[other] - offset:
                 if name == "max_iter_times" and "max_input_tokens" in values:
-                    continue  # a layout that bounds prompts by a key of their own lets answers fill the rest
+                    continue  # a layout with a separate limit for prompts lets answers fill the rest
                 self.wrong(
                     self.paths[name],
                     f"must be at most {values[other] - offset} ({self.paths[other]}"
@@ -73,7 +73,7 @@ class Found:
         self._check_swapping()
 
     def _check_swapping(self) -> None:
-        """supportSwapPolicy is of models that have memory for it; a model that makes pictures needs none."""
+        """supportSwapPolicy needs a model with memory for it: cpuMemSize."""
         models = self.values.get("models", ())
         if not self.values.get("is_swapping") or any("cpu_mem_gb" in model for model in models):
             return
@@ -81,7 +81,7 @@ class Found:
         self.wrong(path, f"is missing: it must be above 0 GB when {self.paths['is_swapping']} is true")
 
     def alone(self) -> Iterator[str]:
-        """A sentence for each key that says something of another one, which is not there."""
+        """A sentence for each key that only modifies another key, which is absent."""
         values = self.values
         if "management_host" in values and not {"management_port", "metrics_port"} & values.keys():
             yield f"{self.paths['management_host']}: without effect without managementPort or metricsPort"
@@ -120,7 +120,7 @@ class Found:
 
 
 def read_document(path: Path) -> Found:
-    """What the file sets. Raises BadRequest: its one mistake, or Mistakes, each with JSON path, value and range."""
+    """The file's settings. Raises BadRequest for one mistake, Mistakes for several, with JSON path, value and range."""
     found = Found()
     document = _read(path, found.notes)
     layout = LAYOUT_2 if LAYOUT_2.keys() & document.keys() else LAYOUT_1
@@ -170,7 +170,7 @@ def _refused(text: str) -> float:
 
 
 def _walk(layout: Any, value: Any, path: str, found: Found, into: dict[str, Any]) -> None:
-    """Check `value` and all below against the layout; settings go `into`, each model's into one of its own."""
+    """Check `value` and everything in it against the layout; settings go `into`, each model's into its own dict."""
     if isinstance(layout, Key):
         try:
             layout.check(path, value)
@@ -221,7 +221,7 @@ def _walk_object(
 
 
 def _guess(name: str, layout: Mapping[str, Any], given: Mapping[str, Any]) -> str:
-    """The key that may have been meant, one that is not given before one that is; "" for none."""
+    """The key that was probably meant, absent ones preferred to given ones; "" for none."""
     for others in (layout.keys() - given.keys(), layout.keys()):
         lower = {other.lower(): other for other in others}
         if close := difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.75):
@@ -255,7 +255,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _missing(layout: Mapping[str, Any], value: Mapping[str, Any]) -> Iterator[str]:
-    """Required keys that are not there; a mock needs no weights."""
+    """Required keys that are absent; a mock needs no weights."""
     is_mock = value.get("modelInstanceType") == "StandardMock"
     for name, below in layout.items():
         if name not in value and _is_required(below) and not (is_mock and name == "modelWeightPath"):

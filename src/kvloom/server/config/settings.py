@@ -1,4 +1,4 @@
-"""ServerConfig, and how a config.json becomes one; its keys are in keys.py, its reading in reading.py."""
+"""ServerConfig, built from a config.json, whose keys are in keys.py and which reading.py reads."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from kvloom.server.serving.pictures.card import PictureCard
 from kvloom.server.serving.vision.hosts import checked_image_hosts
 
 DEFAULT_HOST = "127.0.0.1"
-KERNEL_BLOCK = 16  # tokens; the CPU kernels have multiples of it
+KERNEL_BLOCK = 16  # tokens; the CPU kernels' block sizes are multiples of it
 _KERNELS = ("auto", "cpu", "fake")  # back ends that need such sizes, or for which any size will do
 MAX_GRACE_S = 86400
 BY_PRIORITY = 2  # a policy of later releases; priorities count under every policy here
@@ -36,30 +36,30 @@ class ServerConfig:
     """What the server does, and the models it serves; the first is the default."""
 
     models: tuple[ModelCard, ...]
-    pictures: tuple[PictureCard, ...] = ()  # models that make them
+    pictures: tuple[PictureCard, ...] = ()  # text-to-image models
     host: str = DEFAULT_HOST
     port: int = 1025
-    management: tuple[str, int] | None = None  # address and port of the status routes; None = with the others
-    metrics: tuple[str, int] | None = None  # those of /metrics; None = with the status routes
-    max_link_num: int = 300  # requests served at once; twice as many wait
-    max_queued_tokens: int | None = None  # prompt tokens served and waiting; None = any
-    grace_s: float = 30.0  # running requests may take so long to finish when the server is told to stop
+    management: tuple[str, int] | None = None  # address and port of the status routes; None = the same as of the others
+    metrics: tuple[str, int] | None = None  # address and port of /metrics; None = the same as of the status routes
+    max_link_num: int = 300  # requests that run at once; twice as many may wait
+    max_queued_tokens: int | None = None  # prompt tokens of running and waiting requests; None = unlimited
+    grace_s: float = 30.0  # how long running requests may take to finish when the server stops
     max_body_bytes: int = 40 * 2**20
-    num_parsers: int | None = None  # processes for large bodies; None = by the cores
+    num_parsers: int | None = None  # processes that parse large bodies; None = by the number of cores
     options: WireOptions = field(default_factory=WireOptions)
-    allows_all_addresses: bool = False  # 0.0.0.0 and :: may be listened on
+    allows_all_addresses: bool = False  # whether listening on 0.0.0.0 and :: is allowed
     tls: TlsConfig | None = None  # None = plain HTTP
-    api_key_hashes: tuple[str, ...] = ()  # none = no key is asked for
-    cors_origins: frozenset[str] = frozenset()  # whose pages may call; none = no page of another origin
-    allowed_hosts: frozenset[str] = frozenset()  # names to be asked under, beside addresses and the machine's own
-    image_hosts: frozenset[str] = frozenset()  # that images are fetched from; none = from nowhere
-    may_stop_by_get: bool = False  # GET /stopService stops also where any page could send it
+    api_key_hashes: tuple[str, ...] = ()  # empty = no key is required
+    cors_origins: frozenset[str] = frozenset()  # origins whose pages may send requests; empty = no other origin's
+    allowed_hosts: frozenset[str] = frozenset()  # accepted host names, besides addresses and the machine's own names
+    image_hosts: frozenset[str] = frozenset()  # servers that images are fetched from; empty = none
+    may_stop_by_get: bool = False  # whether GET /stopService works even where any web page could send it
     log: LogConfig = field(default_factory=LogConfig)
     pid_file: Path | None = None
-    response_store: Path | None = None  # file that responses are kept in; None = they are not
-    response_limits: Limits = field(default_factory=Limits)  # of that file
+    response_store: Path | None = None  # file where responses are stored; None = they are not
+    response_limits: Limits = field(default_factory=Limits)  # limits of that file
     workflow: str = ""  # a name for people
-    otlp_endpoint: str = ""  # collector of traces; "" = as OTEL_EXPORTER_OTLP_ENDPOINT says, or none
+    otlp_endpoint: str = ""  # URL of the traces' collector; "" = OTEL_EXPORTER_OTLP_ENDPOINT, or none
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -75,19 +75,19 @@ class ServerConfig:
 
     @property
     def names(self) -> list[str]:
-        """Of all models."""
+        """Names of all models."""
         return [*(card.name for card in self.models), *(card.name for card in self.pictures)]
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
-        """Where to listen: for everybody, then for the routes of management and metrics where they are apart."""
+        """Addresses to listen on: the public one, then those of management and metrics routes if they are separate."""
         return [(self.host, self.port), *filter(None, (self.management, self.metrics))]
 
 
 def load_settings(path: Path) -> dict[str, Any]:
-    """The settings that a config.json gives, by this project's names, and "models", a list of such.
+    """The settings of a config.json under this project's names, and "models", a list of each model's settings.
 
-    "notes" are sentences for the log, once it is open. Raises BadRequest: every mistake of the file, a line each, with
+    "notes" are sentences for the log, once it is open. Raises BadRequest with every mistake of the file, a line each:
     the JSON path, the value and what is allowed.
     """
     found = read_document(path)
@@ -119,7 +119,7 @@ def load_settings(path: Path) -> dict[str, Any]:
 
 
 def _fit_blocks(found: Found, path: Path) -> None:
-    """Blocks of a size that the CPU kernels have; the torch backend, which has all of them, keeps the one given."""
+    """Round the block size up for the CPU kernels; the torch backend, which supports any size, keeps the one given."""
     size = found.values.get("block_size", KERNEL_BLOCK)
     if size % KERNEL_BLOCK and any(model.get("backend", "auto") in _KERNELS for model in found.values["models"]):
         fitting = -(-size // KERNEL_BLOCK) * KERNEL_BLOCK
@@ -137,7 +137,7 @@ def lora_module(text: object) -> tuple[str, Path]:
 
 
 def install_folder(path: Path) -> Path:
-    """What the file's paths are relative to: the folder that holds config.json, or conf/config.json."""
+    """The folder that the file's paths are relative to: the one that contains config.json, or conf/config.json."""
     home = path.resolve().parent
     return home.parent if home.name == "conf" else home
 
@@ -153,7 +153,7 @@ _TLS_REQUIRED = {
 
 
 def _tls_of(found: Found, path: Path, home: Path) -> TlsConfig:
-    """Raises BadRequest: every key that is missing."""
+    """The TLS files. Raises BadRequest that lists every missing key."""
     settings = found.values
     missing = [key for name, key in _TLS_REQUIRED.items() if not settings.get(name)]
     above = found.paths["https"].rpartition(".")[0]
@@ -188,7 +188,7 @@ class Settings:
 
     @property
     def models(self) -> list[dict[str, Any]]:
-        """What is set for each model alone: name, model, backend, ..."""
+        """Settings of each single model: name, model, backend, ..."""
         models: list[dict[str, Any]] = self.values.setdefault("models", [{}])
         return models
 
@@ -196,14 +196,14 @@ class Settings:
         self.values |= {name: value for name, value in flags.items() if value is not None}
 
     def override_model(self, **flags: Any) -> None:
-        """Raises BadRequest when there are several models."""
+        """Override settings of the only model. Raises BadRequest when there are several."""
         given = {name: value for name, value in flags.items() if value is not None}
         if given and len(self.models) > 1:
             raise BadRequest(min(given), f"cannot be given for the {len(self.models)} models of the configuration")
         self.models[0].update(given)
 
     def add_models(self, pairs: Iterable[str]) -> None:
-        """NAME=FOLDER each, behind the others. Raises BadRequest."""
+        """Append models, each given as NAME=FOLDER. Raises BadRequest."""
         for pair in pairs:
             name, is_pair, folder = pair.partition("=")
             if not (name and is_pair and folder):
@@ -211,7 +211,7 @@ class Settings:
             self.models.append({"name": name, "model": folder})
 
     def add_vllm_options(self, pairs: Sequence[str]) -> None:
-        """KEY=VALUE each, before those of the file. Raises BadRequest."""
+        """Set options of vLLM, each given as KEY=VALUE; they override the file's. Raises BadRequest."""
         if pairs:
             backend = self.models[0].get("backend", "auto")
             if backend != "vllm":
@@ -220,7 +220,7 @@ class Settings:
             self.override_model(engine_options={**self.models[0].get("engine_options", {}), **given})
 
     def build(self) -> ServerConfig:
-        """Each model's "model" must be a resolved path by now. Raises BadRequest naming the setting."""
+        """The ServerConfig. Each model's "model" must be a resolved path. Raises BadRequest that names the setting."""
         values = self.values
         server = {name: values[name] for name in _SERVER_FIELDS if name in values}
         if "max_body_mb" in values:
@@ -245,7 +245,7 @@ class Settings:
         )
 
     def _card(self, model: Mapping[str, Any], index: int) -> ModelCard:
-        """One model's card: its own settings over those of all."""
+        """One model's card: its own settings override those of all models."""
         both = {**self.values, **model}
         check_language(model)
         engine = {name: both[name] for name in _ENGINE_FIELDS if name in both}
@@ -260,14 +260,14 @@ class Settings:
         if "fair_token_us" in both:
             engine["fair_token_s"] = both["fair_token_us"] / 1e6
         if (gap_ms := both.get("max_gap_ms", -1)) != -1:
-            if not 0 <= gap_ms <= 1000 * MAX_GAP_S:  # the command line's has been through no Key
+            if not 0 <= gap_ms <= 1000 * MAX_GAP_S:  # a value of the command line was not checked by a Key
                 raise BadRequest("maxDecodeGap", f"must be -1, or 0 to {1000 * MAX_GAP_S} ms, got {gap_ms}")
             engine["max_gap_s"] = gap_ms / 1e3
         engine["max_tokens_per_step"] = _step_tokens(engine)
         if options := plugin_options(both):
             engine["plugin_options"] = options
         if both.get("backend") == "vllm":
-            engine.pop("dtype", None)  # told with the options, by vLLM's names
+            engine.pop("dtype", None)  # passed with the options, under vLLM's names
             engine.setdefault("crash_patience_s", VLLM_START_S)
         if "device_ids" in both and not is_plugin(both):
             engine |= device_settings(both["device_ids"], index, both.get("device", "cpu").partition(":")[0])
@@ -281,14 +281,14 @@ class Settings:
 
 
 def _step_tokens(engine: Mapping[str, Any]) -> int:
-    """Room for maxPrefillTokens of prompts beside the decodes of all others; 512 where it is not given."""
+    """Tokens of a step: maxPrefillTokens of prompts and a decode of every sequence; at least STEP_TOKENS."""
     max_batch: int = engine.get("max_batch", MAX_BATCH)
     max_prefill: int = engine.get("max_prefill_tokens", 0)
     return max(STEP_TOKENS, max_batch + max_prefill)
 
 
 def _metrics_of(values: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Where /metrics has a port of its own. Raises BadRequest when it would be the one of everybody."""
+    """Address and port of /metrics if it has its own. Raises BadRequest when that is the public one."""
     port = values.get("metrics_port")
     if port is None or port == values.get("management_port"):
         return None
@@ -316,7 +316,7 @@ def _named(key: str, checked: Callable[[Iterable[object]], frozenset[str]], give
 
 
 def _kv_tier(settings: Mapping[str, Any]) -> TierConfig | None:
-    """The outer KV tier of kvPoolConfig. Raises BadRequest when its keys stand without a backend."""
+    """The outer KV tier of kvPoolConfig. Raises BadRequest when there are keys but no backend."""
     given = {name.removeprefix("kv_pool_"): value for name, value in settings.items() if name.startswith("kv_pool_")}
     if not settings.get("kv_pool"):
         if given:

@@ -1,4 +1,4 @@
-"""The configuration as the server runs it, for people: no secret, no path of one."""
+"""The configuration as the server runs it, for people, without secrets and their paths."""
 
 from dataclasses import fields
 from pathlib import Path
@@ -8,7 +8,7 @@ from kvloom.contract.config import TierConfig
 from kvloom.server.config.settings import ServerConfig
 from kvloom.server.serving.card import ModelCard
 
-MASKED = "set"  # what is shown of a secret or of its path
+MASKED = "set"  # shown instead of a secret or of its path
 _SECRET_TIER_OPTIONS = ("access_id", "access_key_file")
 
 

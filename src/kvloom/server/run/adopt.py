@@ -1,4 +1,4 @@
-"""`kvloom pull PATH`: a model of the user's own, checked and listed."""
+"""`kvloom pull PATH`: checks a user's own model and lists it by name."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from kvloom.engine.text.tokenizer import load_tokenizer
 
 
 def adopt(wanted: str) -> str:
-    """The name by which a model of the user's own is listed from now on; it is checked first. Raises ModelError."""
+    """Check a user's own model and list it. Returns its name. Raises ModelError."""
     if wanted.startswith(("http://", "https://")):
         raise ModelError(
             f"{wanted} is a URL, and nothing here verifies what it gives; fetch the file, then pull its path"

@@ -1,4 +1,4 @@
-"""`kvloom cert dev DIR`: everything that mutual TLS needs, in the layout that config.json names by default."""
+"""`kvloom cert dev DIR`: makes all files for mutual TLS, where config.json's defaults expect them."""
 
 from pathlib import Path
 from typing import Annotated

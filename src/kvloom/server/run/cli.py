@@ -78,7 +78,7 @@ def serve(
     launch(settings)
 
 
-# flags that are settings by the same name, or by the one beside them: of the server, and of its only model
+# flags -> settings (the same name, or the one given here): of the server, and of its only model
 _SERVER = {
     **{name: name for name in ("host", "port", "max_seq_len", "max_batch", "max_gap_ms", "log_level", "pid_file")},
     **{name: name for name in ("run_ahead", "lora_root", "response_store")},

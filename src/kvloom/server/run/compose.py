@@ -165,7 +165,7 @@ def _secure() -> Any:
 
 
 def _load_adapters(models: Models, service: GenerationService, card: ModelCard, engine: EngineLike) -> None:
-    """Those of the configuration. Raises BadRequest, ModelError."""
+    """Load the adapters of the configuration. Raises BadRequest, ModelError."""
     for name, path in card.lora_modules:
         try:
             check_name(name)
@@ -191,7 +191,7 @@ def _greeting(config: ServerConfig, port: int, loaded: Loaded) -> str:
 
 
 def first_request(loaded: Loaded) -> tuple[str, str]:
-    """A path behind /v1 that the first model answers, and what its body has beside the model."""
+    """A path below /v1 that the first model answers, and an example body without the model's name."""
     if not loaded.models:
         return "images/generations", '"prompt": "a lighthouse"'
     info = loaded.models[0][1].info

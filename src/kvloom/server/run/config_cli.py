@@ -57,12 +57,12 @@ def init(
 
 
 def starting_point(https: bool = False) -> str:
-    """config.json in the first layout, with `//` comments; keys that may be left out are comments too."""
+    """A config.json in the first layout, with `//` comments; optional keys are commented out."""
     return "\n".join(_lines(LAYOUT_1, "", https)) + "\n"
 
 
 def _lines(layout: Mapping[str, Any], indent: str, https: bool) -> Iterator[str]:
-    """A JSON object over several lines; the caller puts the comma."""
+    """A JSON object over several lines; the caller adds the comma."""
     yield indent + "{"
     inner = indent + "  "
     shown = [(name, b) for name, b in layout.items() if not isinstance(b, Key) or _value(b, https) is not None]
@@ -82,7 +82,7 @@ def _lines(layout: Mapping[str, Any], indent: str, https: bool) -> Iterator[str]
 
 
 def _optional_lines(layout: Mapping[str, Any], indent: str, https: bool) -> Iterator[str]:
-    """A comment for each key that may be left out and is, once for each setting."""
+    """A comment for each optional key that is left out, one for each setting."""
     told = {below.setting for below in layout.values() if isinstance(below, Key) and _value(below, https) is not None}
     for name, below in layout.items():
         if isinstance(below, Key) and not below.is_idle and below.setting and below.setting not in told:
@@ -92,7 +92,7 @@ def _optional_lines(layout: Mapping[str, Any], indent: str, https: bool) -> Iter
 
 
 def _value(key: Key, https: bool) -> Any:
-    """What a file to begin with gives the key; None = it is left out."""
+    """The key's value in the file that `init` writes; None = it is left out."""
     if not https or key.default_https is None:
         return key.default
     return key.default_https

@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def read_engine_config(path: Path, logs: bool = False) -> EngineConfig:
-    """Of the file's first model, the environment over it, with the model's path resolved. Raises ServingError.
+    """The EngineConfig of the file's first model, overridden by the environment, with the model's path resolved.
 
-    With `logs` this process's log is opened, in the files that the configuration and the environment name.
+    Raises ServingError. With `logs` this process's log is opened, in the files that configuration and environment name.
     """
     settings = read_settings(path, os.environ)
     settings.override(is_log_on_console=False)

@@ -7,19 +7,19 @@ from kvloom.contract.request import SamplingAdvice
 
 
 def weights_note(name: str, info: RankInfo) -> str:
-    """A line that says in what form the weights are, and what they take; "" for a mock."""
+    """A line with the form of the weights and their size; "" for a mock."""
     size = f", {_size(info.weight_bytes)}" if info.weight_bytes else ""
     return f"{name}: weights {info.held_as}{size}.\n" if info.held_as else ""
 
 
 def advice_note(name: str, advice: SamplingAdvice) -> str:
-    """A line that says how requests are sampled that leave it open; "" where the model's files do not say either."""
+    """A line with the default sampling parameters from the model's files; "" when these have none."""
     said = str(advice)
     return f"{name}: where a request does not say, {said}, as its files advise.\n" if said else ""
 
 
 def kv_note(name: str, info: RankInfo, config: EngineConfig) -> str:
-    """A line with both figures: what the KV cache may take, and what it has taken so far; "" for a mock."""
+    """A line with the KV cache's maximum size and the memory that it has taken so far; "" for a mock."""
     if config.backend == "fake" or not info.num_blocks:
         return ""
     may = f"{name}: room for {info.num_blocks * info.block_size:,} tokens in a KV cache of {_size(info.kv_bytes)}"

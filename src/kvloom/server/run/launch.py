@@ -25,7 +25,7 @@ DEMO_FORMAT = "bf16"  # so small a model answers simple questions better in this
 
 
 def read_settings(config: Path | None, environment: Mapping[str, str]) -> Settings:
-    """Of the file, then of the environment. Raises BadRequest, AccessError."""
+    """Settings of the file, overridden by the environment. Raises BadRequest, AccessError."""
     settings = Settings(load_settings(config) if config else {})
     settings.override(**environment_settings(environment))
     return settings
@@ -51,13 +51,14 @@ def notes_of(settings: Settings, environment: Mapping[str, str]) -> list[str]:
 
 
 def resolve_models(settings: Settings) -> None:
-    """Each model's name becomes a path, "" for a mock; the demo model is fetched when nothing is named."""
+    """Replace each model's name by its path, "" for a mock; fetch the demo model if no model is named."""
     for model in settings.models:
         resolve_model(model)
 
 
 def resolve_model(model: dict[str, Any], may_fetch: bool = True) -> None:
-    """Settings of one model: its name becomes a path. A demo model is fetched unless it is here, or else told of.
+    """Replace the model's name in its settings by a path. A demo model that is not here is fetched if `may_fetch`,
+    otherwise the error tells how to fetch it.
 
     Raises ModelError.
     """
@@ -86,7 +87,7 @@ def take_demo(model: dict[str, Any]) -> None:
 
 
 def check_files(path: Path) -> None:
-    """Raises ModelError when a folder lacks what every model has; its contents are read later."""
+    """Raises ModelError when a folder lacks files that every model has; their contents are read later."""
     if path.is_dir() and not any(path.glob("*.safetensors")):
         raise ModelError(f"{path} holds no model: neither .safetensors nor .gguf files are in it")
     for name in ("config.json", "tokenizer.json"):
@@ -95,7 +96,7 @@ def check_files(path: Path) -> None:
 
 
 def _dtype_of(path: Path) -> str:
-    """The type of the weights as the checkpoint names it."""
+    """The data type of the weights as named in the checkpoint."""
     try:
         found = read_object(path / "config.json").get("torch_dtype")
     except ModelError:
@@ -104,7 +105,7 @@ def _dtype_of(path: Path) -> str:
 
 
 def fetch(name: str) -> Path:
-    """A demo model, from the network unless it is in the user's cache. Raises ModelError."""
+    """Path of a demo model, downloaded unless it is in the user's cache. Raises ModelError."""
     found = pulled(name)
     if found is not None:
         return found

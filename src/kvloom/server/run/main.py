@@ -1,4 +1,4 @@
-"""From a configuration to a server on its sockets, in the order that answers soonest.
+"""From a configuration to a server on its sockets, in the order that lets it answer soonest.
 
 The sockets listen first, so that an address in use is reported at once. Then the first model's process starts, and
 meanwhile this process imports what the routes need; they answer 503 until the models are loaded.
@@ -23,7 +23,7 @@ from kvloom.server.secure.api_keys import check_bind
 
 
 def serve(config: ServerConfig, opening: Callable[[ServerConfig], Opening] = Loading) -> None:
-    """Serve until a signal. Raises UserError, one sentence, when the server cannot be had.
+    """Serve until a signal. Raises UserError, one sentence, when the server cannot start.
 
     `opening` begins to open the models; it is called once the sockets listen.
     """
@@ -80,21 +80,21 @@ def _early_signals() -> Iterator[_EarlySignals]:
 
 
 def check_addresses(config: ServerConfig) -> None:
-    """Raises AccessError for an address of all networks that is not allowed."""
+    """Raises AccessError for an address that listens on all networks, unless that is allowed."""
     keys = ("ipAddress", "managementIpAddress", "managementIpAddress")
     for key, (host, _) in zip(keys, config.addresses, strict=False):
         check_bind(host, config.allows_all_addresses, key)
 
 
 def check_names(config: ServerConfig) -> None:
-    """Raises BadRequest for a model's name that no path could hold."""
+    """Raises BadRequest for a model's name that cannot be part of a path."""
     for name in config.names:
         check_model_name(name, "modelName")
 
 
 @contextlib.contextmanager
 def _pid_file(path: Path | None) -> Iterator[None]:
-    """This process's number in a file while it serves. Raises BadRequest when it cannot be written."""
+    """A context during which a file contains this process's id. Raises BadRequest when it cannot be written."""
     if path is None:
         yield
         return

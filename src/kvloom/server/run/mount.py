@@ -1,4 +1,4 @@
-"""Which dialects a server speaks. A new one is added here."""
+"""The dialects of a server. A new one is added here."""
 
 from importlib.metadata import version
 
@@ -46,7 +46,7 @@ def may_stop_by_get(config: ServerConfig) -> bool:
 def make_dialects(
     models: Models, health: Health, control: Control, config: ServerConfig, store: ResponseStore | None = None
 ) -> list[Dialect]:
-    """All of them. `config` is shown in the console."""
+    """Makes all dialects. `config` is shown in the console."""
     number = version("kvloom")
     tgi = TextGeneration(models, number)
     view = config_view(config)

@@ -129,12 +129,12 @@ def _serve(sock: socket.socket, models: Models, endpoints: Endpoints) -> None:
         body = receive(sock)
         if body is None:
             return
-        work = Unpickler([head], models, Sight()).load()  # of images that were looked at the server keeps all
+        work = Unpickler([head], models, Sight()).load()  # images that were looked at stay in the server
         send_parts(sock, _reply(work, body, models, endpoints))
 
 
 def _reply(work: Work, body: bytes, models: Models, endpoints: Endpoints) -> Sequence[bytes | memoryview]:
-    """(False, what was parsed) or (True, the error), pickled."""
+    """(False, the result) or (True, the error), pickled."""
     models.assume(work.adapters)
     try:
         return dumped((False, parsed(endpoints[work.endpoint], replace(work.request, body=body))))
@@ -142,7 +142,7 @@ def _reply(work: Work, body: bytes, models: Models, endpoints: Endpoints) -> Seq
         return dumped((True, error))
     except MemoryError:
         return dumped((True, TooLarge("the request takes more memory to read than this server gives")))
-    except Exception:  # our mistake; the client is told all the same
+    except Exception:  # a bug of ours; the client is told nevertheless
         log.exception("parsing %s %s failed", *work.endpoint)
         return dumped((True, ServingError(BUG_TEXT)))
 
