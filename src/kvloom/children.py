@@ -1,4 +1,4 @@
-"""Processes that are to end with the one that started them."""
+"""Child processes that end with their parent."""
 
 import ctypes
 import signal
@@ -8,6 +8,6 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # looked up here: little is 
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """In the child, as Popen's preexec_fn: it gets the signal when its parent ends, even by SIGKILL. Only Linux can."""
+    """Send the calling child this signal when its parent ends, even by SIGKILL. For Popen's preexec_fn; Linux only."""
     if _prctl is not None:
         _prctl(_PR_SET_PDEATHSIG, number)

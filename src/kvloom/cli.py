@@ -50,7 +50,7 @@ def options(
 
 
 def main() -> None:
-    """Entry point: mistakes of a user are one line and exit code 1."""
+    """Entry point: an error of the user's is one line and exit code 1."""
     open_standard_streams()
     try:
         app()

@@ -1,4 +1,4 @@
-"""What commands share: groups, whose commands are imported when they are asked for, and a check."""
+"""What commands share: groups whose commands are imported on demand, and a check of options."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperGroup
 
 
 def finite(value: float | None) -> float | None:
-    """Callback of options with a range, which NaN and infinity slip through. Raises BadParameter."""
+    """Callback of options with a range, whose check lets NaN and infinity pass. Raises BadParameter."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"must be a finite number, got {value:g}")
     return value

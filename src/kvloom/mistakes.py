@@ -1,15 +1,15 @@
-"""How programs tell the mistakes of who started them."""
+"""How programs report errors of their users."""
 
 import errno
 import os
 
 from kvloom.contract.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a write says so without the file's name
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # raised by a write, without the file's name
 
 
 def problem_of(error: Exception) -> str | None:
-    """What a person can put right, in one sentence; None = the mistake is ours."""
+    """One sentence about an error that the user can correct; None = the error is a bug of ours."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror is not None:

@@ -1,4 +1,4 @@
-"""Files that a person names, read without waiting for ever."""
+"""Reads files that a user names, without waiting for ever."""
 
 import errno
 import io
@@ -11,9 +11,9 @@ MAX_BYTES = 256 << 20
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
-    """What `path` holds; of a pipe, as of `<(command)`, all that is written to it.
+    """The contents of `path`; of a pipe, like `<(command)`, everything that is written to it.
 
-    Raises OSError, with the path, also for what has no end: more than `max_bytes`, or a pipe to which nobody writes.
+    Raises OSError, with the path, also for endless input: more than `max_bytes`, or a pipe without a writer.
     """
     with _opened(path) as file:
         data = file.read(max_bytes + 1)
@@ -30,7 +30,7 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A file of any size, for reading; of a pipe what read_bytes gives, which raises the same."""
+    """Open a file of any size for reading; a pipe is read by read_bytes first. Raises the same errors."""
     file = _opened(path)
     if not _is_pipe(file):
         return file

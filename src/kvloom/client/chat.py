@@ -27,7 +27,7 @@ class Chat:
         self.messages = []
 
     def ask(self, text: str) -> Generator[str]:
-        """The answer's pieces. What was said so far stays in the history even when the iteration is broken off."""
+        """Yield the answer's pieces. What was received stays in the history even when the iteration is broken off."""
         self.messages.append({"role": "user", "content": text})
         answer = ""
         try:
@@ -99,7 +99,7 @@ def _answer(chat: Chat, console: Console, text: str) -> None:
 
 
 def _pieces(data: str) -> list[str]:
-    """The texts of an event. Raises ChatFailed, also for one of another protocol."""
+    """The texts of an event. Raises ChatFailed, also when the event is not one of this protocol."""
     try:
         chunk = json.loads(data)
         if "error" not in chunk:

@@ -1,4 +1,4 @@
-"""A folder that diffusers knows: what of it is served here. Reads JSON and names of files, never weights."""
+"""Checks which pipeline a diffusers folder holds, and whether it is supported. Reads JSON and names, no weights."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ PIPELINES = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiff
 _LIBRARIES = ("diffusers", "transformers", "stable_diffusion")  # the last is a module of diffusers, of safety checkers
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WEIGHTS = ".safetensors"
-VARIANT = "fp16"  # weights of half the size, beside the others or alone
+VARIANT = "fp16"  # weights of half the size, in addition to the full ones or alone
 
 
 def is_pipeline(path: Path) -> bool:
@@ -20,7 +20,7 @@ def is_pipeline(path: Path) -> bool:
 
 
 def check_pipeline(path: Path) -> str:
-    """Which of PIPELINES it is. Raises ModelError: another one, code of its own, or weights that are pickles."""
+    """Which of PIPELINES it is. Raises ModelError for other pipelines, those with code, and pickled weights."""
     index = read_object(path / INDEX)
     name = index.get("_class_name")
     if name not in PIPELINES:
@@ -38,7 +38,7 @@ def check_pipeline(path: Path) -> str:
 
 
 def variant_of(path: Path) -> str | None:
-    """VARIANT when any part has its weights in that form alone; None when all have them in full."""
+    """VARIANT when a part has its weights in that form only; None when all have the full ones."""
     for part, _ in _parts(path, read_object(path / INDEX)):
         names = [file.name for file in (path / part).glob(f"*{_WEIGHTS}")]
         if names and all(f".{VARIANT}." in name or f".{VARIANT}-" in name for name in names):
@@ -70,7 +70,7 @@ def _check_part(folder: Path) -> None:
 
 
 def _check_shards(index: Path) -> None:
-    """An index tells libraries which files to read, and by their names how."""
+    """Checks the files that an index names, because libraries choose by a name which file to read and how."""
     files = read_object(index).get("weight_map")
     for file in files.values() if isinstance(files, dict) else (None,):
         if not isinstance(file, str) or not file.endswith(_WEIGHTS) or Path(file).name != file:

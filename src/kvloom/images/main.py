@@ -1,6 +1,6 @@
-"""The process of a text-to-image model: loads a pipeline, paints what it is asked for until its socket closes.
+"""The process of a text-to-image model: loads a pipeline, then executes orders until its socket closes.
 
-`python -m kvloom.images.main SOCKET LEVEL`: the number of an open socket, and the level of logging.
+`python -m kvloom.images.main SOCKET LEVEL`: the number of an open socket, and the log level.
 """
 
 import os
@@ -16,11 +16,11 @@ from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.images.messages import Cancel, Ended, Failed, Order, Paint, Picture, Progress, Ready, Setup
 from kvloom.images.pipeline import Cancelled, Pipeline, open_pipeline
 
-_NICENESS = 5  # a picture takes seconds; tokens that others wait for come first
+_NICENESS = 5  # a picture takes seconds; language models, whose tokens clients wait for, come first
 
 
 class _Desk:
-    """Orders as they come: paints wait in turn, a cancel reaches the one that runs at its next step."""
+    """Incoming orders: Paints wait in turn; a Cancel takes effect at the running order's next step."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -28,7 +28,7 @@ class _Desk:
         self._cancelled: set[int] = set()
 
     def next(self) -> Paint:
-        """The next order that is still wanted. Raises EOFError when the server is gone."""
+        """The next order that was not cancelled. Raises EOFError when the server is gone."""
         while True:
             while not self._paints:
                 self._take()
@@ -39,7 +39,7 @@ class _Desk:
                 return paint
 
     def check(self, id: int) -> None:
-        """Raises Cancelled when the order is no longer wanted, EOFError when the server is gone."""
+        """Raises Cancelled when the order was cancelled, EOFError when the server is gone."""
         self._take_all()
         if id in self._cancelled:
             raise Cancelled
@@ -76,7 +76,7 @@ def serve(sock: socket.socket) -> None:
 
 
 def _painted(paint: Paint, pipeline: Pipeline, desk: _Desk, channel: Channel) -> Ended:
-    """Sends the pictures of one order; how it ended."""
+    """Paint and send the pictures of one order. Returns how it ended."""
 
     def on_step(picture: int, step: int, num_steps: int) -> None:
         channel.send(Progress(paint.id, picture, step, num_steps))

@@ -1,4 +1,4 @@
-"""What a server and the process of a text-to-image model say to each other, as MessagePack in frames."""
+"""Messages between a server and the process of a text-to-image model, as MessagePack in frames."""
 
 from typing import Literal, TypeAlias
 
@@ -8,18 +8,18 @@ Format: TypeAlias = Literal["png", "jpeg", "webp"]
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):
-    """The first order. `dtype`: of the weights, as the configuration names it; auto = what the device computes best."""
+    """The first order. `dtype`: of the weights, in the configuration's terms; auto = what the device computes best."""
 
     path: str
     device: str = "cpu"
     dtype: str = "auto"
-    cores: list[int] = []  # that it may run on; none = all
+    cores: list[int] = []  # CPU cores that it may run on; empty = all
 
 
 class Paint(msgspec.Struct, frozen=True, tag=True):
-    """One picture for each seed, one after another, so that each is the one that its seed gives alone.
+    """One picture for each seed, one after the other, so that each seed gives the same picture as by itself.
 
-    `steps` and `guidance`: None = the pipeline's own. `num_partials` unfinished pictures are shown on the way to each.
+    `steps` and `guidance`: None = the pipeline's own. For each picture `num_partials` unfinished ones are sent first.
     """
 
     id: int
@@ -45,12 +45,12 @@ Order: TypeAlias = Paint | Cancel
 
 
 class PipelineInfo(msgspec.Struct, frozen=True):
-    """What a loaded pipeline is like. Sizes in pixels."""
+    """Properties of a loaded pipeline. Sizes in pixels."""
 
-    kind: str  # the class, as model_index.json names it
+    kind: str  # the class named in model_index.json
     width: int  # default size of a picture
     height: int
-    multiple: int  # of which widths and heights are multiples
+    multiple: int  # widths and heights must be multiples of it
     steps: int  # default number of denoising steps
     max_prompt_tokens: int
 
@@ -68,7 +68,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """`step` of `num_steps` of a picture is done."""
+    """`step` of the `num_steps` denoising steps of a picture is done."""
 
     id: int
     picture: int
@@ -77,7 +77,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Picture(msgspec.Struct, frozen=True, tag=True):
-    """A file of the format asked for. `partial`: the number of an unfinished one; None = it is done."""
+    """An image file in the format asked for. `partial`: number of an unfinished picture; None = finished."""
 
     id: int
     picture: int
@@ -87,7 +87,7 @@ class Picture(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """Nothing follows of this order. `error`: why it failed; `field`: what of it is to blame, "" for nothing of it."""
+    """The last message of an order. `error`: why it failed; `field`: the field at fault, "" if none is."""
 
     id: int
     num_prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Pipeline: a text-to-image pipeline of diffusers, and the pictures that it paints."""
+"""Pipeline: runs a text-to-image pipeline of diffusers."""
 
 import inspect
 import io
@@ -22,11 +22,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Cancelled(Exception):
-    """Nobody wants the picture any more."""
+    """The order of this picture was cancelled."""
 
 
 def open_pipeline(setup: Setup) -> "Pipeline":
-    """Raises ModelError. Only safetensors are read, no code of the folder runs, nothing comes from a network."""
+    """Load a pipeline. Reads only safetensors, runs no code of the folder, uses no network. Raises ModelError."""
     path = Path(setup.path)
     name = check_pipeline(path)
     for library in (diffusers, transformers):
@@ -34,13 +34,13 @@ def open_pipeline(setup: Setup) -> "Pipeline":
         library.logging.disable_progress_bar()
     best = "float32" if setup.device == "cpu" else "bfloat16"
     dtype = _DTYPES[best if setup.dtype == "auto" else setup.dtype]
-    # of this class alone: what another class would make of the folder is not asked
+    # by this class alone: other classes are not tried on the folder
     kind = getattr(diffusers, name)
     try:
         pipe = kind.from_pretrained(
             path, dtype=dtype, variant=variant_of(path), use_safetensors=True, local_files_only=True
         ).to(setup.device)
-    except Exception as error:  # libraries raise what they like; the sentence is theirs
+    except Exception as error:  # libraries may raise anything; their message is passed on
         told = str(error).strip().splitlines()
         raise ModelError(f"{path} cannot be loaded: {told[0] if told else type(error).__name__}") from error
     if setup.cores:
@@ -61,7 +61,7 @@ class Pipeline:
         self.info = PipelineInfo(name, width, height, multiple, steps, longest)
 
     def check(self, paint: Paint) -> int:
-        """Tokens of the prompt. Raises BadRequest when a text is longer than the model reads."""
+        """Number of tokens of the prompt. Raises BadRequest when a text is longer than the model reads."""
         if paint.negative_prompt and self._name == _FLUX:
             raise BadRequest("negative_prompt", "is nothing that this model reads")
         counts = []
@@ -73,7 +73,7 @@ class Pipeline:
         return counts[0]
 
     def paint(self, paint: Paint, number: int, on_step: OnStep, on_picture: OnPicture) -> None:
-        """The picture of the seed with this number. Raises BadRequest, and what `on_step` raises."""
+        """Paint the picture of seed number `number`. Raises BadRequest, and what `on_step` raises."""
         shown = _partial_steps(paint.steps, paint.num_partials)
 
         def after_step(pipe: Any, index: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _decoded(self, latents: torch.Tensor, paint: Paint) -> Image.Image:
-        """The picture that is in the latents so far, as the pipeline itself decodes the last ones."""
+        """Decode the present latents into a picture, as the pipeline does at the end."""
         pipe, config = self._pipe, self._pipe.vae.config
         if self._name == _FLUX:
             latents = pipe._unpack_latents(latents, paint.height, paint.width, pipe.vae_scale_factor)
@@ -118,12 +118,14 @@ class Pipeline:
 
 
 def _partial_steps(steps: int, count: int) -> list[int]:
-    """After which steps unfinished pictures are shown: at equal distances, never after the last; fewer of few steps."""
+    """The steps after which unfinished pictures are sent: equally spaced, never the last; fewer if there are few
+    steps.
+    """
     return sorted({steps * (i + 1) // (count + 1) for i in range(count)} - {0, steps})
 
 
 def _sizes(pipe: Any, name: str) -> tuple[int, int, int]:
-    """Width and height where none are given, and what both are multiples of."""
+    """Default width and height, and the number that both must be multiples of."""
     factor = pipe.vae_scale_factor
     if name == _FLUX:
         side = pipe.default_sample_size * factor
@@ -137,7 +139,7 @@ def _sizes(pipe: Any, name: str) -> tuple[int, int, int]:
 
 
 def _reader(pipe: Any, name: str, call: Any) -> tuple[Any, int]:
-    """The tokenizer that reads most of a prompt, and how many tokens it reads."""
+    """The tokenizer with the longest input, and that length in tokens."""
     if name == _FLUX:
         return pipe.tokenizer_2, call["max_sequence_length"].default
     if name == _SD3 and pipe.text_encoder_3 is not None:

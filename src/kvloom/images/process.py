@@ -1,4 +1,4 @@
-"""PictureProcess: the server's end of the process of a text-to-image model, started, watched and restarted."""
+"""PictureProcess: the server's side of the process of a text-to-image model, which it starts, watches and restarts."""
 
 import asyncio
 import contextlib
@@ -27,16 +27,16 @@ from kvloom.images.messages import Cancel, Ended, Failed, Loaded, Paint, Pipelin
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 1.0  # what the process gets to end by itself
+_EXIT_S = 1.0  # seconds that the process gets to end by itself
 _READ_BYTES = 1 << 16
-_MAX_DELAY_S = 10.0  # between two tries to start it again
+_MAX_DELAY_S = 10.0  # longest pause between two tries to start it again
 _LIBRARIES = ("diffusers", "transformers", "torch", "PIL")
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Any = msgspec.msgpack.Decoder(Report).decode
 
 
 class Painter(Protocol):
-    """Safe to call from the loop."""
+    """Paints pictures. Called on the loop."""
 
     @property
     def info(self) -> PipelineInfo: ...
@@ -50,7 +50,7 @@ class Painter(Protocol):
 
 
 def check(path: Path) -> None:
-    """Raises ModelError when the folder, or what is installed, would end the start."""
+    """Raises ModelError when the folder, or a missing package, would make the start fail."""
     check_pipeline(path)
     missing = [name for name in _LIBRARIES if importlib.util.find_spec(name) is None]
     if missing:
@@ -58,14 +58,14 @@ def check(path: Path) -> None:
 
 
 class PictureProcess:
-    """Starts in the constructor; `begin`, called on the loop, watches from then on. It ends when this process does."""
+    """The constructor starts the process; `begin`, on the loop, starts watching it. It ends with this process."""
 
     def __init__(self, name: str, setup: Setup) -> None:
         """Waits until the model is loaded. Raises ModelError."""
         check(Path(setup.path))
         self._name, self._setup = name, setup
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # of starting and closing
+        self._lock = threading.Lock()  # held while starting and closing
         self._is_closed = False
         self.is_ready = False
         self.num_restarts = 0
@@ -78,15 +78,15 @@ class PictureProcess:
         return self._process.pid
 
     def begin(self) -> None:
-        """On the loop: orders are taken from now on."""
+        """Accept orders from now on. Called on the loop."""
         self._task = asyncio.get_running_loop().create_task(self._watch())
 
     def next_id(self) -> int:
-        """For the next order."""
+        """The id of the next order."""
         return next(self._ids)
 
     async def paint(self, order: Paint) -> AsyncGenerator[Report]:
-        """The reports of one order; one at a time. Closing it ends the order.
+        """The reports of one order; only one order at a time. Closing the generator cancels the order.
 
         Raises Unavailable, BadRequest, GenerationFailed.
         """
@@ -170,11 +170,11 @@ class PictureProcess:
         return ended(self._process.returncode)
 
     def _restart(self) -> bool:
-        """Whether it runs again. Raises ModelError."""
+        """Start the process again. Returns whether it runs. Raises ModelError."""
         with self._lock:
             if self._is_closed:
                 return False
-            self._end()  # it may have closed its connection alone
+            self._end()  # it may have closed its connection and still run
             self.info = self._start()
             return True
 

@@ -1,1 +1,1 @@
-"""Shared libraries that C and C++ programs link with: built once, laid down where a developer looks for them."""
+"""Shared libraries that C and C++ programs link with: built once, and installed where developers expect them."""

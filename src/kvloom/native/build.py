@@ -1,7 +1,7 @@
 """A shared library: prebuilt next to its package (a wheel), or compiled once into the user's cache.
 
-From the cache only kvloom itself loads it; programs link with what install.py lays down. A wheel build runs this too,
-with nothing but the standard library.
+The copy in the cache is only loaded by kvloom itself; programs link with the one that install.py installs. Wheel builds
+use this module too, with only the standard library.
 """
 
 import hashlib
@@ -15,18 +15,19 @@ from ems.native.build import compile_once
 
 
 class BuildError(Exception):
-    """The compiler is missing or failed; the message says what it said."""
+    """The compiler is missing or failed; the message contains its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """Of one language, with the flags of every library of it."""
+    """The compiler of a language, and the flags of all libraries in it."""
 
     language: str  # for people
-    variable: str  # of the environment, that names another
+    variable: str  # environment variable that names another compiler
     command: str
     flags: tuple[str, ...]
-    makes_units: bool  # of all files one: the headers that each includes take longer than all the rest
+    # all files are compiled as one: the headers that each includes take longer than everything else
+    makes_units: bool
 
 
 _FLAGS = ("-D_GNU_SOURCE", "-O2", "-fPIC", "-Wall", "-Wextra", "-Werror", "-pthread", "-shared")
@@ -38,11 +39,11 @@ _LINK_FLAGS = ("-Wl,-z,nodelete", "-Wl,-z,defs")
 
 @dataclass(frozen=True, slots=True)
 class NativeLibrary:
-    """What is compiled to one shared library, and under which name programs link with it."""
+    """The sources of a shared library, and the name under which programs link with it."""
 
-    name: str  # its folder in the cache and in the user's data
+    name: str  # its folder's name in the cache and in the user's data
     package: Path  # the folder with include/, the sources and, in a wheel, lib/
-    soname: str  # its number rises when programs that were linked before no longer work
+    soname: str  # its number is raised when programs linked before would not work any more
     sources: str  # glob, in `package`
     exports: str  # version script, in `package`
     compiler: Compiler
@@ -53,14 +54,14 @@ class NativeLibrary:
 
     @property
     def prebuilt(self) -> str:
-        """Where a wheel has it, in `package`."""
+        """Its path in a wheel, relative to `package`."""
         return f"lib/{self.soname}"
 
     def source_files(self) -> list[Path]:
         return sorted(self.package.glob(self.sources))
 
     def path(self) -> Path:
-        """Of the library, compiled first if need be. Raises BuildError."""
+        """The library's path; compiles it if needed. Raises BuildError."""
         prebuilt = self.package / self.prebuilt
         if prebuilt.exists():
             return prebuilt
@@ -87,7 +88,7 @@ class NativeLibrary:
             built.rename(path)
 
     def _units(self, folder: Path) -> list[Path]:
-        """What is given to the compiler. A unit is laid into `folder`."""
+        """The files for the compiler. A combined one is written into `folder`."""
         sources = self.source_files()
         if not self.compiler.makes_units:
             return sources

@@ -1,4 +1,4 @@
-"""What the commands of every library share: its flags for compiler and linker, and laying it down."""
+"""What the commands of all libraries share: printing flags for compiler and linker, and installing."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ DEFAULT_PREFIX = Path("/usr/local")
 
 
 def print_flags(files: Development, cflags: bool, libs: bool) -> None:
-    """Prints nothing, and lays nothing down, when neither is asked for."""
+    """Print the flags asked for; without any, prints and installs nothing."""
     if not cflags and not libs:
         return
     prefix = files.data_prefix(os.environ)
@@ -26,13 +26,13 @@ def print_flags(files: Development, cflags: bool, libs: bool) -> None:
 
 
 def print_installed(files: Development, prefix: Path, destdir: Path | None) -> None:
-    """Lays it down and prints what was written."""
+    """Install the library, and print the files written."""
     for path in _install(files, prefix.expanduser().absolute(), destdir):
         print(path)
 
 
 def _install(files: Development, prefix: Path, destdir: Path | None) -> list[Path]:
-    """A mistake is one line and exit code 1."""
+    """Install; an error is one line and exit code 1."""
     name = files.library.name
     try:
         return files.install(prefix, destdir)

@@ -1,4 +1,4 @@
-"""A library as a C or C++ developer expects it: lib/, include/ and lib/pkgconfig/ below a prefix."""
+"""Installs a library as C and C++ developers expect it: lib/, include/ and lib/pkgconfig/ below a prefix."""
 
 import tempfile
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvloom.native.build import NativeLibrary
 
-_SYSTEM_PREFIX = Path("/usr")  # where the loader looks by itself
+_SYSTEM_PREFIX = Path("/usr")  # searched by the loader without further flags
 _PKG_CONFIG = """\
 prefix={prefix}
 libdir=${{prefix}}/lib
@@ -29,7 +29,7 @@ def _no_programs() -> Mapping[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Development:
-    """What programs are built with: a library, its headers, and how compiler and linker find them."""
+    """Everything that programs are built with: a library, its headers, and the flags for compiler and linker."""
 
     library: NativeLibrary
     link: str  # as in -lqos, and the name for pkg-config
@@ -43,9 +43,9 @@ class Development:
         return (Path(data) if data else Path.home() / ".local" / "share") / "kvloom" / self.library.name
 
     def install(self, prefix: Path, destdir: Path | None = None) -> list[Path]:
-        """Lay it all down; returns what was written, `destdir` included.
+        """Install everything. Returns the files written, `destdir` included.
 
-        `prefix` is absolute. Programs that run keep the library they have loaded. Raises BuildError, OSError.
+        `prefix` is absolute. Running programs keep the library that they have loaded. Raises BuildError, OSError.
         """
         root = prefix if destdir is None else destdir.absolute() / prefix.relative_to("/")
         lib, soname = root / "lib", self.library.soname
@@ -79,7 +79,7 @@ class Development:
 
 
 def _replace(path: Path, content: bytes, mode: int) -> Path:
-    """Write a file whole or not at all; one that is the same already keeps its time, which make looks at."""
+    """Write a file whole or not at all; an identical one is left alone, so that make sees no change."""
     if path.is_file() and path.read_bytes() == content:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)

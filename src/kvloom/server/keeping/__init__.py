@@ -1,1 +1,1 @@
-"""Responses and conversations that outlive their request: `database.py` is the file, `store.py` the thread it has."""
+"""Responses and conversations that outlive their request: the file (`database.py`) and its thread (`store.py`)."""

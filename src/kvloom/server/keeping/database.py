@@ -1,7 +1,7 @@
-"""One SQLite file of responses and conversations: bounded, of each tenant by itself. Used by one thread.
+"""One SQLite file of responses and conversations, bounded in size and separate for each tenant. Used by one thread.
 
 An entry is a response or a conversation: its body, and its items in order, which are a response's input. A response
-that goes on with another names it as its parent. Bodies and items are JSON and are not looked into.
+that continues another one names it as its parent. Bodies and items are JSON and are not parsed here.
 """
 
 import os
@@ -19,7 +19,7 @@ Kind = Literal["response", "conversation"]
 Item = tuple[str, bytes]  # id, JSON
 
 _APPLICATION_ID, _VERSION = 0x6B766C6D, 1
-_ROW_BYTES = 200  # what a row takes beside its body, roughly
+_ROW_BYTES = 200  # approximate size of a row without its body
 _SCHEMA = """
 CREATE TABLE entries(
   id TEXT PRIMARY KEY, tenant TEXT NOT NULL, kind TEXT NOT NULL, parent TEXT NOT NULL,
@@ -46,12 +46,12 @@ class UnusableFile(UserError):
 
 
 class TooLarge(Exception):
-    """An entry would be larger than the whole store may be."""
+    """An entry would be larger than the limit of the whole store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A row: a response, or a conversation. parent: the id that it goes on from, or empty."""
+    """A row: a response or a conversation. parent: the id of the response that it continues, or empty."""
 
     id: str
     tenant: str
@@ -67,7 +67,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Which items of an entry: at most `limit`, behind one or before one in the order asked for."""
+    """Selects items of an entry: at most `limit`, after or before a given one in the order asked for."""
 
     limit: int
     is_ascending: bool = False
@@ -76,7 +76,7 @@ class Page:
 
 
 class Database:
-    """`now`: seconds since 1970. Every method may raise sqlite3.Error; what it changes then is as it was."""
+    """`now`: seconds since 1970. Every method may raise sqlite3.Error; then it has changed nothing."""
 
     def __init__(self, path: Path, limits: Limits, now: Callable[[], float]) -> None:
         """Raises UnusableFile."""
@@ -93,11 +93,11 @@ class Database:
     # -- entries
 
     def put(self, entry: Entry) -> None:
-        """Keep it; a response's parents are used by that. Raises TooLarge."""
+        """Store an entry; for a response this counts as a use of its parents. Raises TooLarge."""
         self._write(lambda: self._insert(entry))
 
     def put_answer(self, entry: Entry | None, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
-        """Keep a response, if asked for, and the items that it adds to its conversation: both or neither.
+        """Store a response, if asked for, and the items that it adds to its conversation: both or neither.
 
         Returns whether the conversation was there. Raises TooLarge.
         """
@@ -117,7 +117,7 @@ class Database:
         return None if found is None else bytes(found[0])
 
     def set_body(self, tenant: str, kind: Kind, id: str, body: bytes) -> bool:
-        """Whether there was such an entry. Raises TooLarge."""
+        """Replace an entry's body. Returns whether there was such an entry. Raises TooLarge."""
 
         def write() -> bool:
             before = self.body(tenant, kind, id)
@@ -130,7 +130,7 @@ class Database:
         return self._write(write)
 
     def delete(self, tenant: str, kind: Kind, id: str) -> bool:
-        """Whether there was such an entry."""
+        """Remove an entry. Returns whether there was such an entry."""
 
         def write() -> bool:
             is_there = self.body(tenant, kind, id) is not None
@@ -165,11 +165,11 @@ class Database:
         return None if found is None else bytes(found[0])
 
     def append(self, tenant: str, conversation: str, items: Sequence[Item]) -> bool:
-        """Whether there was such a conversation. Raises TooLarge."""
+        """Add items to a conversation. Returns whether there was such a conversation. Raises TooLarge."""
         return self._write(lambda: self._append(tenant, conversation, items))
 
     def remove_item(self, tenant: str, conversation: str, id: str) -> bool:
-        """Whether there was such an item."""
+        """Remove an item of a conversation. Returns whether there was such an item."""
 
         def write() -> bool:
             body = self.item(tenant, "conversation", conversation, id)
@@ -184,10 +184,10 @@ class Database:
     # -- what came before
 
     def chain(self, tenant: str, id: str, max_bytes: int) -> tuple[list[tuple[list[bytes], bytes]], bool] | None:
-        """(input items, body) of a response and of all it goes on from, latest first; whether these are all.
+        """(input items, body) of a response and of all its ancestors, latest first; and whether these are all.
 
-        Not more than about `max_bytes`. None without such a response. Raises LookupError when one it goes on from is
-        gone, with its id.
+        At most about `max_bytes`. None without such a response. Raises LookupError, with its id, when an ancestor is
+        gone.
         """
         found: list[tuple[list[bytes], bytes]] = []
         left, parent = max_bytes, ""
@@ -204,7 +204,7 @@ class Database:
         return (found, True) if found else None
 
     def latest(self, tenant: str, conversation: str, max_bytes: int) -> tuple[list[bytes], bool] | None:
-        """Items of a conversation, latest first, not more than about `max_bytes`; whether these are all."""
+        """Items of a conversation, latest first, at most about `max_bytes`; and whether these are all."""
         if self.body(tenant, "conversation", conversation) is None:
             return None
         found: list[bytes] = []
@@ -218,7 +218,7 @@ class Database:
     # -- inside a transaction
 
     def _write(self, change: Callable[[], T]) -> T:
-        """All of `change` and of the room it needs, or nothing."""
+        """Run `change` and make the room that it needs, in one transaction."""
         used = dict(self._used)
         try:
             with self._db:
@@ -253,7 +253,7 @@ class Database:
         return True
 
     def _grow(self, tenant: str, id: str, by: int) -> None:
-        """An entry has become larger, and was used."""
+        """Record that an entry was used, and has grown by `by` bytes."""
         (size,) = self._db.execute("SELECT num_bytes FROM entries WHERE id = ?", (id,)).fetchone()
         self._check(size + by)
         self._db.execute("UPDATE entries SET num_bytes = ?, used = ? WHERE id = ?", (size + by, self._now(), id))

@@ -9,18 +9,18 @@ from kvloom.contract.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a store. What exceeds them goes: the entries that were used least recently, of the tenant that has most."""
+    """Limits of a store. Beyond them the least recently used entries of the tenant with the largest share go."""
 
     max_count: int = 10_000  # entries
     max_bytes: int = 1 << 30
-    max_age_s: float = 30 * 86400.0  # since an entry was made, or gone on with
+    max_age_s: float = 30 * 86400.0  # since an entry was created or continued
 
 
 _SETTINGS = (("max_count", "count", 1), ("max_bytes", "mb", 2**20), ("max_age_s", "days", 86400))
 
 
 def limits_of(settings: Mapping[str, Any]) -> Limits:
-    """Raises BadRequest when they are given without a file."""
+    """The limits of a configuration. Raises BadRequest when they are given without a file."""
     given = {
         name: settings[f"response_store_{key}"] * factor
         for name, key, factor in _SETTINGS

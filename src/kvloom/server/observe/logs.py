@@ -1,4 +1,4 @@
-"""Logging: the documented levels, two rotating files, the request's id in every line."""
+"""Logging: the documented levels, two rotating files, and the request's id in every line."""
 
 import contextlib
 import logging
@@ -32,9 +32,9 @@ current_request_id: ContextVar[str] = ContextVar("request_id", default="-")
 
 @dataclass(frozen=True, slots=True)
 class PythonLog:
-    """The second log of spec A.1, of the same lines at a level of its own.
+    """The second log of spec A.1: the same lines at a level of its own.
 
-    `path` None: no file; else the process's number is added to it.
+    `path` None: no file; otherwise the process id is added to the name.
     """
 
     level: str = "INFO"
@@ -46,14 +46,14 @@ class PythonLog:
 class LogConfig:
     """`path` None: no file. Lines also go to standard error when `is_on_console`.
 
-    Raises BadRequest for a `level` that is none of LEVELS.
+    Raises BadRequest for a `level` that is not in LEVELS.
     """
 
     level: str = "Warning"
     path: Path | None = None
     is_on_console: bool = True
     python: PythonLog = PythonLog()
-    max_bytes: int = 20 * 2**20  # of a file, before the next one begins
+    max_bytes: int = 20 * 2**20  # size of a file before the next one begins
     num_old: int = 9  # older files that are kept
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ def start_logging(config: LogConfig) -> None:
 
 
 def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
-    """`name`: of the setting that gave the path."""
+    """`name`: the setting that gave the path, for errors."""
     try:
         path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         return _PrivateFile(path, maxBytes=config.max_bytes, backupCount=config.num_old, encoding="utf-8")
@@ -105,7 +105,9 @@ def _file(name: str, path: Path, config: LogConfig) -> RotatingFileHandler:
 
 
 class _PrivateFile(RotatingFileHandler):
-    """Files that the owner writes and the group may read. What a full disk does not take is lost, and told once."""
+    """Files that the owner writes and the group may read. Lines that a full disk refuses are lost, which is reported
+    once.
+    """
 
     _num_lost = 0
 

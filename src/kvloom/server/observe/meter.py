@@ -34,7 +34,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a generation asks for. `num_prompt`: tokens of all its prompts, `num_choices`: answers to all of them."""
+    """Size of a generation. `num_prompt`: tokens of all its prompts, `num_choices`: answers to all of them."""
 
     num_prompt: int
     num_choices: int
@@ -56,13 +56,13 @@ class Meter:
 
     num_received: int = 0
     num_failed: int = 0
-    num_aborted: int = 0  # the client went away
+    num_aborted: int = 0  # the client disconnected
     num_answers: int = 0  # choices of generations that ended by themselves
     served_s: float = 0.0  # from the request to its end, of generations that ended by themselves
     failed_s: float = 0.0
-    last_s: float = 0.0  # when the last generation came, since the epoch; 0 = none has
+    last_s: float = 0.0  # arrival of the last generation, since the epoch; 0 = none yet
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
-    first_token: Histogram = field(default_factory=_times)  # with the wait for a slot
+    first_token: Histogram = field(default_factory=_times)  # wait for a slot included
     between_tokens: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # mean of a generation
     gaps: Histogram = field(default_factory=lambda: Histogram(GAP_BOUNDS_S))  # each, within a choice
     queue: Histogram = field(default_factory=_times)
@@ -82,7 +82,7 @@ class Meter:
         self.last_s = time.time()
 
     def token(self, timing: Timing, choice: int) -> None:
-        """A token of that choice, whatever becomes of the generation."""
+        """Record a token of a choice, however the generation ends."""
         gap_s = timing.token(choice)
         if gap_s is not None:
             self.gaps.add(gap_s)
@@ -95,7 +95,7 @@ class Meter:
         self.failed_s += timing.age_s
 
     def finished(self, timing: Timing, asked: Asked, reasons: Iterable[FinishReason], num_computed: int) -> None:
-        """A generation that ended by itself. `num_computed`: prompt tokens of all choices that no cache had."""
+        """Record a generation that ended by itself. `num_computed`: uncached prompt tokens of all choices."""
         self.num_finished.update(reasons)
         self.num_answers += asked.num_choices
         self.served_s += timing.age_s

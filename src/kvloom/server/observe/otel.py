@@ -1,6 +1,6 @@
-"""Spans of OpenTelemetry (extra `otel`): a request, and in it queue, prefill and decode.
+"""Spans of OpenTelemetry (extra `otel`): a request, and inside it queue, prefill and decode.
 
-Attributes are those of the semantic conventions for generative AI, and of vLLM where they say nothing of servers.
+Attributes are those of the semantic conventions for generative AI, and vLLM's where these do not cover servers.
 """
 
 import logging
@@ -33,9 +33,9 @@ _OPERATIONS = {
 
 
 def open_otlp(endpoint: str) -> "OtelTracer":
-    """Spans go in batches, on a thread of their own, over HTTP to `endpoint` ("" = as OTEL_EXPORTER_OTLP_* say).
+    """A tracer that sends spans in batches, on a thread, over HTTP to `endpoint` ("" = as OTEL_EXPORTER_OTLP_* say).
 
-    What the collector does not take in time is dropped.
+    Spans that the collector does not accept in time are dropped.
     """
     url = f"{endpoint.rstrip('/')}/v1/traces" if endpoint else None
     exporter = OTLPSpanExporter(endpoint=url)
@@ -43,9 +43,9 @@ def open_otlp(endpoint: str) -> "OtelTracer":
 
 
 class OtelTracer:
-    """Implements tracing.Tracer over any span processor. Sampling is as OTEL_TRACES_SAMPLER says.
+    """Implements tracing.Tracer over any span processor. OTEL_TRACES_SAMPLER selects the sampling.
 
-    `give_up` ends an export that is under way, when the time to close is over.
+    `give_up` ends a running export when the time to close is over.
     """
 
     def __init__(self, processor: SpanProcessor, give_up: Callable[[], None] = lambda: None) -> None:
@@ -82,7 +82,7 @@ class OtelTracer:
         request.end(end_ns)
 
     def _phases(self, trace: Trace, request: Span, start_ns: int, end_ns: int) -> None:
-        """Each phase that began; the one in which the request ended lasts to the end."""
+        """Make a span for each phase that began; the phase in which the request ended lasts to the end."""
         context, timing = set_span_in_context(request), trace.timing
         lengths = [("queue", timing.queue_s if timing.has_slot else None)]
         if timing.has_slot:
@@ -96,7 +96,7 @@ class OtelTracer:
             at_ns = until_ns
 
     def close(self) -> None:
-        """Sends what is left, within CLOSE_S."""
+        """Send the remaining spans, within CLOSE_S."""
         closing = threading.Thread(target=self._provider.shutdown, name="otel-close", daemon=True)
         closing.start()
         closing.join(CLOSE_S)

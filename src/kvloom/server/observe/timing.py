@@ -1,4 +1,4 @@
-"""Timing: when a generation waited, began and went on."""
+"""Timing: how long a generation waited, prefilled and decoded."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,24 +6,24 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds: waited for an admission slot, from there to the first token, from there to the last token so far."""
+    """Seconds of waiting for an admission slot, from then to the first token, and from then to the last one so far."""
 
     queue_s: float = 0.0
     first_token_s: float | None = None
     decode_s: float = 0.0
     num_tokens: int = 0
     has_slot: bool = False
-    _choices: dict[int, list[float]] = field(default_factory=dict)  # when each one's last token came, and how many
+    _choices: dict[int, list[float]] = field(default_factory=dict)  # choice -> its last token's time, token count
     _began: float = field(default_factory=time.perf_counter)
 
     @property
     def age_s(self) -> float:
-        """Since the request came."""
+        """Seconds since the request's arrival."""
         return self.queue_s + time.perf_counter() - self._began
 
     @property
     def now_s(self) -> float:
-        """Since the epoch."""
+        """Seconds since the epoch."""
         return time.time()
 
     def slot_given(self) -> None:
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def inference_s(self) -> float:
-        """From the slot to the last token."""
+        """Seconds from the slot to the last token."""
         return (self.first_token_s or 0.0) + self.decode_s
 
     @property
@@ -41,7 +41,7 @@ class Timing:
         return int(max((count for _, count in self._choices.values()), default=0))
 
     def token(self, choice: int) -> float | None:
-        """Seconds since this choice's token before; None for its first."""
+        """Record a token. Returns the seconds since the choice's previous token; None for its first."""
         passed = time.perf_counter() - self._began
         first_s = self.first_token_s
         if first_s is None:

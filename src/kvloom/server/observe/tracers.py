@@ -1,4 +1,4 @@
-"""Whether there are traces, and where they go. Imports OpenTelemetry only when they are asked for."""
+"""Decides whether to trace, and where to send spans. Imports OpenTelemetry only when traces are asked for."""
 
 import importlib
 import importlib.util
@@ -16,10 +16,10 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
 def open_tracer(endpoint: str, environment: Mapping[str, str]) -> Tracer | None:
-    """A tracer that sends to `endpoint`, or where OpenTelemetry's own variables say; None when neither is there.
+    """A tracer that sends to `endpoint`, or to the one that OpenTelemetry's variables name; None without either.
 
-    Raises BadRequest for an endpoint that cannot be used. Variables without the extra `otel` are told in the log: they
-    may be meant for another program.
+    Raises BadRequest for an endpoint that cannot be used. Variables without the extra `otel` are only logged, because
+    they may be meant for another program.
     """
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise BadRequest("otlpEndpoint", f"must begin with http:// or https://, got {endpoint!r}")

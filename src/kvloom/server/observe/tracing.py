@@ -48,7 +48,7 @@ class Trace:
 
 
 class Tracer(Protocol):
-    """Must not wait, and must not raise: requests do not depend on it."""
+    """Must neither wait nor raise: requests must not depend on it."""
 
     def ended(self, trace: Trace) -> None: ...
     def close(self) -> None: ...
@@ -59,7 +59,7 @@ CALLER: ContextVar[Caller] = ContextVar("caller", default=_NOBODY)
 
 
 class CallerMiddleware:
-    """ASGI: CALLER is this request's while it is answered. Only there when there is a tracer."""
+    """ASGI: sets CALLER to this request while it is answered. Only installed with a tracer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

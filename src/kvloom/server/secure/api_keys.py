@@ -31,7 +31,7 @@ def new_key() -> str:
 
 
 def hash_key(key: str) -> str:
-    """What the configuration holds of a key: `sha256$salt$digest`."""
+    """The form of a key in the configuration: `sha256$salt$digest`."""
     if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
         raise AccessError(f"an API key must be {MIN_KEY_CHARS} to {MAX_KEY_CHARS} printable ASCII characters, no space")
     salt = secrets.token_bytes(SALT_BYTES)
@@ -51,7 +51,7 @@ def read_hashes(path: Path) -> tuple[str, ...]:
 
 
 class KeyRing:
-    """The hashes of all keys that open the server. Raises AccessError when there is none, or one that is no hash."""
+    """The hashes of all valid keys. Raises AccessError when there is none, or one that is not a hash."""
 
     def __init__(self, hashes: Sequence[str]) -> None:
         if not hashes:
@@ -71,7 +71,9 @@ class KeyRing:
 
 
 def check_bind(address: str, is_all_allowed: bool, key: str = "ipAddress") -> None:
-    """`address` or name as configured; 0.0.0.0 and :: listen on every network and must be allowed by name."""
+    """Raises AccessError for 0.0.0.0 and ::, which listen on every network, unless that is allowed. `address`: or a
+    name, as configured.
+    """
     try:
         found = [ipaddress.ip_address(address)]
     except ValueError:

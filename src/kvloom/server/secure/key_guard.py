@@ -16,7 +16,7 @@ TENANT = "kvloom.tenant"  # in an ASGI scope
 class ApiKeyMiddleware:
     """ASGI: 401 without a valid `Authorization: Bearer KEY` or `X-Api-Key: KEY`, except on `open_paths` (exact).
 
-    The key's tenant is left in the scope under TENANT.
+    Puts the key's tenant into the scope under TENANT.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing, open_paths: Collection[str] = ()) -> None:

@@ -29,10 +29,10 @@ class ServerContext(ssl.SSLContext):
         return context
 
     def __init__(self, config: TlsConfig) -> None:
-        """All is done in `__new__`, which alone can choose the protocol."""
+        """Everything is done in `__new__`, because only that can choose the protocol."""
 
     def reload(self) -> None:
-        """Raises TlsError and keeps what is in use if the files are not good."""
+        """Read the files again. Raises TlsError and keeps the old ones in use if they are invalid."""
         self._current = _load(self._config)
 
     def wrap_bio(
@@ -47,7 +47,7 @@ class ServerContext(ssl.SSLContext):
 
 
 class _LoggedHandshake(ssl.SSLObject):
-    """asyncio drops a connection whose handshake failed without a word; this says why."""
+    """Logs why a handshake failed: asyncio drops such a connection silently."""
 
     def do_handshake(self) -> None:
         try:
@@ -67,7 +67,7 @@ def tls_context(config: TlsConfig) -> ServerContext:
 
 
 def reload_on_sighup(context: ServerContext, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
-    """Returns the handler, which a caller may also run by itself. Bad files are logged and change nothing."""
+    """Returns the handler, which a caller may also call directly. Invalid files are logged and change nothing."""
 
     def reload() -> None:
         try:

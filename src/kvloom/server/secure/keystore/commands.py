@@ -41,7 +41,7 @@ def seceasy_encrypt(arguments: list[str] | None = None) -> int:
 
 
 def config_tls(arguments: list[str] | None = None) -> int:
-    """Asks for the password of DIR's TLS key, checks it on the key, and leaves it encrypted in DIR."""
+    """Ask for the password of DIR's TLS key, check it on the key, and store it encrypted in DIR."""
     parser = argparse.ArgumentParser(prog="config_mindie_server_tls_cert.py", description=config_tls.__doc__)
     parser.add_argument("directory", type=Path, metavar="DIR", help="where the server is installed")
     folder: Path = parser.parse_args(arguments).directory
@@ -81,7 +81,7 @@ def _domain(domain: str, count: str) -> int:
 
 
 def _secret(what: str) -> str:
-    """Asked twice on a terminal; the first line of stdin otherwise."""
+    """Read a secret: asked for twice on a terminal, otherwise the first line of stdin."""
     if not sys.stdin.isatty():
         text = sys.stdin.readline().rstrip("\n")
     else:
