@@ -1,1 +1,1 @@
-"""`kvloom bench`: a server measured as its clients see it, and the kernels below it, against the memory's rate."""
+"""`kvloom bench`: measures a server as clients see it, and the kernels below it against the memory bandwidth."""

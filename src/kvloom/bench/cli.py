@@ -27,7 +27,7 @@ _KERNEL_ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """What is measured: the server at `url`, or one that is started with `model` and `weight_format`."""
+    """The subject of measurement: the server at `url`, or one started with `model` and `weight_format`."""
 
     url: str | None
     model: str | None
@@ -90,7 +90,7 @@ def bench(
 
 
 def _server(subject: _Subject, wanted: list[loads.Load], common: report.Row) -> list[loads.Point]:
-    """Measures the server at a URL, or one of its own, of which `common` then tells the start and the memory."""
+    """Measure the server at a URL, or one that it starts; for that one, start time and memory are added to `common`."""
     url, model, seed = subject.url, subject.model, subject.seed
     with ExitStack() as stack:
         if url:
@@ -125,7 +125,7 @@ def _points(target: Target, wanted: list[loads.Load], seed: str) -> list[loads.P
 
 
 def _kernels(model: str | None, weight_format: str | None) -> list[report.Row]:
-    """In a process of their own: they load the weights, and give them back."""
+    """Measure the kernels in a process of their own, which loads the weights and frees them at its end."""
     command = [sys.executable, "-m", "kvloom.bench.kernels", "--progress", "--rounds", str(_KERNEL_ROUNDS)]
     command += [model] if model else []
     command += ["--weight-format", weight_format] if weight_format else []

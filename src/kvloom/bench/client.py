@@ -1,4 +1,4 @@
-"""One streamed answer of an OpenAI-compatible server, timed at the socket; spends little CPU beside the server."""
+"""One streamed answer of an OpenAI-compatible server, timed at the socket; takes little CPU away from the server."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class _Chunk(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go: `url` is the base, before /v1."""
+    """The server under test: `url` is the part before /v1."""
 
     url: str
     model: str
@@ -44,11 +44,11 @@ class Target:
 
 @dataclass(slots=True)
 class Answer:
-    """Times of `time.perf_counter` in seconds: of the request, and of each piece of text."""
+    """Times of `time.perf_counter` in seconds: when the request was sent, and when each piece of text arrived."""
 
     started_s: float
     times_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0  # as the server counted; the number of pieces where it did not
+    num_tokens: int = 0  # as counted by the server; the number of pieces if it does not count
 
     @property
     def ttft_s(self) -> float:
@@ -62,12 +62,12 @@ class Answer:
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between one piece and the next."""
+        """Times between consecutive pieces."""
         return [after - before for before, after in zip(self.times_s, self.times_s[1:], strict=False)]
 
 
 class _Stream(asyncio.Protocol):
-    """Parses a response as it comes; `done` holds None or the error."""
+    """Parses a response as it arrives; `done` gets None or the error."""
 
     def __init__(self, request: bytes, answer: Answer) -> None:
         self._request, self._answer = request, answer
@@ -130,7 +130,7 @@ class _Stream(asyncio.Protocol):
 
 
 async def complete(target: Target, prompt: Sequence[int] | str, num_tokens: int) -> Answer:
-    """A greedy answer of `num_tokens` tokens, whatever the model would end with. Raises BenchError."""
+    """A greedy answer of `num_tokens` tokens, ends of sequence ignored. Raises BenchError."""
     parts = urlsplit(target.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise BenchError(f"url: {target.url!r} is no http:// or https:// address")

@@ -4,7 +4,7 @@
 Prints one JSON line a point: tokens/s of decode at batch 1, 8 and 32 (context about 200) and of a 1024-token prefill in
 chunks of 256. Each has the memory bandwidth measured in the same run, the rate at which it could deliver the weights
 (`limit_tok_s`, decode only) and the share of it that was reached (above 1 where the last-level cache keeps a part of
-the weights). Medians; the rounds are interleaved, so a disturbance of the machine meets all points alike.
+the weights). Medians; the rounds are interleaved, so a disturbance of the machine affects all points alike.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure(backend: CpuBackend, rounds: int, progress: Callable[[int], None]) -> list[dict[str, object]]:
-    """One row a point; `progress` is told how many rounds are done."""
+    """One row a point; `progress` is called with the number of finished rounds."""
     runs = {f"decode_{batch}": (decode_step(backend, batch), 20 if batch == 1 else 4, batch) for batch in BATCHES}
     runs["prefill_1024"] = (prefill(backend), 1, PREFILL)
     rates: dict[str, list[float]] = {name: [] for name in ("dram", *runs)}

@@ -1,4 +1,4 @@
-"""Closed-loop load on a server: so many requests in flight at any time, until all are answered."""
+"""Closed-loop load on a server: a constant number of requests in flight, until all are answered."""
 
 import asyncio
 import random
@@ -16,7 +16,9 @@ Progress = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`shared_len` tokens begin every prompt of the load; the other `input_len` differ, so no cache can have them."""
+    """All prompts of the load begin with the same `shared_len` tokens; the `input_len` others differ, so that no cache
+    has them.
+    """
 
     concurrency: int
     num_prompts: int
@@ -34,7 +36,7 @@ class Load:
             raise BenchError(f"token_ids: {low},{high} is no range LOW,HIGH with 0 <= LOW < HIGH")
 
     def prompts(self, seed: str) -> list[list[int]]:
-        """The same for the same seed."""
+        """The load's prompts, a function of the seed."""
         low, high = self.token_ids
         shared = _draw(f"{seed}-shared", self.shared_len, low, high)
         return [shared + _draw(f"{seed}-{i}", self.input_len, low, high) for i in range(self.num_prompts)]
@@ -51,7 +53,7 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one load gave. tok_s counts the answers' tokens over the wall time of the whole load."""
+    """Results of one load. tok_s: tokens of the answers over the wall time of the whole load."""
 
     concurrency: int
     num_prompts: int
@@ -88,12 +90,12 @@ async def run(target: Target, load: Load, seed: str, progress: Progress | None =
 
 
 def warm_up(load: Load) -> Load:
-    """A short load of the same shape, so that the first point pays for no first use."""
+    """A short load of the same shape, so that the first point does not include costs of first use."""
     return replace(load, num_prompts=load.concurrency, output_len=min(8, load.output_len))
 
 
 def new_seed() -> str:
-    """Prompts of no run before, so that no prefix cache has them."""
+    """A seed whose prompts no earlier run had, so that no prefix cache has them."""
     return secrets.token_hex(4)
 
 
@@ -113,7 +115,7 @@ def summarise(load: Load, answers: Sequence[Answer], wall_s: float) -> Point:
 
 
 def percentiles(values_s: Sequence[float]) -> Percentiles:
-    """By linear interpolation; zeros of nothing."""
+    """Percentiles by linear interpolation; all 0 without values."""
     if len(values_s) < 2:
         value = round(1e3 * values_s[0], 2) if values_s else 0.0
         return Percentiles(value, value, value)
@@ -122,7 +124,7 @@ def percentiles(values_s: Sequence[float]) -> Percentiles:
 
 
 def as_row(point: Point) -> dict[str, object]:
-    """One JSON line's content."""
+    """The point as one JSON line's content."""
     return {"level": "server", **asdict(point)}
 
 

@@ -20,18 +20,18 @@ table { border-collapse: collapse; } td, th { padding: .2rem .7rem; text-align: 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`points`: (x, y) in rising order of x, or one above the other. A dashed line is a limit and has no dots."""
+    """`points`: (x, y) with x ascending, or equal for a vertical line. A dashed line is a limit and has no dots."""
 
     name: str
     points: Sequence[tuple[float, float]]
     color: str
     is_dashed: bool = False
-    labels: Sequence[str] = ()  # one a point, written beside it
+    labels: Sequence[str] = ()  # one for each point, written beside it
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Lines over one x, y from 0; `caption` names y with its unit. With `is_log2` x is above 0, in powers of two."""
+    """Lines over a common x axis; y starts at 0. `caption` names y and its unit. `is_log2`: log2 scale, x > 0."""
 
     caption: str
     x_name: str
@@ -41,7 +41,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """From values to pixels."""
+    """Maps values to pixels."""
 
     low: float  # x at the left; its logarithm with is_log2
     high: float  # x at the right, likewise
@@ -55,7 +55,7 @@ class _Scale:
 
 
 def page(title: str, charts: Sequence[Chart], rows: Sequence[dict[str, object]] = ()) -> str:
-    """Charts that have points; `rows` become the table below them."""
+    """A page with those charts that have points, and `rows` as a table below them."""
     drawn = "".join(chart(each) for each in charts if any(line.points for line in each.lines))
     name = html.escape(title)
     return (
@@ -65,7 +65,7 @@ def page(title: str, charts: Sequence[Chart], rows: Sequence[dict[str, object]] 
 
 
 def chart(drawn: Chart) -> str:
-    """One chart as SVG; some line of it has points."""
+    """One chart as SVG; at least one of its lines must have points."""
     xs = sorted({x for line in drawn.lines for x, _ in line.points})
     top = _round_up(max(y for line in drawn.lines for _, y in line.points))
     if drawn.is_log2:
@@ -84,7 +84,7 @@ def chart(drawn: Chart) -> str:
 
 
 def _axes(scale: _Scale, marks: Sequence[float]) -> list[str]:
-    """The grid with its numbers, and those of x at `marks`."""
+    """The grid with labels of y, and labels of x at `marks`."""
     parts = []
     for i in range(_NUM_TICKS + 1):
         value = scale.top * i / _NUM_TICKS

@@ -1,4 +1,4 @@
-"""A server started for a measurement: timed to its first answer, its memory read, stopped at the end."""
+"""Starts a server for a measurement, times its first answer, reads its memory, and stops it at the end."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from kvloom.bench.client import BenchError, Target, complete
 from kvloom.children import end_with_parent
 
 _POLL_S = 0.01
-_LISTENING = "0A"  # as /proc/net/tcp spells the state
+_LISTENING = "0A"  # the state in /proc/net/tcp
 _STOP_S = 15.0
 
 
@@ -47,7 +47,7 @@ class ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends it: asked first, killed after _STOP_S."""
+        """End the process: SIGTERM first, SIGKILL after _STOP_S."""
         try:
             if self._process.poll() is None:
                 self.set_running(True)
@@ -62,7 +62,7 @@ class ServerProcess:
             self._output.close()
 
     def first_answer_s(self, target: Target, limit_s: float, token_ids: Sequence[int]) -> float:
-        """Seconds from the start to one generated token. Raises BenchError when it ends before, or after `limit_s`."""
+        """Seconds from the start to the first token. Raises BenchError if the process ends, or after `limit_s`."""
         while True:
             try:
                 asyncio.run(complete(target, token_ids, 1))
@@ -82,7 +82,7 @@ class ServerProcess:
         return peak_rss_bytes(self.pid)
 
     def set_running(self, is_running: bool) -> None:
-        """Stops it and its descendants where they are, or lets them go on: idle servers, too, take a part of a core."""
+        """Halt it and its descendants, or let them continue: even idle servers take part of a core."""
         for pid in family(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT if is_running else signal.SIGSTOP)
@@ -106,7 +106,7 @@ def free_port() -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process and its living descendants; the process alone where there is no /proc."""
+    """Ids of a process and its living descendants; of the process alone where there is no /proc."""
     children: dict[int, list[int]] = {}
     for status in Path("/proc").glob("[0-9]*/status"):
         fields = _status(status)
@@ -125,7 +125,7 @@ def peak_rss_bytes(pid: int) -> int:
 
 
 def listener_pid(port: int) -> int | None:
-    """The process that listens on a TCP port of this machine; None where it cannot be seen (or there is no /proc)."""
+    """Id of the process that listens on a TCP port of this machine; None if it is not visible (or without /proc)."""
     inodes = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
         for line in table.read_text().splitlines()[1:] if table.exists() else ():
@@ -142,7 +142,7 @@ def listener_pid(port: int) -> int | None:
 
 
 def _status(path: Path) -> dict[str, str]:
-    """Empty when the process has ended."""
+    """Fields of a process's status file; empty when it has ended."""
     try:
         return dict(line.split(":\t", 1) for line in path.read_text().splitlines() if ":\t" in line)
     except OSError:

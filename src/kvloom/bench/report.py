@@ -1,4 +1,4 @@
-"""What `kvloom bench` shows of its points: tables, JSON lines, the page with the plot."""
+"""The output of `kvloom bench`: tables, JSON lines, and the page with the plot."""
 
 import json
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def json_lines(points: Sequence[Point], kernels: Sequence[Row], common: Row) -> 
 
 
 def plot(title: str, points: Sequence[Point], kernels: Sequence[Row]) -> str:
-    """The page: tokens/s with the kernels' rate and the memory's limit, and the time to the first token."""
+    """The page: tokens/s with the kernels' rate and the limit by memory bandwidth, and the time to first token."""
     points = sorted(points, key=lambda point: point.concurrency)
     decode = [row for row in kernels if "batch" in row]
     rates = [
@@ -69,7 +69,7 @@ def _xy(row: Row, name: str) -> tuple[float, float]:
 
 
 def _in_sight(points: Sequence[Point], decode: Sequence[Row]) -> list[tuple[float, float]]:
-    """The memory's limit is a line through 0; drawn further than twice the fastest point it would hide the others."""
+    """The memory's limit, a line through 0, up to twice the fastest point: drawn further it would hide the others."""
     if not decode:
         return []
     batch, limit = _xy(decode[0], "limit_tok_s")

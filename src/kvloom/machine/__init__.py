@@ -1,1 +1,1 @@
-"""What this machine has for kvloom, and what kvloom keeps on it: `kvloom doctor`, `kvloom cache`."""
+"""This machine's suitability for kvloom, and kvloom's files on it: `kvloom doctor`, `kvloom models`, `kvloom cache`."""

@@ -40,7 +40,7 @@ def doctor(as_json: Json = False) -> None:
 
 def models(as_json: Json = False) -> None:
     """Models that are here by name: family, format, size, licence, and what they take of memory."""
-    models = import_module("kvloom.machine.models")  # opens every model, with what that takes
+    models = import_module("kvloom.machine.models")  # imports what is needed to open models
     found = models.rows()
     print(json.dumps([asdict(row) for row in found]) if as_json else "\n".join(models.lines(found)))
 
@@ -96,7 +96,7 @@ def verify(folder: Folder = None) -> None:
 
 
 def _kept(folder: Path | None) -> KeptWeights:
-    """Raises BadRequest when nothing is kept."""
+    """The cache of packed weights. Raises BadRequest when it is off."""
     kept = kept_weights(os.environ, "" if folder is None else str(folder))
     if kept is None:
         raise BadRequest(FOLDER_VARIABLE, f'is "{OFF}": no weights are kept; name a folder with --folder')
@@ -104,7 +104,7 @@ def _kept(folder: Path | None) -> KeptWeights:
 
 
 def _ago(age_s: float) -> str:
-    """For people."""
+    """The age in words."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if age_s >= size:
             return f"{age_s / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Facts about a machine, read where Linux tells them. What is not told is None, 0 or empty; nothing here judges."""
+"""Facts about a machine, as Linux reports them. Unknown ones are None, 0 or empty; nothing is judged here."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from kvloom.contract.errors import UserError
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.kept import kept_weights
 
-BASE = (  # what serving on the CPU needs; docs/install.md has the reasons
+BASE = (  # packages needed for serving on the CPU; docs/install.md has the reasons
     *("numpy", "gguf", "tokenizers", "jinja2", "starlette", "uvicorn", "uvloop", "httptools", "msgspec"),
     *("typer", "rich", "prometheus-client", "cryptography", "xxhash", "llguidance", "httpx", "httpcore", "jiter"),
 )
@@ -26,41 +26,41 @@ _UNLIMITED_BYTES = 1 << 60  # control groups of version 1 say "no limit" with a 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Bytes, numbers of cores, texts as the system spells them."""
+    """Facts in bytes, numbers of cores, and texts as the system spells them."""
 
     version: str = ""  # of kvloom
     python: str = ""
     system: str = ""  # kernel and C library
     architecture: str = ""
-    cpu: str = ""  # its name
+    cpu: str = ""  # the processor's name
     cpu_flags: frozenset[str] = frozenset()
     is_virtual: bool = False
     num_cores: int = 0  # of the machine
-    num_usable: int = 0  # by this process
-    quota_cores: float | None = None  # of its control group
-    load: float = 0.0  # processes that want a core, mean of a minute
+    num_usable: int = 0  # cores that this process may use
+    quota_cores: float | None = None  # quota of its control group
+    load: float = 0.0  # mean number of runnable processes in the last minute
     governor: str = ""
     memory_bytes: int = 0
     available_bytes: int = 0
     swap_bytes: int = 0
-    limit_bytes: int | None = None  # of its control group
+    limit_bytes: int | None = None  # memory limit of its control group
     limit_used_bytes: int = 0
     huge_pages: str = ""  # always, madvise or never
-    shm_bytes: int = 0  # free for shared memory
+    shm_bytes: int = 0  # free shared memory
     cuda_devices: tuple[str, ...] = ()
     npu_devices: tuple[str, ...] = ()
-    compiler: str = ""  # of C++
-    kernels: Mapping[str, str] = field(default_factory=dict)  # instruction set -> its library, where there is one
+    compiler: str = ""  # the C++ compiler
+    kernels: Mapping[str, str] = field(default_factory=dict)  # instruction set -> its library, if there is one
     cache: str = ""  # folder of packed weights; "" = off
     cache_problem: str = ""
     cache_bytes: int = 0
     disk_free_bytes: int = 0
-    demo_model: str = ""  # its file
-    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, of those that are installed
+    demo_model: str = ""  # the demo model's file
+    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version of installed packages
 
 
 def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> Facts:
-    """Of this machine. `root` stands for /, of which proc, sys and dev are read."""
+    """The facts of this machine. `root` stands for /, below which proc, sys and dev are read."""
     meminfo = _pairs(_text(root / "proc/meminfo"))
     cpuinfo = _pairs(_text(root / "proc/cpuinfo").partition("\n\n")[0])
     flags = build.cpu_flags(root / "proc/cpuinfo")
@@ -100,7 +100,7 @@ def read_facts(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) 
 
 
 def _cache(environ: Mapping[str, str]) -> tuple[str, str, int, int]:
-    """Folder of packed weights, what is wrong with it, its bytes, and what its disk has free."""
+    """Folder of packed weights, its problem, its bytes, and its disk's free bytes."""
     try:
         kept = kept_weights(environ)
     except UserError as error:
@@ -127,7 +127,7 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _quota(root: Path, membership: Path) -> float | None:
-    """Cores that the control group may use, version 2 or 1; the least of it and those above it."""
+    """Cores that the control group (version 2 or 1) may use; the smallest quota of it and its parents."""
     found = []
     for group in _groups(root, membership):
         limit, _, period = _text(group / "cpu.max").partition(" ")
@@ -139,7 +139,7 @@ def _quota(root: Path, membership: Path) -> float | None:
 
 
 def _memory_limit(root: Path, membership: Path) -> tuple[int | None, int]:
-    """Limit and use of the control group, version 2 or 1; the tightest of it and those above it."""
+    """Limit and use of the control group (version 2 or 1), or of the parent with the tightest limit."""
     found = []
     for group in _groups(root, membership):
         found.append((_text(group / "memory.max"), _text(group / "memory.current")))
@@ -154,7 +154,7 @@ def _memory_limit(root: Path, membership: Path) -> tuple[int | None, int]:
 
 
 def _groups(root: Path, membership: Path) -> Iterator[Path]:
-    """Folders of this process's control group and of those above it, as far as they are mounted at `root`."""
+    """Folders of this process's control group and of its parents, as far as they are mounted below `root`."""
     seen = set()
     for line in _text(membership).splitlines():
         inner = root / line.split(":", 2)[2].lstrip("/")
@@ -190,7 +190,7 @@ def _kib(pairs: Mapping[str, str], name: str) -> int:
 
 
 def _chosen(text: str) -> str:
-    """Of "always [madvise] never" what stands in brackets."""
+    """The option in brackets: madvise of "always [madvise] never"."""
     return text.partition("[")[2].partition("]")[0]
 
 

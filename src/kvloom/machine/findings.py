@@ -1,4 +1,4 @@
-"""What facts about a machine mean for serving on it. Pure: facts in, findings out."""
+"""Findings from a machine's facts: what they mean for serving on it. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kvloom.rank.kernels.build import ISAS, best_isa
 Mark = Literal["ok", "slow", "MISS"]
 _SMALL_BYTES = 512 << 20  # the demo model, its server and a little KV cache
 _SMALL_SHM_BYTES = 64 << 20
-_BUSY = 0.5  # of the cores
+_BUSY = 0.5  # load, as a share of the cores, above which the machine is busy
 _SLOWER = {
     "avx2": "AVX-512 with VNNI and BF16 is not here; the AVX2 kernels are slower",
     "portable": "neither AVX-512 nor AVX2 is here; the portable kernels are much slower",
@@ -19,7 +19,7 @@ _SLOWER = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`mark`: "slow" what serves, but not as fast as it could; "MISS" what serving needs and is not there."""
+    """`mark`: "slow" = works, but not as fast as it could; "MISS" = needed for serving, and missing."""
 
     mark: Mark
     name: str
@@ -28,14 +28,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The back end that `kvloom serve` takes here, "" = none, and why."""
+    """The back end that `kvloom serve` uses here, "" = none, and the reason."""
 
     backend: str
     why: str
 
 
 def choose(facts: Facts) -> Choice:
-    """As "auto" chooses for a model that the CPU kernels have."""
+    """The choice of "auto" for a model that the CPU kernels support."""
     isa = best_isa(facts.cpu_flags)
     others = " and ".join(
         f"{name} (--device {kind} --backend reference)"
@@ -53,7 +53,7 @@ def choose(facts: Facts) -> Choice:
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """In the order in which people read them."""
+    """The findings, in reading order."""
     return [
         *_processor(facts),
         *_memory(facts),

@@ -1,4 +1,4 @@
-"""`kvloom models`: which models are here by name, what they are, and what they take of memory."""
+"""`kvloom models`: the models on this machine by name, with properties and memory."""
 
 import re
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ from kvloom.checkpoints.metadata import read_header
 from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 
-_LICENCE = re.compile(r"^license(?:_name)?:\s*(\S+)", re.MULTILINE)  # in the head of a model card
+_LICENCE = re.compile(r"^license(?:_name)?:\s*(\S+)", re.MULTILINE)  # in a model card's header
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """What is not known is empty, or 0."""
+    """A model of the list. Unknown fields are empty or 0."""
 
     name: str
     path: str = ""  # "" = not fetched yet
     family: str = ""
-    format: str = ""  # of the file, and the type of most of its weights
+    format: str = ""  # format of the file, and the type of most of its weights
     file_bytes: int = 0
     licence: str = ""
-    weight_bytes: int = 0  # in memory, as the CPU backend holds them by default
-    token_bytes: int = 0  # of the KV cache, for each token of context
+    weight_bytes: int = 0  # memory of the weights in the CPU backend's default form
+    token_bytes: int = 0  # KV cache bytes for each token of context
     makes: str = ""  # "text", "embeddings", "labels"
     problem: str = ""  # why it cannot be served
 
 
 def rows() -> list[ModelRow]:
-    """Demo models, fetched or not, then the user's own."""
+    """Demo models, fetched or not, then the user's own models."""
     demo = [
         _row(name, path, model.licence)
         if (path := pulled(name)) is not None
@@ -71,14 +71,14 @@ def _row(name: str, path: Path, licence: str = "") -> ModelRow:
 
 
 def _made(checkpoint: Checkpoint) -> str:
-    """What the model makes, in a word."""
+    """The model's output, in a word."""
     if checkpoint.embedding.labels:
         return "labels"
     return "text" if checkpoint.spec.has_logits else "embeddings"
 
 
 def _licence(path: Path) -> str:
-    """As the model's files name it: metadata of a GGUF file, a folder's model card."""
+    """The licence named in the model's files: a GGUF file's metadata, a folder's model card."""
     try:
         if path.is_file():
             return str(read_header(path, has_texts=False).metadata.get("general.license", ""))

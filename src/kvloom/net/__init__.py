@@ -1,1 +1,1 @@
-"""What the server and the pool share at their sockets: listening, and who may ask through a browser."""
+"""What the server and the pool share at their sockets: listening, TLS files, and checks of requests from browsers."""

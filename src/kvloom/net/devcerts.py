@@ -1,4 +1,4 @@
-"""Certificates for trying TLS out, and for tests. Not a CA for production: its key lies beside what it signs."""
+"""Certificates for trying TLS out, and for tests. Not a CA for production: its key lies beside the certificates."""
 
 import ipaddress
 import secrets
@@ -69,13 +69,13 @@ def make_authority(name: str) -> Pair:
 def issue(
     authority: Pair, name: str, hosts: tuple[str, ...] = (), start_days: int = 0, num_days: int = VALID_DAYS
 ) -> Pair:
-    """A server's certificate if it has hosts, else a client's. Valid for `num_days` from `start_days` from now on."""
+    """Issue a server's certificate if there are hosts, else a client's. Valid for `num_days` from `start_days` on."""
     usage = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
     return _signed(authority, name, [usage], hosts, _valid(start_days, num_days))
 
 
 def issue_node(authority: Pair, name: str, start_days: int = 0, num_days: int = VALID_DAYS) -> Pair:
-    """The certificate of a node, which calls others and is called by them. Valid as in `issue`."""
+    """Issue a node's certificate, valid for both roles, because nodes call each other. Valid as in `issue`."""
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return _signed(authority, name, usages, (), _valid(start_days, num_days))
 
@@ -128,13 +128,13 @@ def _host(host: str) -> x509.GeneralName:
 
 
 def _valid(start_days: int, num_days: int = VALID_DAYS) -> tuple[datetime, datetime]:
-    """Begins an hour early, for clocks that differ."""
+    """Begin and end of validity. Begins an hour early, because clocks differ."""
     start = datetime.now(UTC).replace(microsecond=0) + timedelta(days=start_days, hours=-1)
     return start, start + timedelta(days=num_days)
 
 
 def make_files(folder: Path, hosts: tuple[str, ...] = LOCAL_HOSTS) -> TlsConfig:
-    """Writes server, node, CA and CRL below `folder`, and what a client needs below `folder`/client."""
+    """Write the files of server, node, CA and CRL below `folder`, and a client's below `folder`/client."""
     paths, node_files = default_paths(folder), node_paths(folder)
     authority = make_authority("kvloom development CA")
     server = issue(authority, "kvloom server", hosts)

@@ -1,4 +1,4 @@
-"""SiteMiddleware: sites.py before an ASGI app."""
+"""SiteMiddleware: applies the checks of sites.py before an ASGI app."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from kvloom.net.sites import Policy, Refusal, joined, refusal
 
 
 class SiteMiddleware:
-    """Answers what is refused by `reply(path, refusal)`; it stands before everything that a request may change."""
+    """Answers refused requests with `reply(path, refusal)`; comes before everything that a request may change."""
 
     def __init__(self, app: ASGIApp, policy: Policy, reply: Callable[[str, Refusal], Response]) -> None:
         self._app, self._policy, self._reply = app, policy, reply

@@ -3,8 +3,8 @@
     master key (in the store's files)  --wraps-->  domain keys  --encrypt-->  the texts that users keep in other files
 
 The store is two files with the same content, master and standby. Either is enough; a damaged or missing one is
-written anew from the other. Everything is AES-256-GCM. Whoever can read a store file can decrypt: mode 0600 is what
-protects it, and what encryption adds is that a copied configuration or backup without the store is worthless.
+rewritten from the other. Everything is AES-256-GCM. Anyone who can read a store file can decrypt, so mode 0600 is its
+protection; encryption makes copies of the configuration, or backups without the store, worthless.
 """
 
 import base64
@@ -37,7 +37,7 @@ class KeyStoreError(UserError):
 
 @dataclass(slots=True)
 class _Content:
-    generation: int  # grows with every write: after a crash between the two writes, the newer file counts
+    generation: int  # incremented by every write: after a crash between the two writes, the newer file is used
     master_key: bytes
     active: dict[int, int] = field(default_factory=dict)  # domain -> id of the key that encrypts
     wrapped: dict[tuple[int, int], bytes] = field(default_factory=dict)  # (domain, key id) -> nonce + ciphertext
@@ -50,7 +50,7 @@ class KeyStore:
         self._paths = (master, standby)
 
     def encrypt(self, plaintext: bytes, domain: int) -> str:
-        """Creates the store and the domain's key when there are none yet."""
+        """Encrypt a text; creates the store and the domain's key if needed."""
         content = self._load() or _Content(generation=0, master_key=AESGCM.generate_key(KEY_BITS))
         if domain not in content.active:
             _add_domain_key(content, domain)
@@ -68,7 +68,7 @@ class KeyStore:
         return _open(_domain_key(content, domain, key_id), sealed, name)
 
     def rotate(self, domain: int) -> None:
-        """A new master key and a new key of `domain`. Texts encrypted before can still be decrypted."""
+        """Create a new master key and a new key of `domain`. Texts encrypted before can still be decrypted."""
         content = self._load()
         if content is None:
             raise KeyStoreError(
@@ -83,7 +83,7 @@ class KeyStore:
         self._save(content)
 
     def erase(self) -> int:
-        """Overwrites and removes both files; returns how many there were. What they encrypted is lost."""
+        """Overwrite and remove both files. Returns how many there were. Texts encrypted with them are lost."""
         found = [path for path in self._paths if path.exists()]
         for path in found:
             size_bytes = path.stat().st_size
@@ -95,7 +95,7 @@ class KeyStore:
         return len(found)
 
     def _load(self) -> _Content | None:
-        """None if neither file exists. Repairs the one that is damaged, missing or older."""
+        """Contents of the store; None if neither file exists. Repairs a file that is damaged, missing or older."""
         contents = [_read(path) for path in self._paths]
         if not any(path.exists() for path in self._paths):
             return None
@@ -115,7 +115,7 @@ class KeyStore:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Replaces `path` in one step by a file with mode 0600; a crash leaves the old one whole."""
+    """Replace `path` atomically by a file with mode 0600; a crash leaves the old one intact."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp's mode is 0600
     try:
@@ -184,7 +184,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def _read(path: Path) -> _Content | None:
-    """None if the file is missing or damaged. Permissions that let others read it are an error."""
+    """The file's contents; None if it is missing or damaged. Raises KeyStoreError if others may read it."""
     try:
         status = path.stat()
         if status.st_mode & 0o077:

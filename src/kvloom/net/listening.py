@@ -1,7 +1,7 @@
 """Listening sockets for all programs: the returned socket listens already, and an address in use is reported at once.
 
-SO_REUSEADDR, without which a server could not start again for a minute, lets two programs bind one address as long as
-neither listens, and an event loop that listens later may hide the error. So bind and listen belong together, before
+SO_REUSEADDR, without which a server could not restart for a minute, lets two programs bind one address as long as
+neither listens, and an event loop that listens later may hide the error. So bind and listen happen together, before
 anything slow.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvloom.contract.errors import UserError
 
-BACKLOG = 2048  # connections that wait to be accepted, while a model is loaded too
-_TRIES = 20  # two that listen in the same instant may both be refused, although neither then listens
+BACKLOG = 2048  # connections that wait to be accepted, also while a model is loaded
+_TRIES = 20  # two programs that listen at the same moment may both be refused, although neither listens then
 _PROBE_S = 1.0
 _PROBLEMS = {
     errno.EADDRINUSE: "port {port} of {host} is in use by another program; stop that one or choose another port",
@@ -29,11 +29,11 @@ _PROBLEMS = {
 
 
 class ListenError(UserError, OSError):
-    """An address cannot be had; one sentence names it."""
+    """An address cannot be listened on; one sentence that names it."""
 
 
 def allow_descriptors() -> None:
-    """As many open descriptors as this user may have: each connection is one, and what is soft is often 1,024."""
+    """Raise the soft limit of open descriptors, often 1,024, to the hard one: each connection takes a descriptor."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
@@ -41,7 +41,7 @@ def allow_descriptors() -> None:
 
 
 def listen(host: str, port: int, backlog: int = BACKLOG) -> socket.socket:
-    """A listening TCP socket on an address or a name (its IPv4 address first); port 0 takes a free one.
+    """A listening TCP socket on an address or a name (its IPv4 address preferred); port 0 takes a free one.
 
     Raises ListenError.
     """
@@ -72,7 +72,7 @@ def _problem(host: str, port: int, error: OSError) -> str:
 
 
 def own_names(hosts: Iterable[str]) -> frozenset[str]:
-    """Names that this machine has by itself, lower case; none when `hosts` are loopback addresses only."""
+    """This machine's own names in lower case; none when `hosts` are loopback addresses only."""
     if all(is_loopback(host) for host in hosts):
         return frozenset()
     name = socket.gethostname().lower()
@@ -89,7 +89,7 @@ def is_unspecified(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches the address; of names it knows "localhost"."""
+    """Whether only this machine reaches the address; the only name that counts is "localhost"."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -106,21 +106,21 @@ def is_address(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """A host as URLs have it: IPv6 addresses in brackets."""
+    """A host in the form for URLs: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 class UnixListener:
     """A listening Unix socket, `socket`, at a path that is this process's own until `close`.
 
-    A lock beside it, which ends with its holder, decides who has the path; what a holder that was killed left behind
-    is replaced.
+    A lock file beside it, whose lock ends with its holder, decides which process has the path; the socket of a killed
+    holder is replaced.
     """
 
     def __init__(self, path: Path, mode: int, backlog: int = BACKLOG, group: int = -1) -> None:
-        """`mode` of the socket, as 0o660; group: its number, -1 = this process's. Raises ListenError.
+        """`mode` of the socket, as 0o660; `group`: its id, -1 = this process's. Raises ListenError.
 
-        A folder that is missing is made, for the group, and for all where all may connect.
+        Creates a missing folder, accessible to the group, or to all users if all may connect.
         """
         self._path = path
         self._group = group
@@ -149,7 +149,7 @@ class UnixListener:
             raise ListenError(f"{self._path} is in use by another program") from None
         if self._path.exists() and not stat.S_ISSOCK(self._path.stat().st_mode):
             raise ListenError(f"{self._path} is there and is not a socket")
-        if is_serving(self._path):  # by one that takes no lock
+        if is_serving(self._path):  # a program that does not use the lock
             raise ListenError(f"{self._path} is in use by another program")
         # clients connect as soon as the final name exists
         hidden = self._path.with_name(f"{self._path.name}.{os.getpid()}")
@@ -166,7 +166,7 @@ class UnixListener:
             raise
 
     def close(self) -> None:
-        """Stops listening and removes the path if it is still this socket's."""
+        """Stop listening, and remove the path if it is still this socket's."""
         with contextlib.suppress(OSError):
             if self._path.stat().st_ino == self._inode:
                 self._path.unlink()
@@ -180,7 +180,7 @@ def _lock_of(path: Path) -> int:
 
 
 def is_serving(path: Path) -> bool:
-    """Whether anybody accepts connections at a Unix socket's path."""
+    """Whether a process accepts connections at a Unix socket's path."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_PROBE_S)
         try:

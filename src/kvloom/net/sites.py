@@ -1,8 +1,8 @@
-"""Which requests come from a web page that has no business here. Pure: the head of a request in, a refusal or None out.
+"""Refuses requests sent by other sites' web pages. Pure: takes the head of a request, returns a refusal or None.
 
-A page of any site can make its visitor's browser send requests to this machine. Three things give it away: the name
-it asks for (one of its own that resolves to this address: DNS rebinding), what the browser says of the page
-(Sec-Fetch-Site, Origin), and a content type that a form may have, for which browsers ask no leave (preflight).
+A page of any site can make its visitor's browser send requests to this machine. Three things reveal it: the host name
+in the request (one of its own that resolves to this address: DNS rebinding), the browser's headers about the page
+(Sec-Fetch-Site, Origin), and a content type of HTML forms, for which browsers send no preflight.
 """
 
 import ipaddress
@@ -14,20 +14,21 @@ from dataclasses import dataclass
 _HOST = re.compile(r"(?:\[(?P<address>[0-9a-f:.]+)\]|(?P<name>[^\s\[\]:@/?#,*]+))(?::[0-9]*)?", re.IGNORECASE)
 _ALLOWED = re.compile(r"\*|(?:\*\.)?[a-z0-9_-]+(?:\.[a-z0-9_-]+)*")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+")
-_OWN_SITES = ("same-origin", "none")  # "none": the person typed the address
+_OWN_SITES = ("same-origin", "none")  # "none": the user typed the address
 _BODY_METHODS = ("POST", "PUT", "PATCH", "DELETE")
-_BODY_TYPES = re.compile(r"application/(?:json|[\w.-]+\+json|octet-stream)")  # what no page may send unasked
+# content types that pages can only send after a preflight
+_BODY_TYPES = re.compile(r"application/(?:json|[\w.-]+\+json|octet-stream)")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Addresses and localhost are always right for a Host: no page of another site has them as its own name."""
+    """What is allowed. Addresses and localhost are always valid Hosts: no other site can have them as its name."""
 
-    hosts: frozenset[str] = frozenset()  # names that Host may have too, lower case; "*.a.b": all below; "*": any
-    origins: frozenset[str] = frozenset()  # whose pages may ask, as "https://a.example"; "*": any
-    pages: frozenset[str] = frozenset()  # paths for people: a link on another site may lead there
-    curl_paths: tuple[str, ...] = ()  # beginnings of paths whose documents send JSON by `curl -d`, as a form's type
-    has_keys: bool = False  # a key is asked for later on; who shows one need not be known by the Host's name
+    hosts: frozenset[str] = frozenset()  # further names for Host, lower case; "*.a.b": all below; "*": any
+    origins: frozenset[str] = frozenset()  # origins whose pages may send requests, as "https://a.example"; "*": any
+    pages: frozenset[str] = frozenset()  # paths of pages, which links on other sites may lead to
+    curl_paths: tuple[str, ...] = ()  # prefixes of paths whose documentation uses `curl -d`: JSON with a form's type
+    has_keys: bool = False  # keys are checked later; a request with one may have any Host
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Refusal:
 
 
 def refusal(policy: Policy, method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
-    """Why the request is not answered; None when it is.
+    """Why the request is refused; None when it is allowed.
 
     `headers` have lower-case names; values of one name are joined by ", ".
     """
@@ -94,7 +95,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_foreign(policy: Policy, host: str, headers: Mapping[str, str]) -> bool:
-    """Whether a browser sent it for a page that is not ours and may not ask. Browsers alone send these headers."""
+    """Whether a browser sent it for a foreign page that is not allowed. Only browsers send these headers."""
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if "*" in policy.origins or (origin is not None and origin.lower() in policy.origins):
         return False
@@ -104,7 +105,7 @@ def _is_foreign(policy: Policy, host: str, headers: Mapping[str, str]) -> bool:
 
 
 def _is_read(policy: Policy, path: str, headers: Mapping[str, str]) -> bool:
-    """Whether a body of this content type is; `headers` has one unless it is."""
+    """Whether a body of this content type is accepted; one without a type always is."""
     given = headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
     if not given or _BODY_TYPES.fullmatch(kind):
@@ -114,13 +115,13 @@ def _is_read(policy: Policy, path: str, headers: Mapping[str, str]) -> bool:
 
 
 def _is_link(policy: Policy, method: str, path: str, headers: Mapping[str, str]) -> bool:
-    """Whether a person follows a link to a page; the other site sees nothing of it."""
+    """Whether a user follows a link to a page, of which the other site sees nothing."""
     goes = (headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")) == ("navigate", "document")
     return goes and method == "GET" and path in policy.pages
 
 
 def joined(pairs: Iterable[tuple[str, str]]) -> Mapping[str, str]:
-    """Headers by lower-case name, as HTTP reads those that come several times."""
+    """Headers by lower-case name; repeated ones are joined as in HTTP."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for name, value in pairs:
         found[name.lower()].append(value)

@@ -18,16 +18,16 @@ MIN_RSA_BITS = 2048
 MIN_EC_BITS = 256
 MAX_FILE_BYTES = 10 * 1024 * 1024
 CIPHERS_TLS12 = "ECDHE+AESGCM:ECDHE+CHACHA20"  # forward secrecy and AEAD only; TLS 1.3 has no others
-READABLE_BY_GROUP = 0o037  # bits that a secret may not have: 0640 at most
-WRITABLE_BY_OWNER = 0o022  # bits that a public file may not have
+READABLE_BY_GROUP = 0o037  # mode bits that a secret must not have: 0640 at most
+WRITABLE_BY_OWNER = 0o022  # mode bits that a public file must not have
 
 PublicKey = rsa.RSAPublicKey | ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey | ed448.Ed448PublicKey
 
 
 def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
-    """A context of ssl.PROTOCOL_TLS_SERVER or _CLIENT: TLS 1.2 or later, the other side shows a certificate of the CA.
+    """A context of ssl.PROTOCOL_TLS_SERVER or _CLIENT: TLS 1.2 or later; the peer must have a certificate of the CA.
 
-    It checks no host name. Raises TlsError, one sentence, for the first thing that is wrong.
+    Host names are not checked. Raises TlsError, one sentence, for the first problem.
     """
     now = datetime.now(UTC)
     authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
@@ -56,9 +56,10 @@ def load_context(config: TlsConfig, protocol: int) -> ssl.SSLContext:
 
 
 class MutualTls:
-    """Both ends of connections between equals: TLS 1.3, and each side shows a certificate of the CA, for either role.
+    """Both sides of connections between nodes: TLS 1.3, and each side has a certificate of the CA, for either role.
 
-    Names in certificates are not compared with addresses: who has a certificate of the CA belongs. Any thread may call.
+    Names in certificates are not compared with addresses: any certificate of the CA is accepted. May be called from any
+    thread.
     """
 
     def __init__(self, config: TlsConfig) -> None:
@@ -77,12 +78,12 @@ class MutualTls:
         self._client, self._server = contexts
 
     def is_revoked(self, certificate: bytes) -> bool:
-        """Whether the lists now in use name a certificate, in DER form, that a connection was made with before."""
+        """Whether the revocation lists in use contain the certificate, in DER form, of an existing connection."""
         shown = x509.load_der_x509_certificate(certificate)
         return (shown.issuer, shown.serial_number) in self._revoked
 
     def wrap(self, sock: socket.socket, is_server: bool) -> ssl.SSLSocket:
-        """Takes over a connected socket; the handshake has not begun. Raises OSError when it is connected no more."""
+        """Take over a connected socket, without a handshake. Raises OSError when it has been disconnected."""
         context = self._server if is_server else self._client
         return context.wrap_socket(sock, server_side=is_server, do_handshake_on_connect=False)
 
@@ -174,7 +175,7 @@ def _check_pair(config: TlsConfig, password: bytes | None, now: datetime) -> Non
 
 
 def _check_crls(paths: tuple[Path, ...], authorities: list[x509.Certificate], now: datetime) -> None:
-    """Every CA needs a list of its own: OpenSSL refuses the clients of a CA that has none."""
+    """Raises TlsError unless each CA has a list: OpenSSL refuses the clients of a CA without one."""
     lists = [revoked for path in paths for revoked in _crls(path, now)]
     for authority in authorities:
         if not any(_is_signed(revoked, authority) for revoked in lists):
@@ -184,7 +185,7 @@ def _check_crls(paths: tuple[Path, ...], authorities: list[x509.Certificate], no
 
 
 def _revoked(config: TlsConfig) -> frozenset[tuple[x509.Name, int]]:
-    """Issuer and serial number of each certificate that a list of its CA names."""
+    """Issuer and serial number of each certificate in a revocation list of its CA."""
     now = datetime.now(UTC)
     authorities = [certificate for path in config.ca_files for certificate in _authorities(path, now)]
     lists = [each for path in config.crls for each in _crls(path, now)]

@@ -41,6 +41,6 @@ def default_paths(folder: Path) -> TlsConfig:
 
 
 def node_paths(folder: Path) -> TlsConfig:
-    """The files of a pool's node below an install folder; all but its certificate and key are the server's too."""
+    """The files of a pool's node below an install folder; except certificate and key they are also the server's."""
     security = folder / "security"
     return replace(default_paths(folder), cert=security / "certs/node.pem", key=security / "keys/node.key.pem")

@@ -1,4 +1,4 @@
-"""Data sets: CSV rows of token ids for `llm_engine_test` (spec 3.4.3), made of JSONL, CSV or parquet (spec A.2)."""
+"""Data sets: CSV rows of token ids for `llm_engine_test` (spec 3.4.3), made from JSONL, CSV or parquet (spec A.2)."""
 
 import csv
 import importlib
@@ -13,7 +13,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.numbers import whole
 from kvloom.reading import open_file
 
-FIRST_TOKEN = 1  # what every row of the documented format begins with
+FIRST_TOKEN = 1  # the first token of every row in the documented format
 MAX_ROW_TOKENS = 2048
 FORMATS = (".jsonl", ".csv", ".parquet")
 csv.field_size_limit(10 * 2**20)
@@ -22,7 +22,7 @@ Progress = Callable[[int], object]  # rows so far
 
 
 def read_rows(path: Path, vocab_size: int | None = None) -> list[list[int]]:
-    """Token ids, a row a prompt; empty lines are skipped. Raises BadRequest with file and line."""
+    """Token ids, one row for each prompt; empty lines are skipped. Raises BadRequest with file and line."""
     rows: list[list[int]] = []
     try:
         with io.TextIOWrapper(open_file(path), newline="", encoding="utf-8") as lines:
@@ -57,8 +57,8 @@ def write_rows(path: Path, rows: Sequence[Sequence[int]]) -> None:
 def read_texts(source: Path, field: str = "text", where: Sequence[str] = ()) -> Iterator[str]:
     """The texts of a file, or of all such files in a folder by name. Raises BadRequest.
 
-    JSONL: field `field` of each object (or the line itself when it is a text); CSV, with a header, and parquet:
-    that column. `where`: "name=value" conditions on other fields, all of which must hold.
+    JSONL: `field` of each object (or the line itself if it is a JSON string); CSV, with a header, and parquet: that
+    column. `where`: "name=value" conditions on other fields, all of which must hold.
     """
     conditions = dict(_condition(text) for text in where)
     files = sorted(p for p in source.iterdir() if p.suffix in FORMATS) if source.is_dir() else [source]
@@ -120,23 +120,23 @@ def _parquet(path: Path) -> Iterator[Any]:
         with open_file(path) as file:
             for batch in parquet.ParquetFile(file).iter_batches(1024):
                 yield from batch.to_pylist()
-    except (OSError, ValueError, RuntimeError) as error:  # of which pyarrow's own errors are
+    except (OSError, ValueError, RuntimeError) as error:  # base classes of pyarrow's errors
         raise BadRequest(str(path), f"is damaged, or no parquet file: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class RowRules:
-    """What rows look like."""
+    """Rules for rows."""
 
-    max_tokens: int = MAX_ROW_TOKENS  # longer ones are cut
+    max_tokens: int = MAX_ROW_TOKENS  # longer rows are truncated
     begin_with: int | None = None  # a token put before rows that lack it
-    limit: int | None = None  # rows at most
+    limit: int | None = None  # most rows
 
 
 def convert(
     texts: Iterator[str], encode: Callable[[str], list[int]], rules: RowRules, progress: Progress = lambda count: None
 ) -> list[list[int]]:
-    """Rows of token ids; texts without a token are left out."""
+    """Rows of token ids; texts without tokens are left out."""
     rows: list[list[int]] = []
     for text in texts:
         if rules.limit is not None and len(rows) >= rules.limit:

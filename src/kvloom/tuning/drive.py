@@ -1,4 +1,4 @@
-"""Send a data set through an engine as fast as its quotas allow, and time every token."""
+"""Sends a data set through an engine as fast as its quotas allow, and times every token."""
 
 import threading
 import time
@@ -11,7 +11,7 @@ from kvloom.engine_api import InferenceEngine, InferenceRequest, InferenceRespon
 from kvloom.tuning.figures import Figures, Times, figures
 
 Progress = Callable[[int, int], object]  # requests done, output tokens
-_POLL_S = 0.005  # quotas change without a message
+_POLL_S = 0.005  # seconds; changes of quotas are not announced
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Run:
 
 
 class _Collector:
-    """Filled by the engine's callback, read here; `changed` guards everything."""
+    """Filled by the engine's callback, read here; the lock of `changed` guards all of it."""
 
     def __init__(self, num_requests: int, progress: Progress) -> None:
         self.changed = threading.Condition()
@@ -60,8 +60,8 @@ def drive(
 ) -> Run:
     """Run all prompts, as many at once as the engine batches. Raises ModelError when it cannot start.
 
-    `max_output` limits every answer beside the engine's own limit. After `max_s` seconds what runs is stopped, and what
-    was never sent is missing from the result.
+    `max_output` limits every answer in addition to the engine's own limit. After `max_s` seconds running requests are
+    stopped, and those never sent are missing from the result.
     """
     collector, engine = _Collector(len(prompts), progress), InferenceEngine()
     status = engine.init(collector.on_response, config)
@@ -90,7 +90,7 @@ def _send(
     collector: _Collector,
     deadline_s: float | None,
 ) -> int:
-    """Hand over prompts while there is room; returns how many until the deadline."""
+    """Send prompts while there is room, until the deadline. Returns how many were sent."""
     _, max_batch = engine.get_max_batch_size()
     for index, prompt in enumerate(prompts):
         while not _has_room(engine, max_batch):

@@ -1,4 +1,4 @@
-"""`llm_engine_test [DATASET] [RECORD]`: run a data set through the engine of conf/config.json (spec 3.4.3)."""
+"""`llm_engine_test [DATASET] [RECORD]`: runs a data set through the engine of conf/config.json (spec 3.4.3)."""
 
 import argparse
 import os
@@ -21,7 +21,7 @@ OUTPUT = Path("token_output.csv")
 
 
 def main() -> None:
-    """Exit code 1 and one line for a mistake, 2 when some requests failed, 130 after Ctrl-C."""
+    """Exit code 1 and one line for an error, 2 when some requests failed, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="llm_engine_test", description="Measure the engine with a data set.")
     parser.add_argument("dataset", nargs="?", default=DEFAULT_DATASET, help="CSV, a row of token ids a prompt")
     parser.add_argument("record", nargs="?", type=int, default=0, help=f"above 0: write the answers to {OUTPUT}")
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run(dataset: Path, is_recording: bool, config: Path) -> int:
-    """Prints the figures; returns how many requests failed."""
+    """Print the figures. Returns how many requests failed."""
     console, errors = Console(), Console(stderr=True)
     prompts = read_rows(dataset)
     engine = read_engine_config(config, logs=True)

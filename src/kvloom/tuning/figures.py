@@ -1,4 +1,4 @@
-"""What a run was like: times of requests and tokens, and their percentiles. Pure."""
+"""Figures of a run: times of requests and tokens, and their percentiles. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Times:
-    """One request; times in seconds, of any clock."""
+    """Times of one request, in seconds of any clock."""
 
     num_input: int
     started_s: float
@@ -19,7 +19,7 @@ class Times:
     error: str = ""
 
     def take(self, num_tokens: int, now_s: float) -> None:
-        """`num_tokens` arrived together; a gap is shared evenly by them."""
+        """Record that `num_tokens` tokens arrived together; the gap is divided equally among them."""
         if num_tokens < 1:
             return
         if self.first_token_s is None:
@@ -34,7 +34,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles; all 0 for no values."""
+    """Mean and percentiles; all 0 without values."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -45,7 +45,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """A whole run. Times in ms, rates a second. lpot is the time of an output token that is not the first."""
+    """Figures of a whole run. Times in ms, rates per second. lpot: time per output token after the first."""
 
     num_requests: int
     num_failed: int
@@ -74,7 +74,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def figures(runs: Sequence[Times], elapsed_s: float) -> Figures:
-    """What a run of `elapsed_s` was like; requests that failed count in num_failed and nowhere else."""
+    """Figures of a run that took `elapsed_s`; failed requests only count in num_failed."""
     good = [run for run in runs if not run.error]
     num_input = sum(run.num_input for run in good)
     num_output = sum(run.num_output for run in good)

@@ -1,4 +1,4 @@
-"""maxDecodeGap: what it costs in throughput, by the scheduler itself over measured step times. Pure."""
+"""maxDecodeGap: its cost in throughput, simulated with the real scheduler and measured step times. Pure."""
 
 import math
 from dataclasses import replace
@@ -10,13 +10,13 @@ from kvloom.tuning.steptime import StepTimes
 from kvloom.tuning.trace import Arrival
 from kvloom.tuning.tune import Proposal, Workload
 
-KEPT = 0.95  # of the throughput with no bound
-_DECODE_STEPS = (4, 6, 8, 12, 16)  # that are tried where the default costs more
+KEPT = 0.95  # share of the unlimited throughput that must be kept
+_DECODE_STEPS = (4, 6, 8, 12, 16)  # gaps tried, in decode steps, if the default costs more
 _MOST_REQUESTS = 384
 
 
 def propose_gap(times: StepTimes, workload: Workload, config: EngineConfig, wanted_ms: float | None) -> Proposal:
-    """The gap that is `wanted_ms`, else the shortest of some that keeps the throughput of `config`."""
+    """The gap `wanted_ms` if given, else the shortest of several that keeps the throughput of `config`."""
     trace = _trace(times, workload, config.max_batch)
 
     def share(max_gap_s: float | None) -> float:
@@ -42,7 +42,9 @@ def propose_gap(times: StepTimes, workload: Workload, config: EngineConfig, want
 
 
 def _trace(times: StepTimes, workload: Workload, batch: int) -> list[Arrival]:
-    """As many requests as the engine can serve, one after the other, so that prompts always come beside streams."""
+    """A trace of as many requests as the engine can serve, one after the other, so that prompts always run beside
+    decodes.
+    """
     num_input, num_output = math.ceil(workload.average_input), max(1, round(workload.average_output))
     prefill_s = times.step_s(Load(num_input, 1, num_input * (num_input + 1) // 2))
     every_s = prefill_s + num_output * _decode_s(times, workload, batch) / batch

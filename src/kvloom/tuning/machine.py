@@ -1,4 +1,4 @@
-"""Machine: a simulated engine. Plans, blocks and policies are the engine's; a step takes what StepTimes foretell."""
+"""Machine: a simulated engine. Plans, blocks and policies are the engine's; StepTimes predict the time of each step."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from kvloom.tuning.steptime import StepTimes
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request as a machine is given it.
+    """One request for a machine.
 
-    tokens: its prompt, and what is answered already. Jobs share prefixes with those of the same salt.
+    tokens: its prompt, and the answer so far. Jobs with the same salt share prefixes.
     """
 
     id: int
     tokens: Sequence[int]
-    num_output: int  # tokens that are wanted more
+    num_output: int  # tokens still to be generated
     arrival_s: float
     salt: str = ""
     priority: int = 0
@@ -41,13 +41,13 @@ class Counts:
     num_steps: int = 0
     num_preempted: int = 0
     num_swapped: int = 0
-    num_cached_tokens: int = 0  # that were not computed, at first admission
+    num_cached_tokens: int = 0  # tokens found in the cache at first admission
     num_prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """A token of a job, when a step has ended."""
+    """A token that a job gets at the end of a step."""
 
     id: int
     is_last: bool
@@ -55,7 +55,7 @@ class Took:
 
 @dataclass(frozen=True, slots=True)
 class _UnderWay:
-    """A step that a rank has been given, and what it takes."""
+    """A submitted step, and its duration."""
 
     plan: Plan
     compute_s: float = 0.0
@@ -70,10 +70,10 @@ class _Live:
 
 
 class Machine:
-    """Its clock, `now_s`, is at the end of its last step."""
+    """A simulated engine. Its clock, `now_s`, is at the end of its last step."""
 
     def __init__(self, config: EngineConfig, times: StepTimes) -> None:
-        """Sizes that `config` leaves open (num_blocks, block_size, max_seq_len) are those of the measured engine."""
+        """Sizes that `config` does not set (num_blocks, block_size, max_seq_len) are those of the measured engine."""
         self.block_size = config.block_size or times.block_size
         self.num_blocks = config.num_blocks or times.num_blocks * times.block_size // self.block_size
         self.max_seq_len = min(config.max_seq_len or times.max_seq_len, self.num_blocks * self.block_size)
@@ -97,22 +97,22 @@ class Machine:
 
     @property
     def jobs(self) -> list[Job]:
-        """What has not ended, oldest first."""
+        """Unfinished jobs, oldest first."""
         return [live.job for live in self._live.values()]
 
     def check(self, number: int, num_prompt: int) -> None:
-        """Raises BadRequest for a prompt that can never run; `number`: of the request in its trace."""
+        """Raises BadRequest for a prompt that can never run; `number`: the request's number in its trace."""
         if num_prompt >= self.max_seq_len:
             raise BadRequest(f"request {number}", f"prompt_tokens must be below {self.max_seq_len}, got {num_prompt}")
 
     def hashes_of(self, job: Job) -> list[bytes]:
-        """Of the full blocks of its tokens."""
+        """Hashes of the full blocks of its tokens."""
         hashes: list[bytes] = []
         extend_chain(hashes, job.tokens, self.block_size, job.salt)
         return hashes
 
     def add(self, job: Job, hashes: Sequence[bytes] = ()) -> None:
-        """It waits from now on. `hashes`: of its first blocks, where they are known."""
+        """Add a job to the queue. `hashes`: those of its first blocks, if known."""
         seq = Seq(job.id, list(job.tokens), len(job.tokens), salt=job.salt, hashes=list(hashes))
         seq.priority, seq.may_run_ahead = job.priority, self._may_run_ahead
         wanted = min(job.num_output, self.max_output or job.num_output)
@@ -123,7 +123,7 @@ class Machine:
         self.counts.num_prompt_tokens += len(job.tokens)
 
     def preload(self, hashes: Sequence[bytes]) -> None:
-        """Blocks of a prompt that another machine has computed are cached here, as far as there is room."""
+        """Cache blocks of a prompt that another machine has computed, as far as there is room."""
         known = len(self._pool.match(hashes))
         blocks = self._pool.allocate(min(len(hashes) - known, self._pool.num_free))
         for block, key in zip(blocks or (), hashes[known:], strict=False):
@@ -131,10 +131,10 @@ class Machine:
         self._pool.release(blocks or [])
 
     def step(self) -> list[Took]:
-        """Compute what a step computes; the clock goes on. Returns the tokens that are there at its end.
+        """Run one step, which advances the clock. Returns the tokens at its end.
 
-        As in the engine, the step behind one of decodes is planned when that one begins: who comes meanwhile is in
-        none of the two.
+        As in the engine, the step after one that decodes is planned when that one begins: a job that arrives meanwhile
+        is in neither of them.
         """
         if not self._under_way:
             self._submit(self._next_plan())
@@ -170,7 +170,7 @@ class Machine:
         self._count_cached(plan)
 
     def lose(self) -> list[Job]:
-        """All that it holds is gone; what had not ended."""
+        """Lose all state. Returns the unfinished jobs."""
         jobs = self.jobs
         for live in self._live.values():
             release_seq(live.seq, self._pool, Status.FINISHED)
@@ -191,7 +191,7 @@ class Machine:
         return self.now_s - min(waiting, default=self.now_s)
 
     def _commit(self, plan: Plan) -> list[Took]:
-        """Every sequence whose last known token was computed gets one more; those with all of theirs end."""
+        """Give each sequence whose last known token was computed one more; end those that have all their tokens."""
         sampled = {step.seq.id: [0] for step in plan.steps if step.start + step.num_tokens == len(step.seq.token_ids)}
         commit_step(plan, sampled, self._pool, self._limits.block_size)
         taken = []

@@ -1,4 +1,4 @@
-"""The options of `kvloom simulate`, with what their help says."""
+"""The options of `kvloom simulate`, with their help texts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ from typer import Option
 
 from kvloom.commands import finite
 
-MAX_BLOCKS = 10_000_000  # that the pool's books are kept of, 100 bytes each
+MAX_BLOCKS = 10_000_000  # most simulated blocks, each of which takes 100 bytes of bookkeeping
 MAX_REPLICAS = 10_000
 _MEASURED = "Step times of an engine; measured and written when not there."
 

@@ -1,4 +1,4 @@
-"""What `kvloom tune` writes: config.json, a table, and a page with a plot. Text in, text out."""
+"""The output of `kvloom tune`: config.json, a table, and a page with a plot. Text in, text out."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from kvloom.tuning.tune import Point, Proposal
 
 
 def config_text(template: str, proposals: Sequence[Proposal]) -> str:
-    """`template` (config.json, a key a line, with comments) with the proposed values, each behind its reason.
+    """`template` (a config.json with one key a line, and comments) with the proposed values, each after its reason.
 
     Raises BadRequest when the template lacks a key.
     """
@@ -27,7 +27,7 @@ def config_text(template: str, proposals: Sequence[Proposal]) -> str:
 
 
 def table_text(points: Sequence[Point], chosen: Point, proposals: Sequence[Proposal]) -> str:
-    """Markdown: the sweep as spec table 2-10 has it, then the proposals."""
+    """Markdown: the sweep in the form of spec table 2-10, then the proposals."""
     lines = [
         "| maxBatchSize | lpot, ms | generate speed, tok/s | first token, ms | |",
         "| --- | --- | --- | --- | --- |",
@@ -42,7 +42,7 @@ def table_text(points: Sequence[Point], chosen: Point, proposals: Sequence[Propo
 
 
 def plot_html(points: Sequence[Point], chosen: Point, limit_ms: float | None, title: str) -> str:
-    """A page with throughput against lpot, the limit and the chosen point marked; nothing is loaded."""
+    """A page with throughput over lpot, with the limit and the chosen point marked; it loads nothing."""
     ordered = sorted(points, key=lambda point: point.max_batch)
     lines = [
         Line("measured", [_xy(p) for p in ordered], "#2563eb", labels=[str(p.max_batch) for p in ordered]),

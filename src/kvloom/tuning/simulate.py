@@ -1,4 +1,4 @@
-"""Replay a trace of requests against the scheduler: the real plans, with times from a model instead of a rank."""
+"""Replays a trace of requests against the scheduler: real plans, with times from a model instead of a rank."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,9 +30,9 @@ def simulate(
     times: StepTimes,
     progress: Progress = lambda done, total: None,
 ) -> Simulated:
-    """What the engine of `config` would do with the trace.
+    """Simulate the trace on the engine of `config`.
 
-    Sizes that `config` leaves open (num_blocks, block_size, max_seq_len) are those of the measured engine. Raises
+    Sizes that `config` does not set (num_blocks, block_size, max_seq_len) are those of the measured engine. Raises
     BadRequest for a request that can never run.
     """
     machine = Machine(config, times)

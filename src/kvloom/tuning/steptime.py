@@ -1,4 +1,4 @@
-"""How long a step takes: a model with a few numbers, fitted to steps of the real engine."""
+"""How long a step takes: a model with a few parameters, fitted to steps of the real engine."""
 
 import random
 import statistics
@@ -22,8 +22,8 @@ from kvloom.rank.byte_tokenizer import ByteTokenizer
 from kvloom.rank.opening import open_ranks
 from kvloom.reading import read_bytes
 
-FEW_TOKENS = 8  # up to so many tokens a step mostly waits for the weights, beyond for arithmetic
-_OUTLIER = 4.0  # times the median error; such steps (another program ran) do not count
+FEW_TOKENS = 8  # up to this many tokens a step is mostly bound by reading weights, beyond by arithmetic
+_OUTLIER = 4.0  # times the median error; steps with larger errors (another program ran) are ignored
 _ANSWER = 24  # tokens of each answer while measuring
 _PROMPTS = (16, 128, 512)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -32,13 +32,13 @@ Progress = Callable[[int, int], object]  # workloads done, of how many
 
 
 class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of each part of a step, none negative, and the engine that they are of."""
+    """Seconds of each part of a step, none negative, and the properties of the engine measured."""
 
     base_s: float
-    few_token_s: float  # of each of the first FEW_TOKENS tokens
-    token_s: float  # of each further one
+    few_token_s: float  # each of the first FEW_TOKENS tokens
+    token_s: float  # each further token
     sample_s: float
-    kilopair_s: float  # of 1000 pairs of query and key
+    kilopair_s: float  # 1000 pairs of query and key
     model: str
     num_blocks: int
     block_size: int
@@ -50,19 +50,19 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     median_error: float = 0.0  # relative, over the measured steps
 
     def step_s(self, load: Load) -> float:
-        """Foretold seconds of a step."""
+        """Predicted seconds of a step."""
         parts = (self.base_s, self.few_token_s, self.token_s, self.sample_s, self.kilopair_s)
         return sum(part * amount for part, amount in zip(parts, _basis(load), strict=True))
 
 
 def _basis(load: Load) -> tuple[float, ...]:
-    """The amounts that the parts of StepTimes are multiplied with, in their order."""
+    """The amounts that the parts of StepTimes are multiplied with, in the same order."""
     few = min(load.num_tokens, FEW_TOKENS)
     return (1.0, few, load.num_tokens - few, load.num_samples, load.num_pairs / 1000)
 
 
 def fit(loads: Sequence[Load], seconds: Sequence[float]) -> tuple[float, ...]:
-    """Parts that minimise the relative error over the steps, none negative. Needs one step at least."""
+    """Parts that minimise the relative error over the steps, none negative. Needs at least one step."""
     wanted = np.array(seconds)
     rows = np.array([_basis(load) for load in loads]) / wanted[:, None]
     parts = _nonnegative(rows)
@@ -74,7 +74,7 @@ def fit(loads: Sequence[Load], seconds: Sequence[float]) -> tuple[float, ...]:
 def _nonnegative(
     rows: "np.ndarray[tuple[int, int], np.dtype[np.float64]]",
 ) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-    """Least squares of rows @ x = 1 with x >= 0: what comes out negative is left out, the worst first."""
+    """Least squares of rows @ x = 1 with x >= 0: parts that come out negative are removed, the most negative first."""
     active = list(range(rows.shape[1]))
     while True:
         found, *_ = np.linalg.lstsq(rows[:, active], np.ones(len(rows)), rcond=None)
@@ -86,7 +86,7 @@ def _nonnegative(
 
 
 class _Recorder:
-    """A planner that keeps what each step computed."""
+    """A planner that records the load of each step."""
 
     def __init__(self) -> None:
         self.load = Load(0, 0, 0)
@@ -98,7 +98,7 @@ class _Recorder:
 
 
 def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]) -> Iterator[tuple[Load, float]]:
-    """Run the requests to their end: each step's load and seconds, the engine's own work included."""
+    """Run the requests to their end. Yields each step's load and seconds, the engine's own work included."""
     for request in requests:
         engine.add(request)
     while engine.has_work:
@@ -111,7 +111,7 @@ def timed_steps(engine: Engine, recorder: _Recorder, requests: Sequence[Request]
 
 
 def measure(config: EngineConfig, progress: Progress = lambda done, total: None, most: int | None = None) -> StepTimes:
-    """Load the model and time steps of many batch sizes, to `most`, and prompt lengths: some seconds to a minute."""
+    """Load the model, and time steps of many batch sizes, up to `most`, and prompt lengths; takes up to a minute."""
     executor, recorder = open_ranks(replace(config, run_ahead=False), list), _Recorder()  # step by step
     try:
         engine = Engine(config, executor, ByteTokenizer(), recorder)
@@ -163,7 +163,7 @@ def save_times(times: StepTimes, path: Path) -> None:
 
 
 def load_times(path: Path) -> StepTimes:
-    """Raises BadRequest naming the file."""
+    """Read step times from a file. Raises BadRequest that names the file."""
     try:
         return msgspec.json.decode(read_bytes(path), type=StepTimes)
     except (OSError, msgspec.MsgspecError, RecursionError) as error:

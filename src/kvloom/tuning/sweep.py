@@ -1,4 +1,4 @@
-"""`kvloom tune`: measure, sweep maxBatchSize, propose, write. What has been measured is kept for a later run."""
+"""`kvloom tune`: measures, sweeps maxBatchSize, proposes values, writes. Measurements are kept for a later run."""
 
 import hashlib
 import os
@@ -21,41 +21,41 @@ from kvloom.tuning.report import config_text, plot_html, table_text
 from kvloom.tuning.steptime import StepTimes, measure
 from kvloom.tuning.tune import Point, Proposal, Workload, choose, largest_batch, next_batch, propose
 
-_ROUNDS = 3  # requests of a run: so many times maxBatchSize
+_ROUNDS = 3  # a run has this many times maxBatchSize requests
 _MIN_REQUESTS = 8
 STATE, CONFIG, TABLE, PLOT = "state.json", "config.json", "table.md", "plot.html"
 
-Progress = Callable[[str, int, int], object]  # what is done, how far, of how much
+Progress = Callable[[str, int, int], object]  # name of the phase, amount done, total
 
 
 class State(msgspec.Struct):
-    """What has been measured, and for what: `key` names model, configuration and data."""
+    """Measurements; `key` identifies their model, configuration and data."""
 
     key: str
     times: StepTimes
     points: list[Point]
-    most: int | None = None  # largest batch of the timed steps; None = as the configuration has
+    most: int | None = None  # largest batch of the timed steps; None = the configuration's
 
     def is_enough(self, most: int | None) -> bool:
-        """Whether steps of as large batches as are to be tried have been timed."""
+        """Whether steps with batches as large as those to be tried have been timed."""
         return self.most is None or (most is not None and most <= self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """What to tune for. `prompts` are repeated when a run needs more; empty = random ones of average_input tokens."""
+    """The aim of tuning. `prompts` are repeated if a run needs more; empty = random ones of average_input tokens."""
 
     workload: Workload
     limit_ms: float | None
-    most: int | None  # never try a larger maxBatchSize
+    most: int | None  # largest maxBatchSize to try
     point_s: float  # seconds that one run may take
     prompts: Sequence[Sequence[int]] = ()
-    max_gap_ms: float | None = None  # longest ms between two tokens; None = as short as costs little
+    max_gap_ms: float | None = None  # longest time between two tokens; None = the shortest that costs little
 
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What a sweep found; `is_within_limit`: whether the chosen point keeps the lpot that was asked for."""
+    """Result of a sweep; `is_within_limit`: whether the chosen point keeps the lpot limit."""
 
     chosen: Point
     points: list[Point]
@@ -64,7 +64,7 @@ class Tuned:
 
 
 def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lambda what, done, total: None) -> Tuned:
-    """Measure, sweep and write, resuming from `folder`/state.json when it is of the same model, configuration and data.
+    """Measure, sweep and write; resumes from `folder`/state.json if that has the same model, configuration and data.
 
     Raises ModelError when the engine cannot start, BadRequest when the folder belongs to another aim.
     """
@@ -88,7 +88,7 @@ def tune(config: EngineConfig, aim: Aim, folder: Path, progress: Progress = lamb
 
 
 def _check(workload: Workload, times: StepTimes) -> None:
-    """Raises BadRequest when the workload does not fit in the model's context."""
+    """Raises BadRequest when the workload does not fit into the model's context."""
     if workload.max_output >= times.max_seq_len:
         raise BadRequest("max_output", f"must be below max_seq_len ({times.max_seq_len}), got {workload.max_output}")
     if workload.average_input + workload.average_output > times.max_seq_len:
@@ -111,7 +111,7 @@ def _conclude(state: State, aim: Aim, config: EngineConfig) -> Tuned:
 
 
 def run_point(config: EngineConfig, aim: Aim, times: StepTimes, batch: int, progress: Progress) -> Point:
-    """One point of the sweep, with what depends on maxBatchSize set for it."""
+    """Measure one point of the sweep, with all settings that depend on maxBatchSize."""
     num_requests = max(_MIN_REQUESTS, _ROUNDS * batch)
     what = f"maxBatchSize {batch}"
     found = drive(
@@ -145,8 +145,8 @@ def _prompts(aim: Aim, times: StepTimes, count: int) -> list[Sequence[int]]:
 
 
 def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
-    """config.json, the table and the plot; the configuration is read back before it counts as written."""
-    stem = re.sub(r"[^A-Za-z0-9_.:-]", "-", Path(config.model).stem).lstrip(".:-")  # what modelName allows
+    """Write config.json, the table and the plot; the configuration is read back as a check."""
+    stem = re.sub(r"[^A-Za-z0-9_.:-]", "-", Path(config.model).stem).lstrip(".:-")  # characters that modelName allows
     name = stem or "mock"
     model = [
         Proposal("modelName", name, "the model's file"),
@@ -164,7 +164,7 @@ def write(tuned: Tuned, aim: Aim, config: EngineConfig, folder: Path) -> None:
 
 
 def _key(config: EngineConfig, aim: Aim) -> str:
-    """Changes with all that a measured point depends on; not with the limit, so that another one can be tried."""
+    """A key that depends on everything that affects a measured point, but not on the limit, which may be changed."""
     parts = (config, aim.workload, aim.point_s, [list(prompt) for prompt in aim.prompts])
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Traces of requests: this project's JSONL, Mooncake's JSONL and BurstGPT's CSV, told apart by what they begin with."""
+"""Traces of requests: this project's JSONL, Mooncake's JSONL and BurstGPT's CSV, recognised by their beginning."""
 
 import csv
 import io
@@ -14,16 +14,16 @@ from kvloom.engine.schedule.policies import MAX_PRIORITY, MAX_SLO_S
 from kvloom.reading import read_text
 from kvloom.tuning.machine import Job
 
-MOONCAKE_BLOCK = 512  # tokens that one of its hash ids stands for
-_MAX_ID = 2**53  # hash ids are counted round this, so that they stand for 64-bit tokens
+MOONCAKE_BLOCK = 512  # tokens of one of its hash ids
+_MAX_ID = 2**53  # hash ids are taken modulo this, so that tokens made from them have 64 bits
 Count = Annotated[int, Meta(ge=1, le=2**24)]
 
 
 class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One request of a trace.
 
-    hash_ids: of each MOONCAKE_BLOCK of its prompt, the last one part of it; prompts whose ids begin alike share those
-    tokens. Without them no other prompt begins as this one.
+    hash_ids: one for each MOONCAKE_BLOCK tokens of its prompt, the last block partial; prompts with the same first ids
+    share these tokens. Without ids the prompt shares no prefix with others.
     """
 
     arrival_s: Annotated[float, Meta(ge=0)]
@@ -36,7 +36,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Mooncake(msgspec.Struct):
-    """timestamp: ms."""
+    """A line of Mooncake's traces. timestamp: ms."""
 
     timestamp: Annotated[float, Meta(ge=0)]
     input_length: Count
@@ -48,7 +48,7 @@ class _Mooncake(msgspec.Struct):
 
 
 class _BurstGpt(msgspec.Struct):
-    """A row; seconds. A request that failed has no response."""
+    """A row of BurstGPT's traces; times in seconds. A failed request has no response tokens."""
 
     timestamp: Annotated[float, Meta(ge=0)] = msgspec.field(name="Timestamp")
     num_input: Annotated[int, Meta(ge=0, le=2**24)] = msgspec.field(name="Request tokens")
@@ -60,7 +60,7 @@ _mooncake_decoder = msgspec.json.Decoder(_Mooncake)
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
-    """The first `limit` requests, in any order. Raises BadRequest with file and line."""
+    """The first `limit` requests of the file, which may be in any order. Raises BadRequest with file and line."""
     try:
         text = read_text(path)
     except OSError as error:
@@ -76,9 +76,9 @@ def read_trace(path: Path, limit: int | None = None) -> list[Arrival]:
 
 
 def servable(trace: Sequence[Arrival], max_seq_len: int) -> tuple[list[Arrival], str]:
-    """The requests that an engine of this context takes, and what is to be said of the others; "" = there are none.
+    """The requests that fit into an engine of this context, and a note on the others; "" = there are none.
 
-    Raises BadRequest when it takes none.
+    Raises BadRequest when none fits.
     """
     found = [arrival for arrival in trace if arrival.prompt_tokens < max_seq_len]
     where = "max_seq_len of --times, maxSeqLen of --config, what --num-blocks hold"
@@ -92,10 +92,10 @@ def servable(trace: Sequence[Arrival], max_seq_len: int) -> tuple[list[Arrival],
 
 
 def job_of(index: int, arrival: Arrival) -> Job:
-    """The request as a machine is given it."""
+    """The request as a machine's Job."""
     size = arrival.prompt_tokens
     who = (arrival.priority, arrival.tenant, arrival.slo_s)
-    if not arrival.hash_ids:  # a salt of its own and one token repeated: a prefix that only it can find again
+    if not arrival.hash_ids:  # its own salt and one repeated token: a prefix that only this request can hit
         return Job(index, [0] * size, arrival.output_tokens, arrival.arrival_s, str(index), *who)
     tokens = [id % _MAX_ID * MOONCAKE_BLOCK + i for id in arrival.hash_ids for i in range(MOONCAKE_BLOCK)][:size]
     tokens += [-1 - index] * (size - len(tokens))

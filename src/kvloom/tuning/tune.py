@@ -1,4 +1,4 @@
-"""The tuning guide (spec 2.3.2) as decisions: which maxBatchSize to try, which to take, and the rest. Pure."""
+"""The decisions of the tuning guide (spec 2.3.2): which maxBatchSize to try, which to choose, and the rest. Pure."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ from kvloom.contract.capacity import GIB, SHARE, blocks_per_seq, max_batch
 from kvloom.engine.schedule.cost import Load
 from kvloom.tuning.steptime import StepTimes
 
-CLOSE = 0.05  # limits of maxBatchSize that are nearer to each other are not told apart
-KNEE = 0.95  # of the best throughput: without a limit, the smallest batch that reaches it is taken
+CLOSE = 0.05  # the sweep ends when the bounds of maxBatchSize differ by less, relatively
+KNEE = 0.95  # share of the best throughput: without a limit, the smallest batch that reaches it is chosen
 MIN_PREFILL_TOKENS = 4096  # the guide allows no fewer
 MAX_PREEMPT = 10
 MAX_BATCH = 5000
@@ -24,7 +24,7 @@ class Point(msgspec.Struct, frozen=True):
     """One run of the sweep (a row of spec table 2-10)."""
 
     max_batch: int
-    lpot_ms: float  # mean time of an output token that is not the first
+    lpot_ms: float  # mean time per output token after the first
     generate_speed: float  # output tokens a second
     first_token_ms: float
     num_requests: int
@@ -32,7 +32,7 @@ class Point(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the parameters are for, in tokens."""
+    """The workload to tune for, in tokens."""
 
     average_input: float
     average_output: float
@@ -49,7 +49,7 @@ class Proposal:
 
 
 def largest_batch(times: StepTimes, workload: Workload) -> tuple[int, int]:
-    """maxBatchSize by the formulas, and Block Num: more sequences than this do not fit in the blocks."""
+    """maxBatchSize by the guide's formulas, and Block Num; more sequences than this do not fit into the blocks."""
     num_per_seq = blocks_per_seq(math.ceil(workload.average_input), workload.max_output, times.block_size)
     return max(1, min(MAX_BATCH, max_batch(times.num_blocks, num_per_seq))), num_per_seq
 
@@ -57,8 +57,8 @@ def largest_batch(times: StepTimes, workload: Workload) -> tuple[int, int]:
 def next_batch(points: Sequence[Point], most: int, limit_ms: float | None) -> int | None:
     """The maxBatchSize to measure next; None when the sweep is done.
 
-    Doubles up to `most` while the limit is kept. Then halves what lies between the largest that keeps it and the
-    smallest that does not; without a limit, what lies beside the best throughput. Costs O(log most) runs.
+    Doubles up to `most` while the limit is kept. Then bisects between the largest size that keeps it and the smallest
+    that does not; without a limit, around the best throughput. Takes O(log most) runs.
     """
     tried = sorted(point.max_batch for point in points)
     kept = [p.max_batch for p in points if limit_ms is None or p.lpot_ms <= limit_ms]
@@ -83,7 +83,7 @@ def _beside_best(points: Sequence[Point], tried: list[int]) -> int | None:
 
 
 def choose(points: Sequence[Point], limit_ms: float | None) -> Point:
-    """Within the limit the most throughput; if nothing is, the least lpot; without a limit the knee."""
+    """The point of highest throughput within the limit; if none is, that of lowest lpot; without a limit the knee."""
     if limit_ms is not None:
         kept = [point for point in points if point.lpot_ms <= limit_ms]
         if not kept:
@@ -94,7 +94,7 @@ def choose(points: Sequence[Point], limit_ms: float | None) -> Point:
 
 
 def propose(times: StepTimes, workload: Workload, batch: int, reason: str, lpot_ms: float) -> list[Proposal]:
-    """Every key that the guide tunes, for a chosen maxBatchSize."""
+    """Values of all keys that the guide tunes, for the chosen maxBatchSize."""
     most, num_per_seq = largest_batch(times, workload)
     prefill = prefill_tokens(times)
     tokens = max(MIN_PREFILL_TOKENS, prefill)
@@ -126,11 +126,11 @@ def propose(times: StepTimes, workload: Workload, batch: int, reason: str, lpot_
 
 
 def prefill_tokens(times: StepTimes) -> int:
-    """The fewest tokens of a step whose rate is nearly the best."""
+    """The smallest number of tokens in a step with nearly the best rate."""
     rates = {n: n / times.step_s(Load(n, 1, 0)) for n in _PREFILL_TOKENS}
     return min(n for n, rate in rates.items() if rate >= KNEE * max(rates.values()))
 
 
 def _ms(value: float) -> int:
-    """As the configuration takes it: whole milliseconds, 1 to 1000."""
+    """In the configuration's form: whole milliseconds, 1 to 1000."""
     return max(1, min(1000, round(value)))

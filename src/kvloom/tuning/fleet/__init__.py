@@ -1,1 +1,1 @@
-"""A fleet of replicas, simulated: traces of the field, routing, roles, failures, and how many replicas an SLO needs."""
+"""Simulates a fleet of replicas: real traces, routing, roles, failures, and how many replicas an SLO needs."""

@@ -1,4 +1,4 @@
-"""What `kvloom simulate --fleet` says and writes. Wiring, no logic."""
+"""The output of `kvloom simulate --fleet`. Wiring, no logic."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from kvloom.tuning.trace import Arrival
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`routings`: each is simulated. `num_replicas`: None = as many as the SLO needs, up to `most`."""
+    """What to simulate. `routings`: each of them. `num_replicas`: None = as many as the SLO needs, up to `most`."""
 
     shape: Shape
     routings: Sequence[str]
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class FleetOptions:
-    """As they are given; `slo`: ms to the first token, ms of a further one, percentile."""
+    """Options as given; `slo`: ms to the first token, ms for each further one, percentile."""
 
     replicas: int | None
     max_replicas: int
@@ -47,7 +47,7 @@ class FleetOptions:
     plot: Path | None
 
     def asked(self, as_json: bool) -> Asked:
-        """Raises BadRequest naming the option."""
+        """The checked options. Raises BadRequest that names the option."""
         if self.replicas is None and self.slo[:2] == (None, None):
             raise BadRequest("replicas", "or a limit (slo_ttft_ms, slo_tpot_ms) is required with --fleet")
         failures = tuple(map(failure_of, self.fail or ()))
@@ -60,7 +60,7 @@ class FleetOptions:
         return Asked(shape, routings, self.replicas, self.max_replicas, Slo(*self.slo), self.plot, as_json)
 
     def check_unused(self) -> None:
-        """Raises BadRequest when something of a fleet is asked for without one."""
+        """Raises BadRequest when an option for fleets is given without a fleet."""
         given = (self.replicas, self.routing, self.prefill, self.fail, *self.slo[:2], self.plot)
         if any(given):
             raise BadRequest("fleet", "is needed by the options of a fleet: give --fleet")
@@ -79,7 +79,7 @@ def failure_of(text: str) -> Failure:
 
 
 def routings_of(names: Sequence[str]) -> list[str]:
-    """Without doubles; all of ROUTINGS' names. Raises BadRequest."""
+    """The names without duplicates, all of them in ROUTINGS. Raises BadRequest."""
     for name in names:
         if name not in ROUTINGS:
             raise BadRequest("routing", f"must be one of {', '.join(ROUTINGS)}, got {name!r}")
@@ -93,7 +93,7 @@ def run_fleet(
     asked: Asked,
     progress: Callable[[str], Progress],
 ) -> None:
-    """Simulate what is asked and tell it. `progress`: of a simulation with this name."""
+    """Run the simulations and print the results. `progress`: returns the callback for a simulation of that name."""
     points: list[Point] = []
     needed: dict[str, int | None] = {}
 

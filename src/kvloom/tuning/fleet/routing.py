@@ -1,4 +1,4 @@
-"""Which replica a request goes to: in turn, the less loaded of two, or as the fleet itself chooses. Pure."""
+"""Routing of requests to replicas: round robin, the less loaded of two, or the fleet's own choice. Pure."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from kvloom.fleet.routing.ledger import Ledger
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request on its way: `hashes` of its prompt's full blocks, and the tokens of its prompt."""
+    """A request to be routed: `hashes` of its prompt's full blocks, and the prompt's number of tokens."""
 
     id: int
     hashes: Sequence[bytes]
@@ -21,18 +21,18 @@ class Ask:
 
 
 class Routing(Protocol):
-    """Owned by one router, which hears of every request once each of these, in this order."""
+    """Owned by one router, which calls each method once for every request, in this order."""
 
     def route(self, ask: Ask, up: Sequence[str]) -> str:
-        """One of `up`, which is not empty."""
+        """The replica for the request, one of `up`, which is not empty."""
         ...
 
     def begun(self, id: int) -> None:
-        """Its first token is there."""
+        """The request has its first token."""
         ...
 
     def ended(self, id: int) -> None:
-        """Wherever it was, it is there no longer."""
+        """The request has left its replica."""
         ...
 
 
@@ -52,7 +52,7 @@ class RoundRobin:
 
 
 class PowerOfTwo:
-    """By requests under way, as Serve's own router counts them."""
+    """The less loaded of two random replicas, by running requests, as in Serve's own router."""
 
     def __init__(self) -> None:
         self._draw = random.Random(0)
@@ -75,10 +75,10 @@ class PowerOfTwo:
 
 
 class Prefix:
-    """The fleet's own choice, by the same code: what is held, what is before it, the guard."""
+    """The fleet's own choice, by the same code: cached prefixes, queued tokens, and the guard."""
 
     def __init__(self, num_blocks: Mapping[str, int], block_size: int) -> None:
-        """`num_blocks`: of each replica."""
+        """`num_blocks`: replica -> its blocks."""
         self._block_size, self._rules, self._turn = block_size, Rules(), 0
         self._knowledge, self._ledger = Knowledge(), Ledger()
         for replica, count in num_blocks.items():

@@ -17,24 +17,24 @@ from kvloom.tuning.machine import Job, Machine, Took
 from kvloom.tuning.steptime import StepTimes
 from kvloom.tuning.trace import Arrival, job_of
 
-MAX_MOVES = 2  # of a request whose replica is lost, as in a fleet
+MAX_MOVES = 2  # most moves of a request whose replica is lost, as in a fleet
 Progress = Callable[[int, int], object]  # requests done, of how many
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """At `at_s` of the trace a replica is lost, with all that it holds, and comes back `down_s` later."""
+    """`at_s` seconds into the trace a replica is lost, with its state, and comes back `down_s` later."""
 
     at_s: float
-    replica: int  # of those that answer, from 0
+    replica: int  # index among the replicas that answer, from 0
     down_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a fleet is made of. With `num_prefill`, so many more replicas compute prompts of `prefill_from` tokens on.
+    """The replicas of a fleet. `num_prefill` additional ones compute the prompts of at least `prefill_from` tokens.
 
-    pool_bytes_s: at which a replica takes blocks of such a prompt out of the pool.
+    pool_bytes_s: the rate at which a replica loads blocks of such a prompt from the pool.
     """
 
     num_replicas: int
@@ -58,19 +58,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class FleetSimulated:
-    """`times` are in the order of the trace. hit_rate: prompt tokens that were in a replica's cache, of all of them."""
+    """`times` are in the order of the trace. hit_rate: share of prompt tokens found in a replica's cache."""
 
     times: list[Times]
     figures: Figures
     hit_rate: float
     num_moves: int
     num_steps: int
-    tpot_ms: list[float]  # of each request with two tokens and more: mean time of one that is not the first
+    tpot_ms: list[float]  # for each request with two or more tokens, the mean time per token after the first
 
 
 @dataclass(slots=True)
 class _Visit:
-    """A request, from its coming to its end."""
+    """A request, from its arrival to its end."""
 
     job: Job
     run: Times
@@ -84,7 +84,7 @@ class _Visit:
         return self.job.num_output - self.run.num_output
 
     def rest(self, now_s: float) -> Job:
-        """What is still to be done: the answer so far belongs to what is computed."""
+        """The rest of the request as a Job, whose prompt includes the answer so far."""
         job = self.job
         tokens = [*job.tokens, *[0] * self.run.num_output]
         return Job(job.id, tokens, self.num_left, now_s, job.salt, job.priority, job.tenant, job.slo_s)
@@ -97,7 +97,7 @@ def simulate_fleet(
     shape: Shape,
     progress: Progress = lambda done, total: None,
 ) -> FleetSimulated:
-    """What a fleet of such engines would do with the trace. Raises BadRequest for a request that can never run."""
+    """Simulate the trace on a fleet of such engines. Raises BadRequest for a request that can never run."""
     fleet = _Fleet(config, times, shape)
     return fleet.run(trace, progress)
 
@@ -108,7 +108,7 @@ class _Fleet:
         self._answering = [f"replica-{i}" for i in range(shape.num_replicas)]
         self._prefilling = [f"prefill-{i}" for i in range(shape.num_prefill)]
         self._machines = {name: Machine(config, times) for name in (*self._answering, *self._prefilling)}
-        self._lives = dict.fromkeys(self._machines, 0)  # how often each was lost
+        self._lives = dict.fromkeys(self._machines, 0)  # number of times that each was lost
         self._down: set[str] = set()
         self._routings = {True: self._routing(self._prefilling), False: self._routing(self._answering)}
         self._block_s = times.kv_bytes / max(1, times.num_blocks) / shape.pool_bytes_s
@@ -134,7 +134,7 @@ class _Fleet:
         return self._result(self._ended_s - started_s)
 
     def _advance(self) -> None:
-        """The next event, or the next step that begins before it."""
+        """Process the next event, or the next step that begins before it."""
         busy = [(machine.now_s, name) for name, machine in self._machines.items() if machine.has_work]
         next_s = self._events[0][0] if self._events else float("inf")
         if busy and min(busy)[0] < next_s:
@@ -157,7 +157,7 @@ class _Fleet:
     # -- requests
 
     def _come(self, index: int, now_s: float) -> None:
-        """To a replica that computes its prompt, when it is long; else to one that answers it."""
+        """A request arrives: send it to a prefill replica if its prompt is long, else to one that answers."""
         visit = self._visits[index]
         is_long = len(visit.job.tokens) >= self._shape.prefill_from and visit.run.num_output == 0
         self._send(index, now_s, is_prefill=is_long and any(name not in self._down for name in self._prefilling))
@@ -181,7 +181,7 @@ class _Fleet:
         machine.add(_first_token_of(job) if is_prefill else job, visit.hashes)
 
     def _take(self, name: str, life: int, took: Took, now_s: float) -> None:
-        """A token, unless its replica was lost before the step had ended."""
+        """Deliver a token, unless its replica was lost before the step had ended."""
         visit = self._visits[took.id]
         if life != self._lives[name] or visit.is_over:
             return

@@ -1,4 +1,4 @@
-"""How many replicas a trace needs for an SLO, and the picture of it. Pure but for the simulations themselves."""
+"""How many replicas a trace needs for an SLO, and the plot of that. Pure except for the simulations themselves."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ _COLORS = ("#2563eb", "#16a34a", "#d97706", "#7c3aed")
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """At `percent` % of the requests the first token and the mean time of a further one are within so many ms.
+    """Limits in ms of the time to first token and of the mean time per further token, for `percent` % of the requests.
 
-    None = no matter. A request that fails is within nothing.
+    None = no limit. A failed request exceeds every limit.
     """
 
     ttft_ms: float | None = None
@@ -34,7 +34,7 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A number of replicas under a routing. Times in ms at the SLO's percentile."""
+    """Result for a number of replicas with a routing. Times in ms at the SLO's percentile."""
 
     routing: str
     num_replicas: int
@@ -43,10 +43,10 @@ class Point:
     hit_rate: float
     num_failed: int
     tokens_per_s: float
-    is_within: bool | None  # None = there is no SLO
+    is_within: bool | None  # whether the SLO is kept; None = there is no SLO
 
     def row(self) -> dict[str, object]:
-        """For people."""
+        """The row of a table."""
         within = {} if self.is_within is None else {"within": "yes" if self.is_within else "no"}
         return {
             "routing": self.routing,
@@ -73,9 +73,9 @@ def point_of(routing: str, num_replicas: int, found: FleetSimulated, slo: Slo) -
 
 
 def fewest(at: Callable[[int], Point], most: int, least: int = 1) -> tuple[int | None, list[Point]]:
-    """The fewest replicas from `least` to `most` that keep the SLO, and all points looked at, in order of replicas.
+    """The smallest number of replicas from `least` to `most` that keeps the SLO, and all points tried, in order.
 
-    Doubles until the SLO is kept, then halves the interval: more replicas are taken to be no worse.
+    Doubles until the SLO is kept, then bisects, assuming that more replicas are never worse.
     """
     points: dict[int, Point] = {}
 
@@ -96,7 +96,7 @@ def fewest(at: Callable[[int], Point], most: int, least: int = 1) -> tuple[int |
 
 
 def plot_html(points: Sequence[Point], slo: Slo, needed: Mapping[str, int | None], title: str) -> str:
-    """A page with both times against the number of replicas, the limits, and what was found."""
+    """A page with both times over the number of replicas, the limits, and the result."""
     charts = []
     for name, caption, limit in (("ttft_ms", "TTFT", slo.ttft_ms), ("tpot_ms", "TPOT", slo.tpot_ms)):
         lines = []

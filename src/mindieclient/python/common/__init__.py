@@ -1,4 +1,4 @@
-"""What the client's samples use besides the client."""
+"""Helpers that the client's samples use besides the client."""
 
 from mindieclient.python.common.log import Log
 

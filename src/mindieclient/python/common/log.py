@@ -1,10 +1,10 @@
-"""`Log(__name__).getlog()`: a logger that shows something without any set-up."""
+"""`Log(__name__).getlog()`: a logger that prints without further configuration."""
 
 import logging
 
 
 class Log:
-    """A program that has configured logging itself keeps its own handlers; otherwise lines go to stderr."""
+    """Lines go to stderr, unless the program has configured logging, whose handlers are then kept."""
 
     def __init__(self, logger_name: str = "mindieclient", level: int = logging.INFO) -> None:
         self._logger = logging.getLogger(logger_name)

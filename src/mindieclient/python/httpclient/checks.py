@@ -13,8 +13,8 @@ MAX_CONCURRENCY = 300
 MAX_SEED = 2**64 - 1
 MAX_TOP_K = 2**31 - 1
 
-# Spec 4.3.1.2 allows letters, digits, "-" and "_"; published models have ".", ":" and "/" in their names, too. No part
-# between slashes begins with ".": it would be another path.
+# Spec 4.3.1.2 allows letters, digits, "-" and "_"; published models' names also contain ".", ":" and "/". No part
+# between slashes may begin with ".", which would change the path.
 _PART = r"[A-Za-z0-9_-][A-Za-z0-9_.:-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})*")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
@@ -62,9 +62,9 @@ def check_count(argument: str, value: object, least: int, most: int) -> int:
 
 
 def check_parameters(parameters: object) -> dict[str, Any]:
-    """The parameters of a request as plain JSON values; None means "as if absent".
+    """The parameters of a request as plain JSON values; those that are None are left out.
 
-    Names that the specification does not list go through as they are: the server decides about them.
+    Names that the specification does not list are passed on unchanged: the server decides about them.
     """
     if parameters is None:
         return {}
@@ -72,7 +72,7 @@ def check_parameters(parameters: object) -> dict[str, Any]:
         raise MindIEClientException(f"parameters must be a dict: {type(parameters).__name__}")
     given = {str(name): _parameter(name, value) for name, value in parameters.items() if value is not None}
     if given.get("typical_p") == 1.0:
-        del given["typical_p"]  # off, which the server takes for an error where it is said
+        del given["typical_p"]  # means off, which the server refuses if it is sent
     return given
 
 

@@ -18,16 +18,16 @@ from mindieclient.python.httpclient.tensors import Input, RequestedOutput, input
 
 logger = logging.getLogger(__name__)
 
-LOGGER = "mindieclient"  # of all loggers here
+LOGGER = "mindieclient"  # the name of the client's logger
 MAX_CONTROL_CONNECTIONS = 2
 
 
 class MindIEHTTPClient:
-    """A client of one server; may be shared by threads. `close` it, or use it in a `with`.
+    """A client of one server; may be shared by threads. Call `close`, or use it in a `with` statement.
 
-    Inference has `concurrency` connections; a request beyond them waits, at most `network_timeout` seconds. Status and
-    cancel have connections of their own, so that a running stream can be cancelled even when concurrency is 1.
-    Times are in seconds. `api_key`, if given, is sent as a bearer token. `verbose`: a line a request, in the program's
+    Inference has `concurrency` connections; further requests wait, at most `network_timeout` seconds. Status and cancel
+    have connections of their own, so that a running stream can be cancelled even when concurrency is 1. Times are in
+    seconds. `api_key`, if given, is sent as a bearer token. `verbose`: log one line for each request, in the program's
     log or on standard error.
     """
 
@@ -58,7 +58,7 @@ class MindIEHTTPClient:
         )
         self._verbose = bool(verbose)
         if self._verbose:
-            Log(LOGGER)  # shows lines where the program has set up nothing itself
+            Log(LOGGER)  # prints lines unless the program has configured logging
         self._inference = endpoint.open(num_connections)
         self._control = endpoint.open(MAX_CONTROL_CONNECTIONS)
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="mindieclient")
@@ -77,7 +77,7 @@ class MindIEHTTPClient:
             self.close()
 
     def close(self) -> None:
-        """Requests that were not sent yet are dropped; those under way finish. May be called again."""
+        """Close the client. Requests that were not sent yet are dropped; running ones finish. May be called again."""
         if self._control.is_closed:
             return
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -127,7 +127,7 @@ class MindIEHTTPClient:
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
     ) -> AsyncRequest:
-        """As `infer`, in the background. Wrong arguments are told here; what goes wrong later by `get_result`."""
+        """As `infer`, in the background. Raises for wrong arguments; `get_result` raises later errors."""
         path = f"{checks.check_model(model_name, model_version)}/infer"
         body = _infer_body(inputs, outputs, request_id, parameters)
         try:
@@ -156,7 +156,7 @@ class MindIEHTTPClient:
         request_id: str = "",
         parameters: Mapping[str, Any] | None = None,
     ) -> Generator[str]:
-        """Text in, pieces of text out as they come. The request is sent when the first piece is asked for.
+        """Text in, pieces of text out as they arrive. The request is sent when the first piece is asked for.
 
         Closing the generator ends the request on the server.
         """
@@ -164,7 +164,7 @@ class MindIEHTTPClient:
         return self._stream(path, _generate_body(prompt, request_id, parameters))
 
     def cancel(self, model_name: str, request_id: str, model_version: str = "") -> Result:
-        """Ends a request early. The result is false in a condition if the server knows no such request."""
+        """End a request early. The result is false in a condition if the server knows no such request."""
         path = f"{checks.check_model(model_name, model_version)}/stopInfer"
         body = {"id": checks.check_request_id(request_id, optional=False)}
         with self._open_only():
@@ -215,13 +215,13 @@ class MindIEHTTPClient:
         return _OpenOnly(self._control)
 
     def _trace(self, method: str, path: str, response: httpx.Response) -> None:
-        """Never the bodies: they hold prompts."""
+        """Log a request without bodies, which contain prompts."""
         if self._verbose:
             logger.info("%s %s%s -> %d", method, self.valid_url, path, response.status_code)
 
 
 class _OpenOnly:
-    """httpx raises RuntimeError on a closed client; callers get MindIEClientException."""
+    """Turns httpx's RuntimeError for a closed client into MindIEClientException."""
 
     def __init__(self, pool: httpx.Client) -> None:
         self._pool = pool

@@ -21,7 +21,7 @@ MAX_ERROR_CHARS = 2000
 
 
 class Unreachable(MindIEClientException):
-    """Nobody listens there: the one failure that a status query answers with False."""
+    """No server listens there: the only failure that a status query answers with False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Endpoint:
     api_key: str | None
 
     def open(self, max_connections: int) -> httpx.Client:
-        """A pool of its own. Proxies and .netrc of the environment are not used: the URL says where the server is."""
+        """A new connection pool. The environment's proxies and .netrc are ignored: the URL alone names the server."""
         limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections)
         verify: ssl.SSLContext | bool = self.context if self.context is not None else False
-        # A connection that was never made sent nothing: trying it once more is safe for every request.
+        # A connection that was never established has sent nothing: a retry is safe for every request.
         transport = httpx.HTTPTransport(verify=verify, limits=limits, retries=1, trust_env=False)
         headers = {"Accept": "application/json"}
         if self.api_key:
@@ -92,7 +92,7 @@ def client_context(options: object) -> ssl.SSLContext:
 
 @contextmanager
 def telling(what: str) -> Iterator[None]:
-    """Turns every failure of the network into one MindIEClientException that says what was being done."""
+    """A context that turns every network error into a MindIEClientException that says what was being done."""
     try:
         yield
     except httpx.PoolTimeout as error:
@@ -117,7 +117,7 @@ def _is_tls(error: BaseException) -> bool:
 
 
 def get(pool: httpx.Client, path: str) -> httpx.Response:
-    """GET, once more if the connection broke under it: reading a status twice changes nothing."""
+    """GET, repeated once if the connection broke: reading a status twice changes nothing."""
     with telling(f"GET {path}"):
         try:
             response = pool.get(path)
@@ -130,20 +130,20 @@ def get(pool: httpx.Client, path: str) -> httpx.Response:
 
 
 def post(pool: httpx.Client, path: str, body: dict[str, Any]) -> httpx.Response:
-    """POST, never repeated once sent: the server may be working on the first one."""
+    """POST, never repeated once sent: the server may be working on it."""
     with telling(f"POST {path}"):
         return pool.post(path, json=body)
 
 
 def check_status(response: httpx.Response, path: str) -> None:
-    """`response` must have been read."""
+    """Raises MindIEClientException for a status that is an error. `response` must have been read."""
     if response.is_success:
         return
     raise MindIEClientException(f"{path} answered {response.status_code}: {_error_text(response)}")
 
 
 def _error_text(response: httpx.Response) -> str:
-    """The text of any of the error bodies in use: {"error": s}, {"error": {"message": s}}, {"message": s}, plain."""
+    """An error body's message, in any known form: {"error": s}, {"error": {"message": s}}, {"message": s}, plain."""
     try:
         body = json.loads(response.content)
     except (ValueError, RecursionError):

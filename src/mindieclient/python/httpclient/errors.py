@@ -1,7 +1,7 @@
 """The one exception of the client.
 
-Whatever goes wrong (an argument, the network, TLS, an answer of the server) is told by it, so that a caller needs one
-`except`. `__cause__` keeps the exception it came from.
+It is raised for every error (arguments, network, TLS, the server's answers), so that a caller needs one `except`.
+`__cause__` is the original exception.
 """
 
 

@@ -1,4 +1,4 @@
-"""Answers: `Result` of a request, `AsyncRequest` for one that is under way. Spec 4.3.1.5 and 4.3.1.1."""
+"""Answers: `Result` of a request, `AsyncRequest` for a running one. Spec 4.3.1.5 and 4.3.1.1."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 
 class Result:
-    """The JSON object that the server answered. False in a condition if the server declined, otherwise true."""
+    """The JSON object of the server's answer. False in a condition if the server declined, otherwise true."""
 
     def __init__(
         self, response: Mapping[str, Any] | str | bytes, verbose: bool = False, *, is_success: bool = True
@@ -57,7 +57,7 @@ class Result:
         return _to_numpy(outputs[index])
 
     def retrieve_output_name_to_numpy(self, name: str) -> NDArray[Any]:
-        """Upper and lower case are one: servers differ in how they spell the name that was asked for."""
+        """The output with this name, in any letter case: servers spell the requested name differently."""
         names = [str(output.get("name", "")) for output in self._outputs()]
         for position, found in enumerate(names):
             if isinstance(name, str) and found.casefold() == name.casefold():
@@ -78,14 +78,14 @@ class _Greenlet(Protocol):
 
 
 class AsyncRequest:
-    """A request under way, run by a future of the client, or by a greenlet of a caller that brings its own."""
+    """A running request, executed by a future of the client, or by a greenlet that the caller provides."""
 
     def __init__(self, greenlet: Future[Result] | _Greenlet, verbose: bool = False) -> None:
         self._pending = greenlet
         self._verbose = verbose
 
     def get_result(self, timeout: float | None = None) -> Result:
-        """Waits at most `timeout` seconds (None: for ever). After a timeout it may be asked again."""
+        """Wait for the result, at most `timeout` seconds (None: for ever). May be called again after a timeout."""
         limit_s = None if timeout is None else check_positive("timeout", timeout)
         try:
             if isinstance(self._pending, Future):

@@ -3,7 +3,7 @@
     data:{"text_output": "am", ...}      a piece of text         data:{"error": "..."}   the request failed
     data:[DONE], ": comment", "event: x"  ignored                 {"error": ...} or text  the request failed
 
-The last row is what some servers of this protocol write when a token takes too long.
+The last row is sent by some servers of this protocol when a token takes too long.
 """
 
 import json
@@ -20,7 +20,7 @@ class EventReader:
         self._tail = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Texts of the events that are complete now, empty ones left out. A failure event is raised."""
+        """Texts of the events that are complete now, without empty ones. Raises an error event's error."""
         lines = (self._tail + data).split(b"\n")
         self._tail = lines.pop()
         if len(self._tail) > MAX_LINE_BYTES:
@@ -28,7 +28,7 @@ class EventReader:
         return [text for line in lines if (text := _text_of(line.strip()))]
 
     def finish(self) -> list[str]:
-        """Texts of a last line that had no line end."""
+        """Texts of a last line without a line end."""
         last, self._tail = self._tail, b""
         text = _text_of(last.strip())
         return [text] if text else []

@@ -1,4 +1,4 @@
-"""What goes into an inference and what is wanted back: spec 4.3.1.3 and 4.3.1.4."""
+"""Inputs and requested outputs of an inference: spec 4.3.1.3 and 4.3.1.4."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class Input:
         return list(self._shape)
 
     def set_input_shape(self, shape: Shape) -> None:
-        """A tensor of another shape that was set before is forgotten."""
+        """Set the shape. A tensor of another shape that was set before is dropped."""
         self._shape = _checked_shape(shape)
         if self._tensor is not None and list(self._tensor.shape) != self._shape:
             self._tensor = None
@@ -41,7 +41,7 @@ class Input:
         return DATATYPE
 
     def initialize_data(self, input_tensor: NDArray[np.uint32]) -> None:
-        """Takes a copy; `input_tensor` must have this input's shape and dtype uint32."""
+        """Set the data by copying; `input_tensor` must have this input's shape and dtype uint32."""
         if not isinstance(input_tensor, np.ndarray) or input_tensor.dtype != np.uint32:
             kind = getattr(input_tensor, "dtype", type(input_tensor).__name__)
             raise MindIEClientException(f"input_tensor must be a numpy array of dtype uint32, not {kind}")
@@ -52,7 +52,7 @@ class Input:
         self._tensor = input_tensor.copy()
 
     def get_input_tensor(self) -> NDArray[np.uint32] | None:
-        """None until `initialize_data`."""
+        """The data; None before `initialize_data`."""
         return self._tensor
 
 
@@ -64,12 +64,12 @@ class RequestedOutput:
         return self._name
 
     def get_output_tensor(self) -> dict[str, str]:
-        """The output as it stands in the request's JSON."""
+        """The output in the form of the request's JSON."""
         return {"name": self._name}
 
 
 def input_tensor_json(tensor: object, parameters: dict[str, Any]) -> dict[str, Any]:
-    """An `Input` as it stands in the request's JSON. The documented server reads parameters here alone."""
+    """An `Input` in the form of the request's JSON. The documented server reads parameters only here."""
     if not isinstance(tensor, Input):
         raise MindIEClientException(f"inputs must hold Input objects, not {type(tensor).__name__}")
     data = tensor.get_input_tensor()
