@@ -1,7 +1,7 @@
 """The Engine API: token ids or text in, a callback for every token, no HTTP (spec 3.3.1).
 
-Names are Python's, with those of the C++ interface as aliases (`engine.forward` and `engine.Forward`). What C++ returns
-through pointers comes back as (Status, value).
+Names follow Python's style, with those of the C++ interface as aliases (`engine.forward` and `engine.Forward`). Values
+that C++ returns through pointers are returned as (Status, value).
 """
 
 from kvloom.engine_api.codes import (

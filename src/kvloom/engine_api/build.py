@@ -1,4 +1,4 @@
-"""libkvloom_engine.so, and what programs are built with. Needs only `c++`."""
+"""Builds libkvloom_engine.so, and gives the flags that programs are built with. Needs only `c++`."""
 
 from pathlib import Path
 

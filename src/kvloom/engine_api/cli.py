@@ -1,4 +1,4 @@
-"""`kvloom engine`: the flags to compile against the Engine API's library, and laying it down."""
+"""`kvloom engine`: prints flags to compile against the Engine API's library, and installs it."""
 
 import shlex
 import sys
@@ -14,8 +14,8 @@ from kvloom.native.install import Development
 
 app = typer.Typer(help="The engine as a C++ library.", no_args_is_help=True, add_completion=False)
 
-HOST = "libexec/kvloom-engine-host"  # as cpp/process.cpp has it
-# The document's program includes headers named util.h and metrics.h: they are found behind everybody else's.
+HOST = "libexec/kvloom-engine-host"  # the same path as in cpp/process.cpp
+# The document's program includes headers named util.h and metrics.h: ours come last in the search order.
 _CFLAGS = "-I{include}/kvloom_engine -idirafter {include}/kvloom_engine/sample"
 
 

@@ -14,23 +14,23 @@ class Code(Enum):
 _CODE_TEXT = {Code.OK: "OK:", Code.ERROR: "Error:", Code.INVALID_ARG: "Invalid argument:", Code.NOT_FOUND: "Not found:"}
 
 
-_Code = Code  # its name inside Error
+_Code = Code  # the name used inside Error
 
 
 class Operation(IntEnum):
-    """What `control_request` can do to a running request."""
+    """Operations of `control_request` on a running request."""
 
     STOP = 1
 
 
 class InferResponseEndFlag(IntEnum):
-    """Whether a request goes on, and how it ended; every request's last response has one that is not CONTINUE."""
+    """Whether a request continues, or how it ended; the last response of every request has one other than CONTINUE."""
 
     INFER_RESPONSE_CONTINUE = 0
     INFER_RESPONSE_EOS = 1
     INFER_RESPONSE_CANCEL = 2  # stopped by control_request
     INFER_RESPONSE_EXEC_ERROR = 3  # the model failed; the response's error says how
-    INFER_RESPONSE_ILLEGAL_INPUT = 4  # the request can never run; likewise
+    INFER_RESPONSE_ILLEGAL_INPUT = 4  # the request can never run; the response's error says why
     INFER_RESPONSE_REACH_MAX_SEQ_LEN = 5
     INFER_RESPONSE_REACH_MAX_OUTPUT_LEN = 6
 
@@ -49,7 +49,7 @@ class ParameterType(IntEnum):
 
 
 class TensorType(IntEnum):
-    """What a tensor holds (LLM_ENGINE_DataType)."""
+    """Type of a tensor's elements (LLM_ENGINE_DataType)."""
 
     TYPE_INVALID = 0
     TYPE_BOOL = 1
@@ -70,14 +70,14 @@ class TensorType(IntEnum):
 
 
 class DataType(Enum):
-    """Of a RequestId."""
+    """Type of a RequestId."""
 
     UINT64 = 0
     STRING = 1
 
 
 class Error:
-    """A code and what there is to say about it."""
+    """A code and its message."""
 
     Code = Code
 

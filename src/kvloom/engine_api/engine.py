@@ -35,7 +35,7 @@ _FLAGS = {
 
 
 class BlockQuotas(NamedTuple):
-    """What could start at once, beside what has been handed over already."""
+    """What could start at once, in addition to requests that were handed over already."""
 
     remain_blocks: int  # KV blocks
     remain_prefill_slots: int  # requests
@@ -59,7 +59,7 @@ class InferenceEngine:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all that follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._live: dict[str, _Live] = {}
         self._engine: EngineThread | None = None
         self._callback_error: str | None = None
@@ -71,7 +71,7 @@ class InferenceEngine:
     ) -> Status:
         """Load the model of a config.json ("" = conf/config.json), or of an EngineConfig, and start.
 
-        `callback` gets the responses of requests that bring none of their own.
+        `callback` gets the responses of requests without a callback of their own.
         """
         with self._lock:
             if self._engine is not None:
@@ -94,7 +94,7 @@ class InferenceEngine:
     def forward(self, request: InferenceRequest, valid_request: bool = False) -> Status:
         """Start a request; its responses arrive at the callback, the last with a flag that is not CONTINUE.
 
-        With `valid_request` token ids and lengths are checked here; else a bad one ends with ILLEGAL_INPUT.
+        With `valid_request` token ids and lengths are checked here; otherwise an invalid one ends with ILLEGAL_INPUT.
         """
         callback = request.callback
         with self._lock:
@@ -116,7 +116,7 @@ class InferenceEngine:
         return OK
 
     def control_request(self, request_id: RequestId | str | int, operation: Operation) -> Status:
-        """STOP: the request's last response has the flag CANCEL."""
+        """STOP ends the request: its last response has the flag CANCEL."""
         if operation is not Operation.STOP:
             return Status(Code.INVALID_ARG, f"operation: must be STOP, got {operation!r}")
         with self._lock:
@@ -127,7 +127,7 @@ class InferenceEngine:
         return OK
 
     def get_processing_request(self) -> tuple[Status, int]:
-        """Requests that have not had their last response."""
+        """Number of requests that have not had their last response."""
         with self._lock:
             return OK, len(self._live)
 
@@ -138,7 +138,7 @@ class InferenceEngine:
             return OK, self._config.max_batch
 
     def get_request_block_quotas(self) -> tuple[Status, BlockQuotas]:
-        """As of the last step, less what requests need that have been handed over and not begun."""
+        """Quotas as of the last step, less what requests need that were handed over and have not started."""
         with self._lock:
             if self._engine is None:
                 return _not_ready(), BlockQuotas(0, 0, 0)
@@ -154,7 +154,7 @@ class InferenceEngine:
             )
 
     def finalize(self) -> Status:
-        """End what runs (flag EXEC_ERROR), the model and the threads. Not from a callback."""
+        """End running requests (flag EXEC_ERROR), the model and the threads. Must not be called in a callback."""
         with self._lock:
             engine = self._engine
             if engine is None or not self._is_open:
@@ -198,7 +198,7 @@ class InferenceEngine:
         self._engine_or_raise().abort(key)
 
     async def _follow(self, engine: EngineThread, live: _Live) -> None:
-        """One request from its first to its last response."""
+        """Deliver one request's responses from the first to the last."""
         flag, error = Flag.INFER_RESPONSE_EXEC_ERROR, "the engine is closing"
         try:
             async with aclosing(engine.stream(live.inner)) as deltas:
@@ -230,7 +230,7 @@ class InferenceEngine:
         request_id = live.request.get_request_id()
         try:
             live.callback(InferenceResponse(request_id, ids, flag, error))
-        except Exception as raised:  # a caller's mistake must not end the other requests
+        except Exception as raised:  # an error in the callback must not end other requests
             log.exception("the callback raised on a response of %r; the request is stopped", request_id)
             with self._lock:
                 self._callback_error = self._callback_error or f"{type(raised).__name__}: {raised}"
@@ -238,7 +238,7 @@ class InferenceEngine:
 
 
 async def _end_tasks() -> None:
-    """Wait for the last responses; what still waits then gets none from the engine and ends as closing."""
+    """Wait for the last responses; requests that still wait afterwards get none, and end because of closing."""
     tasks = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
     if tasks:
         _, left = await asyncio.wait(tasks, timeout=_END_WAIT_S)
@@ -249,7 +249,7 @@ async def _end_tasks() -> None:
 
 
 def _check_ids(inner: Request, engine: EngineThread) -> None:
-    """Raises BadRequest when the engine would."""
+    """Raises BadRequest when the engine would raise it."""
     vocab_size = engine.info.vocab_size
     bad = next((id for id in inner.prompt_ids if not 0 <= id < vocab_size), None)
     if bad is not None:

@@ -28,14 +28,14 @@ from kvloom.engine_api.wire import (
     unpack_request,
 )
 
-_SIGN_S = 1.0  # between two signs of life
+_SIGN_S = 1.0  # seconds between two signs of life
 _STDOUT, _STDERR = 1, 2
 
 Result = tuple[Status, Sequence[int]]
 
 
 class Host:
-    """Takes calls one after another on the main thread; responses go out from the engine's."""
+    """Handles calls one after the other on the main thread; responses are sent from the engine's thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -50,7 +50,7 @@ class Host:
         }
 
     def serve(self) -> None:
-        """Until the library closes the socket. Raises WireError."""
+        """Serve until the library closes the socket. Raises WireError."""
         try:
             letter, fields = self._receive()
             theirs = fields.number("I") if letter == b"H" else 0
@@ -95,13 +95,13 @@ class Host:
         return self._engine.finalize(), ()
 
     def _respond(self, number: int, response: InferenceResponse) -> None:
-        """On the engine's thread. A library that has gone wants no responses."""
+        """Send a response, on the engine's thread. Does nothing when the library is gone."""
         with contextlib.suppress(ConnectionError):
             self._send(pack_response(number, response))
 
     @contextlib.contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """While a model is loaded the library hears that this takes time; when it has gone, so does this process."""
+        """A context that sends signs of life while a model is loaded, and ends this process if the library is gone."""
         done = threading.Event()
 
         def send() -> None:
@@ -131,7 +131,7 @@ class Host:
         return message[:1], Fields(message, 1)
 
     def _read(self, length: int) -> bytes:
-        """That many bytes. Raises EOFError."""
+        """Read exactly `length` bytes. Raises EOFError."""
         found = bytearray(length)
         view = memoryview(found)
         while view:
@@ -143,13 +143,15 @@ class Host:
 
 
 def _take_over(fd: int) -> socket.socket:
-    """The library's socket, which no child gets; what else the app let slip is closed, and print goes to stderr."""
+    """The library's socket, made non-inheritable. Closes other descriptors that the app has leaked, and redirects
+    standard output to stderr.
+    """
     sock = socket.socket(fileno=os.dup(fd))
     for other in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):  # the listing's own
-            if other > _STDERR and os.get_inheritable(other):  # Python's are not
+        with contextlib.suppress(OSError):  # the listing's own descriptor
+            if other > _STDERR and os.get_inheritable(other):  # Python's own are not inheritable
                 os.close(other)
-    with contextlib.suppress(OSError):  # the app has none
+    with contextlib.suppress(OSError):  # the app has no standard error
         os.dup2(_STDERR, _STDOUT)
     return sock
 

@@ -14,23 +14,23 @@ from kvloom.engine_api.codes import OK, Code, DataType, InferResponseEndFlag, St
 from kvloom.engine_api.tensors import Input, Output
 
 INPUT_IDS, OUTPUT_IDS, EOS_ATTR = "INPUT_IDS", "OUTPUT_IDS", "IBIS_EOS_ATTR"
-_DataType = DataType  # their names inside classes that hold them too
+_DataType = DataType  # names used inside classes with attributes of the same name
 _Output = Output
 _MAX_UINT64, _MAX_UINT32 = 2**64 - 1, 2**32 - 1
 
 
 class RequestId:
-    """Names a request: a text or a number; the number 1 and the text "1" are two names."""
+    """The name of a request: a text or a number; the number 1 and the text "1" are different names."""
 
     DataType = DataType
 
     def __init__(self, value: "RequestId | str | int") -> None:
-        """Raises BadRequest for a number that has no 64 bits without sign."""
+        """Raises BadRequest for a number that does not fit into 64 unsigned bits."""
         self._value: str | int = ""
         self.assign(value)
 
     def assign(self, value: "RequestId | str | int") -> "RequestId":
-        """Be this name from now on (the C++ `=`). Returns itself."""
+        """Change to this name (the C++ `=`). Returns itself."""
         if isinstance(value, RequestId):
             value = value._value
         if not isinstance(value, str | int) or isinstance(value, bool):
@@ -52,7 +52,7 @@ class RequestId:
         return 0 if isinstance(self._value, str) else self._value
 
     def key(self) -> str:
-        """A text that no other name has."""
+        """A text that is unique to this name."""
         return f"{self.type().name}:{self._value}"
 
     def __eq__(self, other: object) -> bool:
@@ -103,7 +103,7 @@ def _real(name: str, value: Any) -> float:
 
 @dataclass
 class SamplingParams:
-    """How tokens are chosen. do_sample False is greedy, whatever the rest says; seed 0 lets the engine draw one."""
+    """How tokens are sampled. do_sample False is greedy, whatever other fields say; seed 0 = the engine draws one."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -143,7 +143,7 @@ GREEDY = SamplingParams()
 
 
 class InferenceResponse:
-    """What one step brought to one request."""
+    """The result of one step for one request."""
 
     Output = Output
 
@@ -151,7 +151,7 @@ class InferenceResponse:
         self, request_id: RequestId, output_ids: Sequence[int], flag: InferResponseEndFlag, error: str = ""
     ) -> None:
         self._request_id, self._flag = request_id, flag
-        self.error = error  # not empty with EXEC_ERROR and ILLEGAL_INPUT
+        self.error = error  # only with EXEC_ERROR and ILLEGAL_INPUT
         self._outputs = {
             OUTPUT_IDS: Output(OUTPUT_IDS, output_ids),
             EOS_ATTR: Output(EOS_ATTR, [int(flag), len(output_ids)]),
@@ -165,7 +165,7 @@ class InferenceResponse:
         return self._flag
 
     def immutable_output(self, name: str) -> tuple[Status, _Output | None]:
-        """OUTPUT_IDS: the tokens of this step; IBIS_EOS_ATTR: the flag and how many tokens."""
+        """OUTPUT_IDS: the tokens of this step; IBIS_EOS_ATTR: the flag and the number of tokens."""
         if name not in self._outputs:
             return Status(Code.NOT_FOUND, f"no output {name!r}; there are {', '.join(self._outputs)}"), None
         return OK, self._outputs[name]
@@ -215,7 +215,7 @@ class InferenceRequest:
         return OK
 
     def set_input_ids(self, ids: Sequence[int]) -> None:
-        """Short for an INPUT_IDS tensor of [1, n] int64, filled.
+        """Shorthand for a filled INPUT_IDS tensor of [1, n] int64.
 
         Raises BadRequest when `ids` is empty or holds anything but whole numbers.
         """
@@ -228,11 +228,11 @@ class InferenceRequest:
         self._inputs[INPUT_IDS] = tensor
 
     def max_output_len(self) -> int:
-        """Most tokens of the answer; 0 when only the engine's limits count."""
+        """Most tokens of the answer; 0 = only the engine's limits apply."""
         return self._max_output_len or 0
 
     def set_max_output_len(self, max_output_len: int) -> bool:
-        """False, and nothing changes, unless it is a whole number between 1 and 2^32 - 1."""
+        """Set it. False, and nothing changes, unless it is an integer between 1 and 2^32 - 1."""
         try:
             value = _whole("max_output_len", max_output_len)
         except BadRequest:
@@ -246,7 +246,7 @@ class InferenceRequest:
         return self._id
 
     def get_sampling_params(self) -> SamplingParams:
-        """What was set, else greedy."""
+        """The parameters that were set, else greedy."""
         return replace(self._sampling or GREEDY)
 
     def set_sampling_params(self, params: SamplingParams) -> None:
@@ -256,7 +256,7 @@ class InferenceRequest:
         return self._sampling is not None
 
     def set_send_response_callback(self, callback: SendResponseCallback) -> None:
-        """For this request in place of the engine's."""
+        """Set a callback for this request instead of the engine's."""
         self.callback = callback
 
     def set_input_text(self, text: str) -> None:
@@ -272,7 +272,7 @@ class InferenceRequest:
         return self._text is not None
 
     def get_request_inner(self, encoder: Tokenizer | None = None) -> engine_request.Request:
-        """The engine's own form; a text needs `encoder`. Raises BadRequest naming what is wrong."""
+        """The request in the engine's form; a text needs `encoder`. Raises BadRequest that names what is wrong."""
         params = self.get_sampling_params().to_engine()
         if self._max_output_len is not None:
             params = replace(params, max_tokens=min(self._max_output_len, 2**31 - 1))

@@ -12,7 +12,7 @@ from kvloom.engine_api.codes import OK, Code, Status, TensorType
 
 Array = npt.NDArray[Any]
 
-# bfloat16 has no type in numpy: its bits are 16-bit integers; a text is bytes
+# numpy has no bfloat16: its bits are kept as 16-bit integers; a text is bytes
 _NUMPY: dict[TensorType, Any] = {
     TensorType.TYPE_BOOL: np.bool_,
     TensorType.TYPE_UINT8: np.uint8,
@@ -32,10 +32,10 @@ _NUMPY: dict[TensorType, Any] = {
 
 
 class Tensor:
-    """What Input and Output share."""
+    """The common base of Input and Output."""
 
     def __init__(self, name: str, datatype: TensorType, shape: Sequence[int], dim_count: int | None = None) -> None:
-        """`dim_count` is len(shape) where it is given. Raises BadRequest naming what is wrong."""
+        """`dim_count`, if given, must be len(shape). Raises BadRequest that names what is wrong."""
         if not name:
             raise BadRequest("name", "must not be empty")
         if datatype not in _NUMPY:
@@ -60,7 +60,7 @@ class Tensor:
         return len(self._shape)
 
     def buffer(self) -> Array:
-        """The elements, one after another: a writable flat array, empty before `allocate`."""
+        """The elements as a writable flat array, empty before `allocate`."""
         return self._buffer
 
     def byte_size(self) -> int:
@@ -72,7 +72,7 @@ class Tensor:
 
 class Input(Tensor):
     def allocate(self, size: int) -> Status:
-        """Make a buffer of `size` bytes, all zero: what the shape needs, or for TYPE_STRING any number of bytes."""
+        """Create a zeroed buffer of `size` bytes: the size of the shape, or for TYPE_STRING any number of bytes."""
         item_bytes = self._buffer.itemsize
         needed = math.prod(self._shape) * item_bytes
         if size < 1 or (size != needed and self._datatype is not TensorType.TYPE_STRING):
@@ -83,7 +83,7 @@ class Input(Tensor):
         return OK
 
     def get_input_inner(self) -> Array:
-        """The buffer in the tensor's shape; a text has none."""
+        """The buffer in the tensor's shape; a text stays flat."""
         is_text = self._datatype is TensorType.TYPE_STRING
         return self._buffer if is_text or not len(self._buffer) else self._buffer.reshape(self._shape)
 

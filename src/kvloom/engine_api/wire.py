@@ -1,19 +1,20 @@
-"""Messages between libkvloom_engine.so and its host: bytes as cpp/wire.hpp has them. No I/O.
+"""Messages between libkvloom_engine.so and its host, in the format of cpp/wire.hpp. No I/O.
 
-A message is a number of bytes, one letter, and its fields. Who sends what (a text is its length and its bytes):
+A message is its length, one letter, and its fields. Who sends what (a text is its length and its bytes):
 
   library  H protocol                        hello, before anything else
            I call, text                      load the model of a config.json
            R call, request, is_checked, ...  Forward: the fields of `unpack_request`
-           S call, request                   ControlRequest STOP; nobody waits for an answer to call 0
+           S call, request                   ControlRequest STOP; call 0 gets no answer
            Q call                            GetRequestBlockQuotas
            F call                            Finalize
   host     H protocol, text                  the answer to a hello, with the release of kvloom
            a call, code, text, numbers       the answer to a call: of I the batch size, of Q the three quotas
-           e request, flag, text, numbers    a response: what went wrong, and the tokens of the step
+           e request, flag, text, numbers    a response: the error, and the tokens of the step
            l                                 a sign of life, while a model is loaded
 
-Who hears another number than its own goes no further. Requests have numbers of the library's; their names stay there.
+A side that receives another protocol number stops. Requests are identified by numbers of the library, which keeps their
+names.
 """
 
 import struct
@@ -28,25 +29,25 @@ from kvloom.engine_api.codes import Code, TensorType
 from kvloom.engine_api.requests import OUTPUT_IDS, InferenceRequest, InferenceResponse, SamplingParams
 from kvloom.engine_api.tensors import Input
 
-PROTOCOL = 1  # as cpp/wire.hpp has it
+PROTOCOL = 1  # the same as in cpp/wire.hpp
 MAX_MESSAGE_BYTES = 64 << 20
 LENGTH = struct.Struct("=I")
-_SAMPLING = "fIff?If?ff"  # the fields of SamplingParams, in its order
+_SAMPLING = "fIff?If?ff"  # the fields of SamplingParams, in order
 
 
 class WireError(Exception):
-    """The other side does not speak this protocol; nothing after it can be read."""
+    """The peer does not speak this protocol; its stream cannot be read any further."""
 
 
 @dataclass(slots=True)
 class Fields:
-    """Reads the fields of a message, one after another; raises WireError when there are fewer."""
+    """Reads the fields of a message in order; raises WireError when there are too few."""
 
     message: bytes
     at: int = 0
 
     def take(self, format: str) -> tuple[Any, ...]:
-        """Numbers, by the letters of `struct`, without padding."""
+        """Numbers in `format`, in the letters of `struct`, without padding."""
         try:
             found = struct.unpack_from(f"={format}", self.message, self.at)
         except struct.error as error:
@@ -58,7 +59,7 @@ class Fields:
         return int(self.take(format)[0])
 
     def bytes(self) -> bytes:
-        """A text, not decoded."""
+        """The bytes of a text."""
         length = self.number("I")
         if length > len(self.message) - self.at:
             raise WireError("a text is longer than its message")
@@ -95,7 +96,7 @@ SIGN_OF_LIFE = _pack(b"l", b"")
 
 
 def unpack_request(number: int, fields: Fields) -> InferenceRequest:
-    """The rest of R. Raises BadRequest when a text is not one, WireError."""
+    """The request in the rest of an R message. Raises BadRequest when a text is not valid UTF-8, WireError."""
     request = InferenceRequest(number)
     max_output_len, has_sampling = fields.take("I?")
     sampling = SamplingParams(*fields.take(_SAMPLING))

@@ -1,1 +1,1 @@
-"""vLLM as an engine behind the server: its process (`main`), and the server's side of it (`opening`)."""
+"""vLLM as an engine of the server: its process (`main`), and the server's side of it (`opening`)."""

@@ -9,7 +9,7 @@ from kvloom.checkpoints.files import read_object
 from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest, ModelError
 
-# EngineConfig's own, or what its use here decides
+# options that EngineConfig, or their use here, determines
 _OURS = {
     "model": "the model of the command line or of config.json",
     "tokenizer": "the model's folder",
@@ -28,7 +28,9 @@ CONNECTOR = {
 
 
 def arguments_of(config: EngineConfig) -> list[str]:
-    """`config.plugin_options`, vLLM's own by their names, come before what is made of the rest. Raises BadRequest."""
+    """vLLM's arguments. `config.plugin_options`, under vLLM's names, override those made from the rest. Raises
+    BadRequest.
+    """
     options = config.plugin_options
     for name, instead in _OURS.items():
         if name in options:
@@ -37,11 +39,11 @@ def arguments_of(config: EngineConfig) -> list[str]:
         raise BadRequest("vllm.kv_transfer_config", "is made of kvPoolConfig, which is given too")
     made: dict[str, Any] = {
         "model": config.model,
-        "served_model_name": Path(config.model).name,  # a label of its metrics, which is no path
+        "served_model_name": Path(config.model).name,  # a label of vLLM's metrics, which should not be a path
         "max_logprobs": _MAX_LOGPROBS,
         "max_num_seqs": config.max_batch,
         "scheduling_policy": "priority",
-        "structured_outputs_config": {"backend": "guidance"},  # the library that kvloom writes grammars for
+        "structured_outputs_config": {"backend": "guidance"},  # llguidance, for which kvloom writes grammars
     }
     if config.max_seq_len is not None:
         made["max_model_len"] = min(config.max_seq_len, _longest(Path(config.model)) or config.max_seq_len)
@@ -73,7 +75,7 @@ def _words(name: str, value: Any) -> list[str]:
 
 
 def _longest(folder: Path) -> int | None:
-    """The context of the model, as its config.json says; None = it does not."""
+    """The model's context length from its config.json; None = not given."""
     try:
         found = read_object(folder / "config.json")
         found = {**found, **found.get("text_config", {})}

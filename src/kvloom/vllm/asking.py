@@ -10,7 +10,7 @@ from kvloom.contract.hosted import Start
 from kvloom.contract.messages import Logprob
 from kvloom.contract.request import SamplingParams
 
-# what vLLM cannot do of capabilities.FEATURES, whatever it was started with
+# features of capabilities.FEATURES that vLLM lacks, however it was started
 LACKS: Mapping[str, str] = {
     "typical_p": "vLLM has no typical sampling",
     "watermark": "vLLM's watermarks are not those of the text generation interface",
@@ -20,7 +20,7 @@ LACKS: Mapping[str, str] = {
 
 
 def lacks_of(tasks: Collection[str], policy: str) -> dict[str, str]:
-    """`tasks`: those that the model was loaded for; `policy`: of vLLM's scheduler."""
+    """Features that vLLM lacks, with reasons. `tasks`: those of the loaded model; `policy`: of vLLM's scheduler."""
     lacks = dict(LACKS)
     if "embed" not in tasks:
         lacks["pooling"] = "vLLM was started to generate; --vllm runner=pooling makes embeddings, and nothing else"
@@ -32,7 +32,7 @@ def lacks_of(tasks: Collection[str], policy: str) -> dict[str, str]:
 
 
 def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
-    """Fields of vLLM's SamplingParams, its grammar left out. Raises BadRequest."""
+    """Fields of vLLM's SamplingParams, except the grammar. Raises BadRequest."""
     params = order.params
     if params.logprob_ids and params.logprobs:
         raise BadRequest("logprobs", "must be 0 where the log-probabilities of given tokens are asked for, with vLLM")
@@ -49,7 +49,7 @@ def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
         "max_tokens": max(1, order.max_tokens),
         "min_tokens": min(params.min_tokens, max(1, order.max_tokens)),
         "stop_token_ids": sorted(set(ends)),
-        "ignore_eos": True,  # kvloom's own tokens of that kind are among stop_token_ids
+        "ignore_eos": True,  # stop_token_ids contain kvloom's end-of-sequence ids
         "seed": None if params.is_greedy else order.seed,
         "logprobs": None if params.logprob_ids else params.logprobs,
         "logprob_token_ids": list(params.logprob_ids) or None,
@@ -60,10 +60,10 @@ def sampling_fields(order: Start, eos_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def kind_of(params: SamplingParams) -> str:
-    """Requests of two kinds must not meet in a step; "" meets all.
+    """The kind of a request: requests of different kinds must not share a step; "" may share with all.
 
-    vLLM's first model runner (vllm/v1/sample/sampler.py) tells either the best tokens of all requests or, where one
-    wants that of given tokens, of all of them what it wants: others' log-probabilities are -inf then.
+    vLLM's first model runner (vllm/v1/sample/sampler.py) reports either the best tokens for all requests or, if one
+    asks for given tokens, the given tokens for all: the log-probabilities of other requests are -inf then.
     """
     if params.logprob_ids:
         return "given tokens"
@@ -74,8 +74,8 @@ _NAMES = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\\n])*/|@([a-z_0-9]+)')
 
 
 def lark_of(grammar: str) -> str:
-    """One Lark grammar, which vLLM passes on, of llguidance's form, which may be of several parts."""
-    if not grammar.lstrip().startswith("{"):  # llguidance takes Lark as it is, too; vLLM might take it for GBNF
+    """One Lark grammar, which vLLM passes on, from llguidance's form, which may have several parts."""
+    if not grammar.lstrip().startswith("{"):  # llguidance accepts plain Lark too; vLLM might mistake it for GBNF
         return grammar if "%llguidance" in grammar else f"%llguidance {{}}\n{grammar}"
     first, *others = json.loads(grammar)["grammars"]
     named = {other["name"]: other for other in others}
@@ -87,19 +87,21 @@ def lark_of(grammar: str) -> str:
 
 
 def _part(grammar: Mapping[str, Any]) -> str:
-    """A grammar as the right side of a rule."""
+    """A grammar as the right-hand side of a rule."""
     if grammar.get("lark_grammar") is not None:
         return f"%lark {{\n{grammar['lark_grammar']}\n}}"
     return f"%json {json.dumps(grammar['json_schema'])}"
 
 
 def priority_of(order: Start) -> int:
-    """vLLM takes the smallest first; who gave none stands in the middle, as with kvloom's own scheduler."""
+    """vLLM's priority, the smallest first; requests without one are in the middle, as in kvloom's own scheduler."""
     return order.priority or 3
 
 
 def logprob_of(token_id: int, found: Mapping[int, Any], num_top: int, also: Sequence[int] = ()) -> Logprob:
-    """`found`: vLLM's, of the token chosen and others; the `num_top` best are told, best first, or those of `also`."""
+    """A token's Logprob. `found`: vLLM's, of the chosen token and others; reports the `num_top` best, best first, or
+    those of `also`.
+    """
     if also:
         named = [(id, float(found[id].logprob)) for id in also if id in found]
         return Logprob(token_id, float(found[token_id].logprob), named)

@@ -1,4 +1,4 @@
-"""`python -m kvloom.vllm.check`: whether the installed vLLM takes the arguments made of the EngineConfig on stdin.
+"""`python -m kvloom.vllm.check`: whether the installed vLLM accepts the arguments for the EngineConfig on stdin.
 
 Exit code 0, or 1 and one line on stderr.
 """

@@ -1,4 +1,4 @@
-"""Desk: orders of the server, answered by vLLM's AsyncLLM. In the process with vLLM in it."""
+"""Desk: answers the server's orders with vLLM's AsyncLLM. Runs in vLLM's process."""
 
 import asyncio
 import itertools
@@ -80,7 +80,7 @@ class Desk:
 
     def __init__(self, llm: Any, setup: HostSetup, info: RankInfo, seer: Seer, send: Send) -> None:
         self.info = info
-        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why vLLM cannot go on
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why vLLM cannot continue
         self._llm, self._eos_ids, self._seer, self._send = llm, setup.eos_ids, seer, send
         self._running: dict[int, asyncio.Task[None]] = {}
         self._company = OneKind()
@@ -100,7 +100,7 @@ class Desk:
         self._refusals = (import_module("vllm.exceptions").VLLMClientError, ValueError)
 
     def take(self, order: HostOrder) -> None:
-        """Does not wait for it to be done."""
+        """Start an order, without waiting for its end."""
         if isinstance(order, Start):
             self._running[order.id] = asyncio.ensure_future(self._run(order))
         elif isinstance(order, Abort):
@@ -154,7 +154,7 @@ class Desk:
             self.failed.set_result(f"vLLM failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     async def _run(self, order: Start) -> None:
-        """One request, from vLLM's taking it up to its end."""
+        """Run one request to its end."""
         try:
             prompt = await self._prompt(order)
             name, lora = f"{order.id}-{next(self._names)}", self._adapters.get(order.adapter)
@@ -183,7 +183,7 @@ class Desk:
                 del self._running[order.id]
 
     async def _prompt(self, order: Start) -> Any:
-        """As vLLM takes it. Raises BadRequest, ValueError."""
+        """The prompt in vLLM's form. Raises BadRequest, ValueError."""
         if order.sight is not None:
             return await self._seer.prompt_of(order)
         return self._tokens(order.prompt_ids, cache_salt=order.cache_salt or None)
@@ -221,7 +221,7 @@ class Desk:
         return brought
 
     def _bring(self, brought: Brought) -> None:
-        """With what others bring in the same turn of the loop: one message a step."""
+        """Send tokens, joined with those of other requests in the same turn of the loop: one message a step."""
         if not self._fresh:
             asyncio.get_running_loop().call_soon(self._tell)
         self._fresh.append(brought)
@@ -232,14 +232,14 @@ class Desk:
 
 
 def _blamed(order: Start) -> str:
-    """The field that vLLM most likely means when it refuses a request and names none."""
+    """The field that is most likely at fault when vLLM refuses a request without naming one."""
     if order.is_look and order.sight is not None:
         return order.sight.images[0].name
     return "response_format" if order.params.grammar else "prompt"
 
 
 class _Figures:
-    """vLLM's figures, told at most every _FIGURES_S, its metrics as text every _METRICS_S, while it works."""
+    """Sends vLLM's figures at most every _FIGURES_S, and its metrics as text every _METRICS_S, while it works."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -248,7 +248,7 @@ class _Figures:
         self._due: asyncio.TimerHandle | None = None
 
     def logger(self, loggers: Any) -> Callable[[Any, int], Any]:
-        """What makes one of vLLM's stat loggers."""
+        """A factory of vLLM's stat loggers."""
         record = self.record
 
         class Logger(loggers.StatLoggerBase):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Images as vLLM takes them: a file's head is read before anything is decoded. In the process with vLLM in it."""
+"""Images in vLLM's form: a file's header is checked before it is decoded. Runs in vLLM's process."""
 
 import asyncio
 import io
@@ -14,18 +14,18 @@ from kvloom.contract.images import Image
 
 FORMATS = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp", "GIF": "image/gif"}
 MAX_PIXELS = 50_000_000  # of one image: 150 MB once it is decoded
-_AT_ONCE = 2  # requests whose images are decoded
-MAX_ALL_PIXELS = 100_000_000  # of those of a request, which are all decoded at once
+_AT_ONCE = 2  # requests whose images are decoded at the same time
+MAX_ALL_PIXELS = 100_000_000  # of all images of a request, which are decoded together
 
 
 def check_image(image: Image) -> int:
-    """Read the head of its file. Returns how many pixels it has. Raises BadRequest naming the image."""
+    """Read the file's header. Returns the number of pixels. Raises BadRequest that names the image."""
     try:
         with Pillow.open(io.BytesIO(image.data), formats=tuple(FORMATS)) as found:
             kind, (width, height), num_frames = str(found.format), found.size, getattr(found, "n_frames", 1)
     except Pillow.DecompressionBombError:
         raise BadRequest(image.name, f"has more than {MAX_PIXELS} pixels") from None
-    except (OSError, ValueError, SyntaxError, EOFError):  # Pillow raises each of them
+    except (OSError, ValueError, SyntaxError, EOFError):  # Pillow may raise any of them
         raise BadRequest(image.name, "is no PNG, JPEG, WebP or GIF image, or a damaged one") from None
     if image.media_type and image.media_type != FORMATS[kind]:
         raise BadRequest(image.name, f"is declared as {image.media_type}, but is {FORMATS[kind]}")
@@ -37,7 +37,7 @@ def check_image(image: Image) -> int:
 
 
 def read_images(images: Sequence[Image]) -> list[Any]:
-    """Decoded by vLLM's own reader, so that a model sees what it sees with vLLM's server. Blocks. Raises BadRequest."""
+    """Decode images with vLLM's own reader, for the same result as in vLLM's server. Blocks. Raises BadRequest."""
     if sum(map(check_image, images)) > MAX_ALL_PIXELS:
         raise BadRequest(images[0].name, f"and those after it have more than {MAX_ALL_PIXELS} pixels together")
     reader, found = import_module("vllm.multimodal.media.image").ImageMediaIO(), []
@@ -50,7 +50,7 @@ def read_images(images: Sequence[Image]) -> list[Any]:
 
 
 class Seer:
-    """What a model sees of requests. Owned by the loop."""
+    """Prepares requests with images for vLLM. Owned by the loop."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
@@ -58,10 +58,10 @@ class Seer:
         self.sees, self.image_text = _sight_of(llm)
 
     async def prompt_of(self, order: Start) -> Any:
-        """What vLLM is given of a request with images. Raises BadRequest, and ValueError of vLLM's.
+        """The prompt of a request with images, for vLLM. Raises BadRequest, and vLLM's ValueError.
 
-        Its own processor puts the images' tokens into the prompt; what the request has behind them stays. The results
-        are not taken for known to the engine's core, which of a look hears nothing.
+        vLLM's processor inserts the images' tokens into the prompt; tokens of the request behind them stay. The
+        processor must not assume that the engine core has cached its results, because a look never reaches the core.
         """
         assert order.sight is not None
         told: dict[str, Any] = {"prompt_token_ids": list(order.sight.prompt_ids)}
@@ -79,7 +79,7 @@ class Seer:
 
 
 def _sight_of(llm: Any) -> tuple[bool, str]:
-    """Whether the model sees images, and what stands for one in a text; "" where it does not say."""
+    """Whether the model takes images, and an image's placeholder in a text; "" = unknown."""
     config = llm.vllm_config.model_config
     if not config.is_multimodal_model:
         return False, ""

@@ -1,6 +1,6 @@
-"""The process with vLLM in it: takes requests, gives tokens, until its socket closes.
+"""vLLM's process: takes requests and returns tokens until its socket closes.
 
-`python -m kvloom.vllm.main SOCKET LEVEL`: the number of an open socket, and the level of logging.
+`python -m kvloom.vllm.main SOCKET LEVEL`: the number of an open socket, and the log level.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from kvloom.engine.link.signals import leave_signals_to_the_parent
 from kvloom.vllm.arguments import arguments_of
 
 _READ_BYTES = 1 << 16
-# unless the environment says otherwise: nothing is fetched or told to others, and vLLM logs what the server would
+# defaults of the environment: nothing is downloaded or reported to others, and vLLM logs at the server's level
 _ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_DO_NOT_TRACK": "1"}
 _LEVELS = ((logging.DEBUG, "DEBUG"), (logging.INFO, "INFO"), (logging.WARNING, "WARNING"))
 
 
 class Line:
-    """The socket to the server, with messages on it."""
+    """The connection to the server: messages over a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -54,7 +54,7 @@ class Line:
         return decoder.decode(self._received.take())
 
     def send(self, report: HostReport) -> None:
-        """From the loop; what the system does not take at once follows as soon as it does."""
+        """Send a report, on the loop; what the system does not accept at once is sent later."""
         self._unsent += frame(self._encoder.encode(report))
         self._flush()
 
@@ -71,13 +71,13 @@ class Line:
         loop.remove_writer(self._sock)
 
     async def drain(self) -> None:
-        """Until all is sent."""
+        """Wait until everything is sent."""
         while self._unsent:
             await asyncio.sleep(0.01)
 
 
 async def serve(sock: socket.socket) -> None:
-    """Load the model, answer until the server closes the socket. Raises EOFError then."""
+    """Load the model, and answer until the server closes the socket, which raises EOFError."""
     line = Line(sock)
     setup: HostSetup = await line.receive(msgspec.msgpack.Decoder(HostSetup))
     try:
@@ -94,7 +94,7 @@ async def serve(sock: socket.socket) -> None:
         await line.drain()
         return
     gc.collect()
-    gc.freeze()  # the model's objects stay: no collection looks at them again
+    gc.freeze()  # the model's objects are permanent: collections skip them
     line.send(Ready(desk.info))
     orders = msgspec.msgpack.Decoder(HostOrder)
     receiving = asyncio.ensure_future(_receive_all(line, orders, desk))
@@ -121,13 +121,13 @@ def main() -> None:
     leave_signals_to_the_parent()
     sock = socket.socket(fileno=number)
     sock.set_inheritable(False)
-    os.register_at_fork(after_in_child=lambda: os.close(number))  # else the server would not see this process end
+    os.register_at_fork(after_in_child=lambda: os.close(number))  # else the server would not notice this process's end
     try:
         uvloop.run(serve(sock))  # as vLLM's own server does
     except EOFError:
         pass
     finally:
-        os.killpg(0, signal.SIGKILL)  # what vLLM has started ends too
+        os.killpg(0, signal.SIGKILL)  # vLLM's child processes end too
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""OneKind: lets in what may run together, and keeps apart what may not. Needs no vLLM."""
+"""OneKind: runs requests together that may share a step, and separates those that may not. Does not need vLLM."""
 
 import asyncio
 from collections import deque

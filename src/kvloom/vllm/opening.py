@@ -1,4 +1,4 @@
-"""vLLM as an engine, from the server's side, which imports no vLLM and no torch."""
+"""vLLM as an engine, from the server's side, which imports neither vLLM nor torch."""
 
 import functools
 import importlib.util
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _PROGRAM = (sys.executable, "-m", "kvloom.vllm.main")
 _CHECK = (sys.executable, "-m", "kvloom.vllm.check")
-_CHECK_S = 120.0  # importing what vLLM's arguments need
-# of EngineConfig: (name, as configurations spell it, why vLLM has none of it)
+_CHECK_S = 120.0  # seconds for imports that vLLM's arguments need
+# fields of EngineConfig that vLLM does not support: (name, its key in configurations, the reason)
 _UNUSED = (
     ("weight_format", "weightFormat", "is of the CPU kernels; quantization is vLLM's word"),
     ("weight_cache", "weightCache", "is of the CPU kernels"),
@@ -43,7 +43,7 @@ _UNUSED = (
 def open_engine(
     config: EngineConfig, vocabulary: Callable[[], Tokenizer], progress: Progress | None = None
 ) -> "EngineThread":
-    """Start a process with vLLM in it, wait until the model is loaded. Raises BadRequest, ModelError."""
+    """Start vLLM's process, and wait until the model is loaded. Raises BadRequest, ModelError."""
     check_config(config)
     vocabulary = functools.cache(vocabulary)
     host = Host(_PROGRAM, config, lambda: sorted(vocabulary().eos_ids), progress)
@@ -52,7 +52,7 @@ def open_engine(
 
 
 def check_config(config: EngineConfig) -> None:
-    """What can be told without vLLM's help. Raises BadRequest, ModelError."""
+    """Check what can be checked without vLLM. Raises BadRequest, ModelError."""
     defaults = EngineConfig(model="m")
     for name, spelt, why in _UNUSED:
         if getattr(config, name) != getattr(defaults, name):
@@ -65,7 +65,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def check(config: EngineConfig) -> None:
-    """check_config, and what the installed vLLM says of its arguments, asked in a process of its own."""
+    """check_config, and a check of the arguments by the installed vLLM, in a process of its own."""
     check_config(config)
     done = subprocess.run(_CHECK, input=msgspec.json.encode(config), capture_output=True, timeout=_CHECK_S, check=False)
     if done.returncode:

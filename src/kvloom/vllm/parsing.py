@@ -1,4 +1,4 @@
-"""vLLM's arguments read by vLLM's own parser."""
+"""Parses vLLM's arguments with vLLM's own parser."""
 
 import difflib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from kvloom.contract.errors import BadRequest
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """AsyncEngineArgs of the installed vLLM. Raises BadRequest naming what it does not know or take."""
+    """AsyncEngineArgs of the installed vLLM. Raises BadRequest that names an unknown option or wrong value."""
     made = import_module("vllm.engine.arg_utils").AsyncEngineArgs
     parser = made.add_cli_args(_parser(import_module("vllm.utils.argparse_utils").FlexibleArgumentParser))
     try:
@@ -27,7 +27,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 
 class _Refused(Exception):
-    """What the parser says instead of ending the process."""
+    """The parser's error, raised instead of ending the process."""
 
 
 def _parser(kind: Any) -> Any:
