@@ -1,6 +1,7 @@
-"""What a model's makers say of sampling: generation_config.json of a folder, general.sampling.* of a GGUF file.
+"""Sampling parameters that a model's makers recommend: generation_config.json of a folder, general.sampling.* of a GGUF
+file.
 
-vLLM takes the first for the defaults of its requests, llama.cpp the second.
+vLLM uses the first as defaults of its requests, llama.cpp the second.
 """
 
 import logging
@@ -26,9 +27,9 @@ _GGUF_KEYS = {  # SamplingAdvice's names -> llama.cpp's
 
 
 def sampling_advice(model: str) -> SamplingAdvice:
-    """Of a Hugging Face folder or a GGUF file; of anything else, and of files that say nothing, no advice.
+    """The advice of a Hugging Face folder or a GGUF file; empty for anything else, and for files without any.
 
-    Values that no request could have are left out, and the log says so.
+    Values that no request could have are dropped, which is logged.
     """
     try:
         path = find_weights(Path(model))
@@ -47,16 +48,16 @@ def sampling_advice(model: str) -> SamplingAdvice:
 
 
 def _usable(stated: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """The values of SamplingAdvice that can be had."""
+    """The stated values that are valid, by SamplingAdvice's names."""
     found: dict[str, Any] = {}
     for name in _GGUF_KEYS:
         value = stated.get(name)
         if name == "top_k" and value == -1:
-            value = 0  # off, as transformers has it
+            value = 0  # off, as in transformers
         if value is None:
             continue
         if isinstance(value, float):
-            value = float(f"{value:.7g}")  # GGUF's are of 32 bits
+            value = float(f"{value:.7g}")  # GGUF's floats have 32 bits
         given: dict[str, Any] = {name: value}
         try:
             if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):

@@ -1,4 +1,4 @@
-"""open_checkpoint: a GGUF file or a Hugging Face folder -> what a backend needs."""
+"""open_checkpoint: reads from a GGUF file or a Hugging Face folder what a backend needs."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvloom.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: its shape, its tensors, the ids that end a sequence, how its embeddings are made."""
+    """A model on disk: its shape, its tensors, the end-of-sequence ids, and how its embeddings are made."""
 
     path: Path
     spec: DecoderSpec
@@ -28,11 +28,11 @@ class Checkpoint:
     eos_ids: frozenset[int]
     bos_id: int | None
     embedding: Embedding
-    stamp: Stamp = field(default_factory=list)  # of the files, before they were opened
+    stamp: Stamp = field(default_factory=list)  # stamp of the files before they were opened
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Checks everything but the values. Raises ModelError: unknown architecture, missing, misshapen or cut tensors."""
+    """Checks everything except the values. Raises ModelError: unknown architecture; missing, misshapen, cut tensors."""
     path = find_weights(Path(path))
     try:
         before = stamp(str(path))
@@ -102,5 +102,5 @@ def _open_gguf(path: Path) -> Checkpoint:
 
 
 def _otherwise(spec: DecoderSpec) -> str:
-    """How states are pooled where the files do not say."""
+    """The pooling of states if the files do not name one."""
     return "mean" if spec.sees_ahead else LAST

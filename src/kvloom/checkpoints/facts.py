@@ -1,4 +1,4 @@
-"""What a model is, for people: read from its files' headers alone."""
+"""Facts about a model, for people, from its files' headers only."""
 
 import math
 from collections import Counter
@@ -14,18 +14,18 @@ from kvloom.contract.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`kind`: the type that most weights have. What the files do not tell is empty, or 0."""
+    """`kind`: the type of most weights. Unknown fields are empty or 0."""
 
     family: str = ""
     format: str = ""
     num_parameters: int = 0
     kind: str = ""
-    num_bytes: int = 0  # of the files with weights
-    modified: float = 0.0  # when the newest of them was, in seconds since 1970
+    num_bytes: int = 0  # size of the files with weights
+    modified: float = 0.0  # modification time of the newest of them, in seconds since 1970
 
 
 def facts_of(path: Path) -> ModelFacts:
-    """Of a GGUF file or a Hugging Face folder. What cannot be read is left out."""
+    """Facts of a GGUF file or a Hugging Face folder. What cannot be read is left out."""
     is_folder = path.is_dir()
     files = sorted(path.glob("*.safetensors")) if is_folder else [path]
     family, counts = "", Counter[str]()
@@ -54,7 +54,7 @@ def facts_of(path: Path) -> ModelFacts:
 
 
 def _safetensors_counts(path: Path) -> Counter[str]:
-    """Numbers of each type. Raises OSError, Damaged."""
+    """Number of weights of each type. Raises OSError, Damaged."""
     with path.open("rb") as file:
         beginning = file.read(LENGTH_BYTES)
         header = beginning + file.read(header_bytes(beginning) - LENGTH_BYTES)

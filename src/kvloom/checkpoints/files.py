@@ -1,4 +1,4 @@
-"""Files that came with a model, read with care: who wrote them may have been careless, or hostile."""
+"""Reads files that came with a model, carefully, because they may be wrong or hostile."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 from kvloom.contract.errors import ModelError
 
 MAX_CONFIG_BYTES = 4 << 20
-_MAX_BYTES = 64 << 20  # the largest index of a sharded checkpoint has some 10
+_MAX_BYTES = 64 << 20  # the largest index of a sharded checkpoint has about 10 MiB
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -27,7 +27,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def read_text(path: Path, max_bytes: int = _MAX_BYTES) -> str:
-    """Of a plain file. Raises ModelError."""
+    """The text of a plain file. Raises ModelError."""
     try:
         with open_file(path) as file:
             data = file.read(max_bytes + 1)
@@ -50,7 +50,7 @@ def read_json(path: Path, max_bytes: int = _MAX_BYTES) -> Any:
 
 
 def read_object(path: Path, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
-    """Raises ModelError when the file is absent or holds no JSON object."""
+    """A JSON object. Raises ModelError when the file is absent or contains something else."""
     value = read_json(path, max_bytes)
     if not isinstance(value, dict):
         raise ModelError(f"{path}: holds no JSON object")
@@ -58,9 +58,9 @@ def read_object(path: Path, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
 
 
 def find_weights(path: Path) -> Path:
-    """The folder of safetensors or the GGUF file that a path means: a folder that holds one GGUF file means that file.
+    """The folder of safetensors or the GGUF file for a path: a folder with one GGUF file stands for that file.
 
-    Raises ModelError when it holds several.
+    Raises ModelError when it contains several.
     """
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return path
@@ -69,7 +69,7 @@ def find_weights(path: Path) -> Path:
 
 
 def only_gguf(names: list[str], folder: str) -> str | None:
-    """The GGUF file among the files of a folder without safetensors, None when there is none; ModelError: several."""
+    """The GGUF file among the files of a folder without safetensors; None without one. ModelError: several."""
     found = sorted(name for name in names if name.endswith(".gguf") and not name.startswith("mmproj"))
     if len(found) > 1:
         raise ModelError(f"{folder}: holds {len(found)} .gguf files ({', '.join(found[:3])}, ...); name one of them")

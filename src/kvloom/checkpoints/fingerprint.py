@@ -1,4 +1,4 @@
-"""Which weights are these: a name that two copies of a model share, and two models do not."""
+"""Fingerprints of weights: equal for two copies of a model, different for two models."""
 
 import hashlib
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvloom.checkpoints.files import find_weights
 from kvloom.contract.errors import ModelError
 
 _PIECE_BYTES = 4 << 20
-_RACY_S = 2.0  # file systems count time in steps of up to this
+_RACY_S = 2.0  # the coarsest time resolution of file systems
 _DECISIVE = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.gguf")
 Stamp = list[tuple[str, int, int, int]]
 
@@ -17,8 +17,8 @@ Stamp = list[tuple[str, int, int, int]]
 def fingerprint(model: Path) -> str:
     """64 hexadecimal digits over the bytes of a model's files (a folder, or a .gguf file).
 
-    Every byte counts, since one changed tensor makes other keys and values; XXH3 reads as fast as the disk gives.
-    Raises ModelError when there is no file, since all such models would be one.
+    Every byte counts, because one changed tensor gives other keys and values; XXH3 is as fast as the disk. Raises
+    ModelError when there is no file, because all such models would be equal.
     """
     model = find_weights(model)
     files = _files(model)
@@ -32,7 +32,7 @@ def fingerprint(model: Path) -> str:
 
 
 def stamp(model: str) -> Stamp:
-    """Name, inode, bytes and time of change of the files that `fingerprint` reads: other when they were replaced."""
+    """Name, inode, size and time of change of the files that `fingerprint` reads: different once they were replaced."""
     about = [(path.name, path.stat()) for path in (_files(Path(model)) if model else ())]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in about]
 
@@ -55,7 +55,7 @@ def identity(model: Path, now_s: float) -> str | None:
 
 
 def _files(model: Path) -> list[Path]:
-    """Whatever decides which numbers the model computes with."""
+    """All files that determine the numbers that the model computes with."""
     if not model.is_dir():
         return [model] if model.is_file() else []
     return sorted(path for pattern in _DECISIVE for path in model.glob(pattern) if path.is_file())

@@ -1,4 +1,4 @@
-"""What a model takes of memory, from its shape and how its file holds it. Pure: all planning uses these functions.
+"""A model's memory, from its shape and the form of its file. Pure: all planning uses these functions.
 
 weights    of the cpu backend: packed matrices and an embedding; of the reference backend: its element type
 a token    a key and a value of every layer and KV head, in the type of the KV cache
@@ -21,7 +21,7 @@ _SCALE_BYTES = {"cpu": 2, "reference": 4}  # of an int8 key or value
 
 
 def weight_format(config: EngineConfig, spec: DecoderSpec, form_of: FormOf) -> str:
-    """Of the cpu backend: with "auto" a quantised file keeps its own, and any other gets 8 bits."""
+    """Weight format of the cpu backend: with "auto" a quantised file keeps its own, and any other gets 8 bits."""
     if config.weight_format != "auto":
         return config.weight_format
     if config.dtype == "bfloat16":
@@ -30,25 +30,25 @@ def weight_format(config: EngineConfig, spec: DecoderSpec, form_of: FormOf) -> s
 
 
 def kv_dtype(config: EngineConfig, backend: str) -> str:
-    """Of keys and values: "bf16", "int8" or "float32"."""
+    """Type of keys and values: "bf16", "int8" or "float32"."""
     if config.kv_dtype != "auto":
         return config.kv_dtype
     return "bf16" if backend == "cpu" or config.dtype == "bfloat16" else "float32"
 
 
 def kv_head_bytes(kept: str, backend: str, head_dim: int) -> int:
-    """Of one token's key (or value) of one head, kept as kv_dtype says; its scale included."""
+    """Bytes of one token's key (or value) in one head, stored as kv_dtype says, scale included."""
     return head_dim * _ITEM_BYTES.get(kept, 4) + (_SCALE_BYTES[backend] if kept == "int8" else 0)
 
 
 def kv_token_bytes(config: EngineConfig, backend: str, spec: DecoderSpec) -> int:
-    """Of one token's keys and values, all layers and heads. `backend`: "cpu" or "reference"."""
+    """Bytes of one token's keys and values in all layers and heads. `backend`: "cpu" or "reference"."""
     head_bytes = kv_head_bytes(kv_dtype(config, backend), backend, spec.head_dim)
     return 2 * spec.num_layers * spec.num_kv_heads * head_bytes
 
 
 def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of: FormOf) -> int:
-    """Of all weights once they are loaded."""
+    """Bytes of all weights once they are loaded."""
     if backend == "reference":
         return _num_weights(spec) * _ITEM_BYTES.get(config.dtype, 4)
     kept = weight_format(config, spec, form_of)
@@ -62,7 +62,7 @@ def weight_bytes(config: EngineConfig, backend: str, spec: DecoderSpec, form_of:
 
 
 def _unquantised_table(spec: DecoderSpec) -> int:
-    """Bytes of a bfloat16 embedding beyond those of an 8-bit one, which is the head's where it is tied."""
+    """Additional bytes of a bfloat16 embedding over an 8-bit one, which is the head's if they are tied."""
     form_bytes = 0 if spec.tie_embeddings else FORM_BITS[UNQUANTISED_FORM] / 8
     return int(spec.vocab_size * spec.hidden * (_EMBED_BYTES - form_bytes))
 

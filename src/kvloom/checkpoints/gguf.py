@@ -58,7 +58,7 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
-    """The name GGUF gives to a canonical tensor; `own`: of a layer's, where they differ."""
+    """GGUF's name of a canonical tensor; `own`: names of a layer's tensors that differ."""
     if name in TOP_NAMES:
         return TOP_NAMES[name]
     _, index, part = name.split(".")
@@ -100,7 +100,7 @@ class GgufFile:
                 raise ModelError(f"{path}: cut short: tensor {info.name} lies behind the end of the file")
 
     def kind(self, name: str) -> str:
-        """The tensor's type in lower case."""
+        """The tensor's type, in lower case."""
         return _type_of(self.header.tensors[name], self.path).name.lower()
 
     def rows(self, name: str) -> Bytes:

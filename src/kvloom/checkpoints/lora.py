@@ -17,7 +17,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.reading import open_file
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-FIELD = "lora_path"  # what a caller gave, and what errors name
+FIELD = "lora_path"  # the caller's field, which errors name
 MAX_RANK = 512
 _MAX_CONFIG_BYTES, _MAX_HEADER_BYTES = 1 << 20, 16 << 20
 PARTS = {  # the linears of a layer, by the names of checkpoints and of models/spec.py
@@ -89,7 +89,7 @@ def read_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> 
 
 
 def read_digest(folder: Path) -> tuple[str, int]:
-    """AdapterFile.digest and the bytes of the weights of an adapter that another engine reads. Raises BadRequest."""
+    """AdapterFile.digest, and the size of the weights, of an adapter that another engine reads. Raises BadRequest."""
     text = _read(folder / CONFIG_FILE, _MAX_CONFIG_BYTES)
     path = folder / WEIGHTS_FILE
     _, tensors = _header(path)
@@ -99,7 +99,7 @@ def read_digest(folder: Path) -> tuple[str, int]:
 
 
 class _Config:
-    """What adapter_config.json says. Raises BadRequest for what would be computed otherwise than it was trained."""
+    """Contents of adapter_config.json. Raises BadRequest for options that would be computed unlike in training."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         kind = config.get("peft_type")
@@ -161,7 +161,7 @@ def _modules(
 
 
 def _shape(key: str, tensors: Mapping[str, Entry]) -> tuple[int, int]:
-    """Of a tensor of two dimensions and a floating type."""
+    """The shape of a tensor, which must have two dimensions and a floating type."""
     kind, shape = tensors[key].kind, tensors[key].shape
     if kind not in FLOATS:
         raise _bad_tensor(key, f"has type {kind}; supported are {', '.join(FLOATS)}")

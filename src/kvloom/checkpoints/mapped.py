@@ -1,4 +1,4 @@
-"""MappedFile: a file's bytes where the system's cache has them."""
+"""MappedFile: a file's bytes, mapped from the system's page cache."""
 
 import mmap
 from pathlib import Path

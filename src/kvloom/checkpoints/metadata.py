@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and where the tensors lie. Quick, and without numpy.
+"""The header of a GGUF file: metadata, and positions of tensors. Fast, and without numpy.
 
 The `gguf` package's reader builds objects for each of 100,000 vocabulary entries: 2 s a file, against 0.1 s here.
 """
@@ -31,7 +31,7 @@ STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 _TOKENS = "tokenizer.ggml.tokens"
 _PIECE_BYTES = 1 << 20
-_MAX_ENTRIES = 1 << 17  # keys, and tensors: a model of many unfused experts has some 50,000
+_MAX_ENTRIES = 1 << 17  # keys, or tensors; a model of many separate experts has about 50,000
 _MAX_ITEMS = (
     1 << 23
 )  # of all arrays of a file: tokens, scores, types and merges of the largest vocabularies are 2 million
@@ -76,7 +76,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a GGUF file says before its tensors' data; tensors by name."""
+    """The contents of a GGUF file before its tensors' data; tensors by name."""
 
     metadata: dict[str, Any]  # numbers, strings, or lists of them
     tensors: dict[str, TensorInfo]
@@ -114,9 +114,9 @@ def read_shape(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def read_header(path: Path, has_texts: bool = True) -> Header:
-    """Metadata and where the tensors lie; without `has_texts` lists of texts, the vocabulary's, are left empty.
+    """Metadata and positions of tensors; without `has_texts` lists of texts, like the vocabulary, stay empty.
 
-    Raises ModelError when it is no GGUF file or is cut short.
+    Raises ModelError when it is not a GGUF file or is cut short.
     """
     with _reader(path) as (reader, (num_tensors, num_pairs)):
         metadata = dict(reader.pair(has_texts) for _ in range(num_pairs))
@@ -130,7 +130,7 @@ def read_header(path: Path, has_texts: bool = True) -> Header:
 
 
 class _Damage(Exception):
-    """What the file says cannot be; the message is the reason."""
+    """The file's contents are impossible; the message is the reason."""
 
 
 @contextmanager
@@ -159,7 +159,7 @@ class _Reader:
         self._file = file
         self._left = os.fstat(file.fileno()).st_size - file.tell()
         self._num_items = 0
-        self.last_array = (0, 0)  # type and number of the items of the array that was met last
+        self.last_array = (0, 0)  # type and number of items of the last array read
 
     @property
     def offset(self) -> int:
@@ -205,7 +205,7 @@ class _Reader:
             raise _Damage(f"value type {kind} is not known")
 
     def texts(self, count: int, is_kept: bool = True) -> list[str]:
-        """The strings of an array, of which vocabularies have 100,000; none when they are not kept."""
+        """The strings of an array (vocabularies have 100,000); empty unless `is_kept`."""
         found: list[str] = []
         data, at = b"", 0
         for _ in range(count):
@@ -223,7 +223,7 @@ class _Reader:
         return found
 
     def _more(self, rest: bytes, need: int) -> bytes:
-        """`rest` and what follows it: `need` bytes at least, and more where there are."""
+        """`rest` and the bytes after it: at least `need`, and more if there are."""
         return rest + self._take(max(need - len(rest), min(self._left, _PIECE_BYTES)))
 
     def pair(self, has_texts: bool) -> tuple[str, Any]:

@@ -61,9 +61,9 @@ _NO_NAMES: Mapping[str, str] = {}
 
 
 def file_name(name: str, own: Mapping[str, str] = _NO_NAMES) -> str:
-    """The name a Hugging Face checkpoint gives to a canonical tensor.
+    """A Hugging Face checkpoint's name of a canonical tensor.
 
-    `own`: where they differ, by their names in a layer, or "layers" for what stands before its number.
+    `own`: names that differ, by their names in a layer, or "layers" for the prefix before its number.
     """
     if "." not in name:
         return own.get(name) or TOP_NAMES[name]
@@ -89,8 +89,8 @@ class SafetensorsSource:
         matrices are packed, those that are.
         """
         self._folder, self._shapes, self._names = folder, shapes, names
-        self._packed: dict[str, PackedMatrix] = {}  # their bytes are not touched yet
-        self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by their names in the files
+        self._packed: dict[str, PackedMatrix] = {}  # their bytes are not read yet
+        self._tensors: dict[str, tuple[Path, MappedFile, Entry]] = {}  # by name in the files
         for path in _weight_files(folder):
             file = MappedFile(path)
             for key, entry in _entries(path, file).items():
@@ -127,13 +127,13 @@ class SafetensorsSource:
             raise ModelError(f"{path}: tensor {key} is {entry.kind}; {known}")
 
     def floats(self, key: str, shape: tuple[int, ...]) -> Floats:
-        """A tensor that is none of the model's own, by its name in the files, as float32. Raises ModelError."""
+        """A tensor that is not in the spec, by its name in the files, as float32. Raises ModelError."""
         self._check(key, shape, FLOATS)
         _, file, entry = self._tensors[key]
         return widen(file.part(entry.start, entry.end), entry.kind.lower()).reshape(shape)
 
     def _open_packed(self, scheme: Scheme, name: str, folder: Path) -> PackedMatrix:
-        """Raises ModelError when a tensor that it is made of is missing, or of another type or shape."""
+        """Open a quantised matrix. Raises ModelError when one of its tensors is missing, or of wrong type or shape."""
         base, shape = self._key(name).removesuffix(".weight"), self._shapes[name]
         check_sizes(scheme, f"{folder}: tensor {base}", shape)
         parts = {}

@@ -19,7 +19,7 @@ _LONG_ROW_BYTES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as the file holds it. `shape` is [out, in] row-major, whatever the file's own order was.
+    """A tensor in the file's form. `shape` is [out, in] row-major, whatever the file's own order.
 
     kind is "f32", "f16", "bf16" or a GGUF block type of blocks.KINDS; data is a read-only view of the bytes: uint8
     [rows, bytes a row].
@@ -32,7 +32,7 @@ class RawTensor:
 
     @property
     def form(self) -> str:
-        """In which memory holds it as it is (numbers.FORM_BITS), "" for a kind of WIDE."""
+        """The lossless form in memory (numbers.FORM_BITS); "" for a kind of WIDE."""
         return form_of(self.kind)
 
     def number_pieces(self) -> Iterator[tuple[int, Numbers]]:
@@ -62,7 +62,7 @@ class RawTensor:
 
 
 def widen(data: Bytes, kind: str) -> Floats:
-    """The bytes of numbers of a kind of WIDE as new float32 ones; both flat."""
+    """Numbers of a kind of WIDE, given as bytes, as new float32 numbers; both flat."""
     if kind == "f32":
         return data.copy().view(np.float32)
     if kind == "f16":
@@ -89,13 +89,13 @@ def as_rows(data: Bytes, shape: tuple[int, ...]) -> Bytes:
 
 
 def check_shape(name: str, got: tuple[int, ...], want: tuple[int, ...], file: str) -> None:
-    """Raises ModelError when a tensor is not of the shape that the configuration asks for."""
+    """Raises ModelError when a tensor does not have the shape that follows from the configuration."""
     if got != want:
         raise ModelError(f"{file}: tensor {name} has shape {list(got)}, the configuration asks for {list(want)}")
 
 
 class Tensor(Protocol):
-    """What RawTensor and packed.PackedMatrix have in common."""
+    """The common interface of RawTensor and packed.PackedMatrix."""
 
     @property
     def name(self) -> str: ...
@@ -109,16 +109,16 @@ class Tensor(Protocol):
 
 
 class WeightSource(Protocol):
-    """Tensors by canonical name (families/spec.py). Reading is lazy: a tensor's bytes are touched when asked for."""
+    """Tensors by canonical name (families/spec.py). Reading is lazy: a tensor's bytes are read when asked for."""
 
     def names(self) -> list[str]:
-        """Of all tensors, in kvloom's spelling."""
+        """The canonical names of all tensors."""
         ...
 
     def form(self, name: str) -> str:
-        """Of the tensor, without a look at its bytes; see RawTensor."""
+        """The form of a tensor, without reading its bytes; see RawTensor."""
         ...
 
     def tensor(self, name: str) -> Tensor:
-        """Raises ModelError naming the tensor and the file when it is missing, misshapen or cut short."""
+        """The tensor. Raises ModelError that names tensor and file when it is missing, misshapen or cut short."""
         ...

@@ -1,6 +1,6 @@
-"""Files of named tensors in the safetensors format: a length in 8 bytes, a JSON header so long, the tensors' bytes.
+"""Files of named tensors in the safetensors format: a length in 8 bytes, a JSON header of that length, the tensors.
 
-Read here because numpy knows no bfloat16: tensors are handed over as the bytes they are.
+Own code, because numpy has no bfloat16: tensors are returned as bytes.
 """
 
 import json
@@ -15,7 +15,7 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "I8": 1, "U8": 1, "F8_E4M
 
 
 class Damaged(Exception):
-    """What the file says cannot be. `tensor` is the one it says it of, "" = of all; the message is the reason."""
+    """The file's contents are impossible. `tensor`: the one concerned, "" = all; the message is the reason."""
 
     def __init__(self, problem: str, tensor: str = "") -> None:
         super().__init__(problem)
@@ -33,7 +33,7 @@ class Entry:
 
 
 def header_bytes(beginning: bytes) -> int:
-    """Of a file's first bytes: where the tensors' begin. Raises Damaged."""
+    """The offset of the tensors' bytes, from a file's first bytes. Raises Damaged."""
     length = int.from_bytes(beginning[:LENGTH_BYTES], "little")
     if len(beginning) < LENGTH_BYTES or length > MAX_HEADER_BYTES:
         raise Damaged("the header is cut short or too long")
@@ -41,7 +41,7 @@ def header_bytes(beginning: bytes) -> int:
 
 
 def read_entries(header: bytes) -> dict[str, Entry]:
-    """The tensors by name, of the first header_bytes of a file. Raises Damaged.
+    """The tensors by name, from the first header_bytes of a file. Raises Damaged.
 
     They lie side by side, so the largest `end` is the size of the file.
     """

@@ -1,1 +1,1 @@
-"""What becomes of a model's states: how they are pooled, and the layers behind that."""
+"""From a model's states to embeddings: the pooling, and the layers behind it."""

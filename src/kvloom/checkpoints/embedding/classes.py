@@ -1,4 +1,4 @@
-"""Classification heads: a linear behind the pooled state, a number for each label."""
+"""Classification heads: a linear layer behind the pooled state gives one number for each label."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,14 +19,16 @@ _MODULES = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"} 
 
 
 def decoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_states: int) -> Embedding:
-    """Of ...ForSequenceClassification over a decoder: `score` of the last token's state. Raises ModelError."""
+    """The head of ...ForSequenceClassification over a decoder: `score` of the last token's state. Raises ModelError."""
     labels = labels_of(config)
     score = Dense(source.floats("score.weight", (len(labels), num_states)))
     return Embedding(LAST, num_states, (score,), labels, activation_of(config, len(labels)))
 
 
 def encoder_classes(config: Mapping[str, Any], source: SafetensorsSource, num_states: int, family: str) -> Embedding:
-    """Of ...ForSequenceClassification over an encoder: two layers over the first token's state. Raises ModelError."""
+    """The head of ...ForSequenceClassification over an encoder: two layers over the first token's state. Raises
+    ModelError.
+    """
     labels = labels_of(config)
     first, last = (
         ("bert.pooler.dense", "classifier") if family == "bert" else ("classifier.dense", "classifier.out_proj")
@@ -43,7 +45,7 @@ def _layer(source: SafetensorsSource, name: str, shape: tuple[int, int], activat
 
 
 def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """In their order. Raises ModelError when id2label is not by numbers from 0 on."""
+    """The labels in order. Raises ModelError when the keys of id2label are not the numbers from 0 on."""
     named = config.get("id2label")
     if named is None:
         num_labels = min(count(config, "num_labels", 2), _MOST_LABELS)
@@ -54,7 +56,9 @@ def labels_of(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def activation_of(config: Mapping[str, Any], num_labels: int) -> str:
-    """What makes scores of a head's numbers: as sentence-transformers wrote it, by the problem, or by their count."""
+    """The activation that turns a head's numbers into scores: sentence-transformers' entry, else by problem type, else
+    by the number of labels.
+    """
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, Mapping) else None
     named = named or config.get("sbert_ce_default_activation_function")

@@ -1,4 +1,4 @@
-"""Dense layers behind the pooling: what sentence-transformers and files of embedding models put there."""
+"""Dense layers behind the pooling, of sentence-transformers' folders and of GGUF files of embedding models."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from kvloom.checkpoints.safetensors import SafetensorsSource
 from kvloom.checkpoints.source import RawTensor, check_shape
 from kvloom.contract.errors import ModelError
 
-ACTIVATIONS = ("Identity", "Tanh")  # by the names of torch's classes
+ACTIVATIONS = ("Identity", "Tanh")  # names of torch's classes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Dense:
 
 
 def dense_of_folder(folder: Path, num_in: int) -> Dense:
-    """A Dense module of sentence-transformers. `num_in`: numbers that it is given. Raises ModelError."""
+    """A Dense module of sentence-transformers. `num_in`: size of its input. Raises ModelError."""
     config = read_object(folder / "config.json")
     num_out = count(config, "out_features")
     if count(config, "in_features") != num_in:
@@ -56,7 +56,7 @@ def dense_of_folder(folder: Path, num_in: int) -> Dense:
 
 
 def dense_of_gguf(file: GgufFile, num_states: int) -> tuple[Dense, ...]:
-    """As llama.cpp's converter writes those of a folder: matrices alone. Raises ModelError when they do not fit."""
+    """The dense layers as llama.cpp's converter writes them: matrices only. Raises ModelError when they do not fit."""
     found: list[Dense] = []
     for name in ("dense_2.weight", "dense_3.weight"):
         info, num_in = file.header.tensors.get(name), found[-1].num_out if found else num_states

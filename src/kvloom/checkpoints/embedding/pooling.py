@@ -1,4 +1,4 @@
-"""How a checkpoint wants its embeddings made: files of sentence-transformers in a folder, keys of a GGUF file."""
+"""How a checkpoint's embeddings are made: from sentence-transformers' files in a folder, or a GGUF file's keys."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,43 +10,43 @@ from kvloom.checkpoints.files import read_json, read_object
 from kvloom.checkpoints.quantized.numbers import Floats
 from kvloom.contract.errors import ModelError
 
-LAST = "last"  # of a decoder that says nothing: only its last token has seen all others
+LAST = "last"  # default of decoders: only the last token has attended to all others
 _PREFIX = "pooling_mode_"
 _KEYS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 _GGUF_TYPES = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE; 0 = not said
-_PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # answers are normalised anyhow
+_PLAIN_MODULES = ("Transformer", "Pooling", "Normalize")  # embeddings are always normalised
 
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What becomes of a prompt's states: an embedding, or a number for each label.
+    """How a prompt's states become an embedding, or one number for each label.
 
-    `pooling`: one of pooling.POOLINGS, or a description of what the model wants instead. `dense`: what a pooled
-    vector passes through, in order.
+    `pooling`: one of pooling.POOLINGS, or a description of the model's unsupported pooling. `dense`: the layers that a
+    pooled vector passes through, in order.
     """
 
     pooling: str
     num_states: int  # numbers of a token's state
     dense: tuple[Dense, ...] = ()
-    labels: tuple[str, ...] = ()  # of a classifier, whose last layer has a number for each
-    activation: str = ""  # of these numbers; see contract.pooling.scores
+    labels: tuple[str, ...] = ()  # of a classifier, whose last layer gives one number for each
+    activation: str = ""  # applied to these numbers; see contract.pooling.scores
 
     @property
     def num_out(self) -> int:
-        """Numbers of a vector."""
+        """Length of a vector."""
         return self.dense[-1].num_out if self.dense else self.num_states
 
     def of(self, pooled: Floats) -> Floats:
-        """The vector of a pooled state [num_states], float32 both."""
+        """The vector from a pooled state [num_states]; both float32."""
         for dense in self.dense:
             pooled = dense(pooled)
         return pooled
 
 
 def folder_embedding(folder: Path, num_states: int, otherwise: str = LAST) -> Embedding:
-    """`num_states`: numbers of a token's state; `otherwise`: the pooling where no file says one.
+    """`num_states`: numbers of a token's state; `otherwise`: the pooling if no file names one.
 
-    Raises ModelError: a file that modules.json names is missing or does not fit.
+    Raises ModelError when a file named in modules.json is missing or does not fit.
     """
     modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
@@ -79,12 +79,12 @@ def _pooling(folder: Path, paths: Mapping[str, str], otherwise: str) -> str:
 
 
 def gguf_pooling(kind: Any, otherwise: str = LAST) -> str:
-    """Of the key <architecture>.pooling_type; None = it is absent."""
+    """The pooling for a value of the key <architecture>.pooling_type; None = it is absent."""
     return otherwise if kind in (None, 0) else _GGUF_TYPES.get(kind, f"pooling_type {kind}")
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:
-    """(class, folder) of what a text passes through; none where the file is absent. Raises ModelError."""
+    """(class, folder) of the modules that a text passes through; empty if the file is absent. Raises ModelError."""
     if not path.exists():
         return []
     try:

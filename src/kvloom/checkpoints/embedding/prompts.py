@@ -1,4 +1,4 @@
-"""What a checkpoint wants put before its texts. Loads no more than that takes: a command line asks."""
+"""Prompts that a checkpoint puts before texts. Imports little, because the command line uses it."""
 
 from pathlib import Path
 
@@ -7,9 +7,9 @@ from kvloom.contract.errors import ModelError
 
 
 def prompts_of(path: Path) -> dict[str, str]:
-    """What sentence-transformers puts before a text, by name ("query", "document"); none in a GGUF file.
+    """Prompts of sentence-transformers by name ("query", "document"); none for a GGUF file.
 
-    Raises ModelError: no JSON, or prompts that are no texts.
+    Raises ModelError when the file is not JSON, or a prompt is not a text.
     """
     file = path / "config_sentence_transformers.json"
     prompts = read_object(file).get("prompts") if file.exists() else None

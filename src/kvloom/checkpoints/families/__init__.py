@@ -1,4 +1,4 @@
-"""The families of models, by the architecture name that a checkpoint states."""
+"""The families of models, by the architecture named in a checkpoint."""
 
 from kvloom.checkpoints.families.family import Family
 from kvloom.checkpoints.families.known.bert import BERT, ROBERTA
@@ -28,7 +28,7 @@ FAMILIES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3,  # its text; pictures are not read
+    "Gemma3ForConditionalGeneration": GEMMA3,  # its text part; the vision part is not read
     "Phi3ForCausalLM": PHI3,
     "GraniteForCausalLM": GRANITE,
     "Olmo2ForCausalLM": OLMO,
@@ -70,7 +70,7 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def has_head(architecture: str) -> bool:
-    """Whether its files hold what makes logits of states."""
+    """Whether its files contain a language-model head."""
     return not architecture.endswith(("Model", "-embedding", CLASSIFIER))
 
 

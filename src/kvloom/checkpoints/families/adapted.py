@@ -1,6 +1,6 @@
 """FamilyWeights: translates a checkpoint's tensors, in its family's layout, into those that a spec names.
 
-Some files hold q, k and v as one tensor, gate and up as another; some hold the weights of norms less one.
+Some files hold q, k and v as one tensor, and gate and up as another; some hold the weights of norms minus one.
 """
 
 import math
@@ -24,7 +24,7 @@ _FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}  # rows in this ord
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """How files hold a family's tensors. `is_packed`: experts in MXFP4, as gpt-oss's folders have them."""
+    """How files hold a family's tensors. `is_packed`: experts in MXFP4, as in gpt-oss's folders."""
 
     is_fused: bool
     norm_offset: float
@@ -47,7 +47,7 @@ def gguf_layout(family: Family) -> FileLayout:
 
 
 def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
-    """The tensors that a file holds, by canonical name or that of a fused or stacked one."""
+    """Shapes of the tensors in a file, by canonical name, or by that of a fused or stacked tensor."""
     shapes = stacked_shapes(spec.tensor_shapes(), spec, layout.stacking, layout.is_packed)
     if not layout.is_fused:
         return shapes
@@ -59,7 +59,7 @@ def file_shapes(layout: FileLayout, spec: DecoderSpec) -> Shapes:
 
 
 def adapted(source: WeightSource, layout: FileLayout, spec: DecoderSpec) -> WeightSource:
-    """`source` has the tensors of file_shapes."""
+    """A source of the spec's tensors over `source`, which has the tensors of file_shapes."""
     if spec.experts and layout.stacking:
         return StackedExperts(source, spec, layout.stacking, layout.is_packed)
     return FamilyWeights(source, spec, layout.norm_offset) if layout.is_fused or layout.norm_offset else source
@@ -91,7 +91,7 @@ class FamilyWeights:
         return RawTensor(name, raw.shape, "f32", as_rows(values.view(np.uint8).reshape(-1), raw.shape))
 
     def _cut(self, name: str) -> Tensor:
-        """Rows of a fused tensor, as they are."""
+        """The rows of a fused tensor that are this tensor, unchanged."""
         whole, first = self._whole(name)
         shape = self._shapes[name]
         raw = self._source.tensor(whole)
@@ -101,7 +101,7 @@ class FamilyWeights:
         return replace(raw, name=name, shape=shape, data=raw.data[first : first + shape[0]])
 
     def _whole(self, name: str) -> tuple[str, int]:
-        """The fused tensor that a tensor is a part of, and which of its rows comes first."""
+        """The fused tensor that contains this tensor, and the index of its first row there."""
         layer, part = name.rsplit(".", 1)
         whole, parts = next((whole, parts) for whole, parts in _FUSED.items() if part in parts)
         before = parts[: parts.index(part)]
@@ -110,7 +110,7 @@ class FamilyWeights:
 
 @dataclass(frozen=True, slots=True)
 class _RowsOf:
-    """Rows of a matrix whose bytes are not in rows, from `first` on: it is read to the last of them."""
+    """Rows, from `first` on, of a matrix that is not stored by rows: it is read up to the last of them."""
 
     name: str
     shape: tuple[int, ...]
@@ -137,6 +137,6 @@ class _RowsOf:
                 yield max(0, at - self.first), values[own]
 
     def _own(self, at: int, count: int) -> slice | None:
-        """Which of `count` rows from `at` on are its; None = none of them."""
+        """Those of `count` rows from `at` on that belong to it; None = none."""
         begin, end = max(at, self.first), min(at + count, self.first + self.shape[0])
         return slice(begin - at, end - at) if begin < end else None

@@ -1,4 +1,4 @@
-"""Experts of a configuration: how many, how many a token, which layers have them."""
+"""Experts of a configuration: their number, the number for each token, and the layers that have them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from kvloom.checkpoints.families.values import count, short
 from kvloom.contract.errors import ModelError
 
 Stacking = Literal["", "parts", "gate_up", "interleaved"]  # of experts in files, see experts.py
-MOST_EXPERTS = 1 << 16  # of all layers together: a model of 61 layers has 384 each
+MOST_EXPERTS = 1 << 16  # bound for all layers together; a model of 61 layers has 384 in each
 _COUNTS = ("num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a family fixes of its experts. `weighs_chosen`: see Experts; None = as norm_topk_prob says."""
+    """Properties of experts that a family fixes. `weighs_chosen`: see Experts; None = the value of norm_topk_prob."""
 
     weighs_chosen: bool | None = True
     has_bias: bool = False
     has_shared: bool = False
-    is_optional: bool = False  # files of dense models may say that they have 0
+    is_optional: bool = False  # files of dense models may state 0 experts
 
 
 def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> Experts | None:
@@ -46,7 +46,7 @@ def experts_of(config: Mapping[str, Any], mixture: Mixture, num_layers: int) -> 
 
 
 def sparse_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have experts: all, but for mlp_only_layers and those between multiples of decoder_sparse_step."""
+    """Which layers have experts: all except mlp_only_layers and those between multiples of decoder_sparse_step."""
     dense, step = config.get("mlp_only_layers") or [], count(config, "decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(isinstance(index, int) for index in dense):
         raise ModelError(f"configuration: mlp_only_layers must be a list of layers, got {short(dense)}")

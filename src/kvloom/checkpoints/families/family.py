@@ -18,7 +18,7 @@ ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {  # by the names of conf
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a model that reads pictures too: the part that describes its decoder."""
+    """The part of the configuration that describes the decoder, for models that also have a vision part."""
     part = config.get("text_config")
     return part if isinstance(part, Mapping) else {}
 
@@ -39,10 +39,10 @@ class Family:
     o_bias: bool = False
     has_sinks: bool = False
     clamps_glu: bool = False  # swiglu_limit and swiglu_alpha
-    mixture: Mixture | None = None  # of models whose configuration tells of experts
+    mixture: Mixture | None = None  # for models whose configuration may have experts
     stacking: Stacking = ""  # of the experts in folders
     fused: bool = False  # files hold q, k and v as one tensor, gate and up as another
-    norm_offset: float = 0.0  # folders hold the weights of norms less this; GGUF files as they are
+    norm_offset: float = 0.0  # folders hold the weights of norms minus this; GGUF files the weights themselves
     names: Mapping[str, str] = field(
         default_factory=dict
     )  # of a layer's tensors in folders, where they are not Llama's
@@ -51,7 +51,9 @@ class Family:
     scales: Callable[[Mapping[str, Any]], dict[str, float]] = _no_scales  # fields of DecoderSpec: scales and softcaps
 
     def spec(self, config: Mapping[str, Any]) -> DecoderSpec:
-        """Raises ModelError naming the key when a value is missing, of the wrong type or impossible."""
+        """The spec for a configuration. Raises ModelError that names the key of a missing, mistyped or impossible
+        value.
+        """
         config = {**self.defaults, **config, **_text_part(config)}
         hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
         kv_heads = count(config, "num_key_value_heads", heads)

@@ -1,4 +1,4 @@
-"""Positions and windows of each layer, of a configuration: sliding windows, rotary embeddings, layers without any."""
+"""Positions and windows of each layer from a configuration: sliding windows, rotary embeddings, layers without any."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,14 +12,14 @@ LOCAL, FULL = "sliding_attention", "full_attention"
 
 
 def sees_ahead(config: Mapping[str, Any]) -> bool:
-    """Whether tokens see those behind them."""
+    """Whether tokens attend to later ones."""
     return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
 
 
 def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tuple[Layer, ...]:
-    """Keys are Hugging Face's, and two that families give as defaults: `window_needs_switch`, sliding_window counts
-    only when use_sliding_window is true; `rope_local_unscaled`, rope_scaling is not for layers with a window. And
-    `rope_truncate`, YaRN's truncate where rope_scaling is silent.
+    """The layers of a configuration. Keys are Hugging Face's, and three that families give as defaults:
+    `window_needs_switch`: sliding_window only counts if use_sliding_window is true; `rope_local_unscaled`: rope_scaling
+    does not apply to layers with a window; `rope_truncate`: YaRN's truncate if rope_scaling has none.
 
     Raises ModelError.
     """
@@ -34,13 +34,13 @@ def layers_of(config: Mapping[str, Any], head_dim: int, max_seq_len: int) -> tup
 
 
 def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-    """Tokens a query of each layer sees, itself included; None = all."""
+    """Tokens that a query of each layer attends to, itself included; None = all."""
     if config.get("sliding_window") is None:
         return [None] * num_layers
     if config.get("window_needs_switch") and not config.get("use_sliding_window"):
         return [None] * num_layers
     window = count(config, "sliding_window")
-    if config.get("use_bidirectional_attention"):  # Gemma 3's: so many on both sides together, and the token itself
+    if config.get("use_bidirectional_attention"):  # Gemma 3's: on both sides together, plus the token itself
         window = window // 2 + 1
     elif sees_ahead(config):
         raise ModelError("configuration: is_causal false with a sliding_window is not supported")
@@ -48,7 +48,7 @@ def _windows(config: Mapping[str, Any], num_layers: int) -> list[int | None]:
 
 
 def _local(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """Which layers have the window: by name, by a pattern that repeats, or all from one on."""
+    """Which layers have the window: by name, by a repeating pattern, or all from one on."""
     types, pattern = config.get("layer_types"), config.get("sliding_window_pattern")
     if types is not None:
         if not isinstance(types, list) or len(types) != num_layers or any(kind not in (LOCAL, FULL) for kind in types):
@@ -72,7 +72,7 @@ def _local(config: Mapping[str, Any], num_layers: int) -> list[bool]:
 
 
 def _uses_rope(config: Mapping[str, Any], num_layers: int) -> list[bool]:
-    """no_rope_layers has a 1 for each layer that does use it (sic); every so many-th does not, by the interval."""
+    """Which layers use RoPE: no_rope_layers has a 1 for each that does (sic); with an interval every n-th does not."""
     listed = config.get("no_rope_layers")
     if listed:
         if not isinstance(listed, list) or len(listed) != num_layers:

@@ -16,8 +16,8 @@ def build_rope(dim: int, theta: float, scaling: Mapping[str, Any], max_seq_len: 
     """Rope of `dim` dimensions. `scaling` has the keys of Hugging Face's rope_parameters ({} = none), `freq_factors`
     too, which divide the frequencies that the rule gives.
 
-    `max_seq_len` is the context; the trained one where the scaling names none. Raises ModelError for a rule that is not
-    known.
+    `max_seq_len` is the context, and also the trained context if the scaling names none. Raises ModelError for an
+    unknown rule.
     """
     rope = _scaled(dim, theta, scaling, max_seq_len)
     factors = scaling.get("freq_factors")
@@ -81,7 +81,7 @@ def _yarn(dim: int, theta: float, inv_freq: list[float], scaling: Mapping[str, A
 
 
 def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
-    """What cos and sin are multiplied by."""
+    """The factor of cos and sin."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
 
@@ -96,7 +96,7 @@ def _yarn_attention(factor: float, scaling: Mapping[str, Any]) -> float:
 def _longrope(inv_freq: Sequence[float], scaling: Mapping[str, Any], max_seq_len: int) -> Rope:
     """LongRoPE (Ding et al. 2024): a factor a frequency, one set for sequences of the trained context, one for longer.
 
-    Which set holds is settled once, by the longest sequence that is served: keys in the cache are rotated already.
+    The set is chosen once, by the longest sequence that is served, because keys in the cache are rotated already.
     """
     context = int(scaling.get("original_max_position_embeddings") or max_seq_len)
     factor = float(scaling.get("factor") or max_seq_len / context)

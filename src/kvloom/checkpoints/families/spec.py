@@ -1,4 +1,4 @@
-"""DecoderSpec: what a decoder-only transformer looks like, said once for every backend.
+"""DecoderSpec: the shape of a decoder-only transformer, in one form for every backend.
 
 A family (llama.py, gemma.py, ...) turns a checkpoint's configuration into a DecoderSpec and maps its tensor names;
 backends read the spec and know no family.
@@ -29,19 +29,19 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What the layers of one model may differ in."""
+    """Properties in which the layers of one model may differ."""
 
-    rope: Rope | None  # None = its queries and keys know no positions
-    window: int | None = None  # tokens a query sees, itself included, on each side it sees; None = all there
+    rope: Rope | None  # None = queries and keys without positions
+    window: int | None = None  # tokens that a query attends to on each visible side, itself included; None = all
     has_experts: bool = False  # in place of one MLP
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A mixture of experts: `per_token` of `count` small MLPs work on a token, those that a router gives most weight.
+    """A mixture of experts: each token passes `per_token` of `count` small MLPs, those of largest router weight.
 
-    A router's logits become weights by a softmax over all, or, with `weighs_chosen`, over the chosen alone, which then
-    sum to 1. A `shared` MLP of so many channels works on every token, weighed by a sigmoid of its own; 0 = none.
+    A router's logits become weights by a softmax over all, or, with `weighs_chosen`, over the chosen ones only, which
+    then sum to 1. A `shared` MLP with so many channels runs on every token, weighted by a sigmoid of its own; 0 = none.
     """
 
     count: int
@@ -103,11 +103,11 @@ class DecoderSpec:
     attention_softcap: float = 0.0  # c: scores s become c tanh(s / c); 0 = none
     logit_softcap: float = 0.0
     o_bias: bool = False
-    has_sinks: bool = False  # each head has a score of its own that takes part in the softmax, and no value
+    has_sinks: bool = False  # each head has an additional score in the softmax, without a value
     experts: Experts | None = None  # of the layers that have them
-    sees_ahead: bool = False  # tokens see those behind them, too: a sequence is computed in one step
+    sees_ahead: bool = False  # tokens also attend to later ones: a sequence is computed in one step
     encoder: Encoder | None = None
-    has_logits: bool = True  # else it makes states and has no head
+    has_logits: bool = True  # otherwise it has no head, and gives states
 
     @property
     def num_layers(self) -> int:
@@ -115,15 +115,15 @@ class DecoderSpec:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Of all layers, each once."""
+        """The distinct Ropes of all layers."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
 
     def without_head(self) -> "DecoderSpec":
-        """The same, for its states alone."""
+        """The same model without a head, for its states."""
         return replace(self, has_logits=False, tie_embeddings=False)
 
     def served(self, max_seq_len: int) -> "DecoderSpec":
-        """The model as it is computed where no sequence is longer than `max_seq_len` tokens."""
+        """The spec to compute with if no sequence is longer than `max_seq_len` tokens."""
         short = {rope: replace(rope, inv_freq=rope.short_freq) for rope in self.ropes if max_seq_len <= rope.short_len}
         layers = (
             replace(layer, rope=short.get(layer.rope, layer.rope) if layer.rope else None) for layer in self.layers
@@ -147,7 +147,7 @@ class DecoderSpec:
         return shapes
 
     def _outer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of small tensors around the layers."""
+        """Shapes of the small tensors around the layers."""
         own = self.encoder
         if own is None:
             return {"norm": (self.hidden,)}

@@ -2,7 +2,7 @@
 
 "parts"        GGUF: all gates, all ups, all downs: [experts, out, in]
 "gate_up"      Granite-MoE's folders: gate above up in one matrix of each expert, [experts, 2 * channels, in]; all downs
-"interleaved"  gpt-oss's folders: rows of gate and up by turns; floats lie transposed, [experts, in, out], MXFP4 not
+"interleaved"  gpt-oss's folders: rows of gate and up alternate; floats are transposed, [experts, in, out], MXFP4 is not
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ _MXFP4 = Scheme("mxfp4", 4, _GROUP)
 
 
 def stacked_shapes(shapes: Shapes, spec: DecoderSpec, stacking: Stacking, is_packed: bool) -> Shapes:
-    """`shapes` with stacks in place of experts. Raises ModelError when MXFP4 cannot hold them."""
+    """`shapes` with stacks instead of experts. Raises ModelError when MXFP4 cannot hold them."""
     if spec.experts is None or not stacking:
         return shapes
     kept = {name: shape for name, shape in shapes.items() if _EXPERT not in name}
@@ -37,7 +37,7 @@ def stacked_shapes(shapes: Shapes, spec: DecoderSpec, stacking: Stacking, is_pac
 
 
 def _stacks(hidden: int, experts: Experts, stacking: Stacking, is_packed: bool) -> Shapes:
-    """Of one layer."""
+    """Shapes of the stacks of one layer."""
     count, size = experts.count, experts.intermediate
     whole = {"gate": (size, hidden), "up": (size, hidden), "down": (hidden, size)}
     if stacking != "parts":
@@ -94,7 +94,7 @@ class StackedExperts:
         return replace(raw, name=name, shape=self._shapes[name], data=data)
 
     def _stack(self, name: str) -> tuple[str, int, slice]:
-        """The stack that an expert's tensor is in, the expert, and which of its rows there."""
+        """The stack that contains an expert's tensor, the expert's number, and the tensor's rows there."""
         layer, _, expert, part = name.rsplit(".", 3)
         part, size = part.removesuffix("_bias"), self._shapes[name][0]
         if part == "down" or self._stacking == "parts":

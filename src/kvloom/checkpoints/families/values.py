@@ -11,7 +11,7 @@ _MOST_ANY = 1 << 31
 
 
 def count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A positive whole number. Raises ModelError."""
+    """A positive integer. Raises ModelError."""
     value = config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -22,7 +22,7 @@ def count(config: Mapping[str, Any], key: str, default: int | None = None) -> in
 
 
 def real(config: Mapping[str, Any], key: str, default: float) -> float:
-    """A number; `default` where it is missing or null. Raises ModelError."""
+    """A number; `default` if it is missing or null. Raises ModelError."""
     value = config.get(key)
     value = default if value is None else value
     try:
@@ -43,7 +43,7 @@ def positive(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def short(value: object) -> str:
-    """As in a message: whole numbers may have thousands of digits."""
+    """The value for a message, shortened: integers may have thousands of digits."""
     try:
         text = repr(value)
     except ValueError:  # an int of more digits than Python prints

@@ -1,1 +1,1 @@
-"""Quantised weights as files hold them: blocks of GGUF, folders of AWQ, GPTQ and compressed-tensors."""
+"""Formats of quantised weights in files: blocks of GGUF, folders of AWQ, GPTQ and compressed-tensors."""

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files as numbers with scales (ggml-quants.c says what their bytes mean); no value is rounded here."""
+"""Blocks of GGUF files as numbers with scales (their format is defined in ggml-quants.c); nothing is rounded here."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import numpy as np
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.checkpoints.quantized.numbers import Bytes, Floats, Numbers
 
-_SMALL = 32  # weights that share a scale, in all kinds but Q6_K
+_SMALL = 32  # weights that share a scale, in all kinds except Q6_K
 _U4 = np.uint8(15)
 _Blocks = tuple[Bytes, Floats, Floats | None]  # of each block: numbers, scales, minimums
 
@@ -45,7 +45,7 @@ def _shifted(data: Bytes, *shifts: int) -> Bytes:
 
 
 def _nibbles(data: Bytes, group: int = 16) -> Bytes:
-    """Of each `group` bytes all low nibbles, then all high ones: [blocks, bytes] -> [blocks, 2 * bytes]."""
+    """For each `group` bytes all low nibbles, then all high ones: [blocks, bytes] -> [blocks, 2 * bytes]."""
     return (_shifted(data.reshape(-1, group), 0, 4) & _U4).reshape(len(data), -1)
 
 
@@ -76,7 +76,7 @@ def _q8_0(b: Bytes) -> _Blocks:
 
 
 def _scales_and_minimums(b: Bytes) -> tuple[Floats, Floats]:
-    """Of Q4_K and Q5_K: two float16 factors, then eight pairs of 6 bits in 12 bytes."""
+    """Scales and minimums of Q4_K and Q5_K: two float16 factors, then eight pairs of 6 bits in 12 bytes."""
     first, second, mixed = b[:, 4:8], b[:, 8:12], b[:, 12:16]
     scales = np.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], axis=1)
     minimums = np.concatenate([second & 63, (mixed >> 4) | (second >> 6 << 4)], axis=1)

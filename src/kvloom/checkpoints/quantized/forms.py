@@ -1,4 +1,4 @@
-"""The forms in which the numbers of quantised files are kept in memory as they are."""
+"""The forms in which numbers of quantised files are kept in memory without loss."""
 
 # Form -> bits a weight in memory, scales included; numbers and runs as in rank/kernels/cpu/layout.hpp.
 #   int4, int5          0 .. 15 and 0 .. 31, with minimums
@@ -20,5 +20,5 @@ CHANNEL_COLS = 1 << 17  # of int8_channel at most: sums of so many products of 1
 
 
 def number_bits(form: str) -> int:
-    """Of a number of the form, without scales."""
+    """Bits of one number in this form, without scales."""
     return int(next(letter for letter in form if letter.isdigit()))

@@ -1,4 +1,4 @@
-"""Numbers: a matrix as a quantised file holds it.
+"""Numbers: a matrix in the form of a quantised file.
 
 weight = level of its number * scale + minimum, scale and minimum shared by a run of neighbours in a row.
 """
@@ -26,7 +26,7 @@ class Numbers:
     run: int
 
     def check(self, name: str) -> "Numbers":
-        """Itself. Raises ModelError when a scale or minimum cannot be kept: NaN, infinite, or too large."""
+        """Returns itself. Raises ModelError when a scale or minimum cannot be stored: NaN, infinite, or too large."""
         for part in (self.scales, self.minimums):
             if part is not None and part.size and not np.abs(part).max() <= _HIGHEST:  # NaN is not either
                 raise ModelError(f"tensor {name}: a scale is no number below {_HIGHEST:.0f}")

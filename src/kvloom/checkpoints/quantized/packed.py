@@ -1,4 +1,4 @@
-"""Matrices of quantised folders: which tensors each is made of, and their bits as numbers with scales."""
+"""Matrices of quantised folders: the tensors of each, and their bits as numbers with scales."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from kvloom.contract.errors import ModelError
 FLOATS = ("F32", "F16", "BF16")
 _PIECE_VALUES = 1 << 20
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight neighbours: which nibble of the word each is
-_ORDERS = ("g_idx", "weight_g_idx")  # tensors that say which group a column is of
+_ORDERS = ("g_idx", "weight_g_idx")  # tensors with the group of each column
 
 
 class Want(NamedTuple):
-    """What a tensor of a matrix must be. `shapes`: any of them."""
+    """Requirements on a tensor of a matrix. `shapes`: any of them."""
 
     kinds: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -26,7 +26,7 @@ class Want(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor as the file holds it."""
+    """A tensor in the file's form."""
 
     kind: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ def marks(scheme: Scheme, names: Mapping[str, str], base: str) -> bool:
 
 
 def wanted(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, Want]:
-    """The tensors of a matrix [out, in], by the ends of their names."""
+    """The required tensors of a matrix [out, in], by suffix of their names."""
     rows, cols = shape
     per, groups = 32 // scheme.bits, 1 if scheme.group is None else cols // scheme.group
     if scheme.layout == "awq":
@@ -76,7 +76,7 @@ def _named(*tensors: tuple[str, tuple[int, ...]]) -> dict[str, Want]:
 
 
 def check_sizes(scheme: Scheme, tensor: str, shape: tuple[int, ...]) -> None:
-    """Raises ModelError when the matrix cannot be cut as `scheme` says."""
+    """Raises ModelError when the matrix cannot be divided into the scheme's groups or blocks."""
     rows, cols = shape
     if scheme.group is not None and cols % scheme.group:
         raise ModelError(f"{tensor} has {cols} columns, no multiple of group_size {scheme.group}")
@@ -96,7 +96,7 @@ class PackedMatrix:
 
     @property
     def form(self) -> str:
-        """In which memory holds it as it is; "" when it is read as floats: fp8, columns out of their groups' order."""
+        """The lossless form in memory; "" when it is read as floats: fp8, or columns not in order of their groups."""
         scheme = self.scheme
         if scheme.layout == "fp8" or self._order() is not None:
             return ""
@@ -221,7 +221,7 @@ def _floats(part: Part) -> Floats:
 
 
 def _unpacked(words: np.ndarray[Any, np.dtype[np.uint32]], bits: int, axis: int = 1) -> Bytes:
-    """Words [rows, words] as the numbers in them, the lowest bits first, along an axis."""
+    """The numbers in words [rows, words], lowest bits first, along an axis."""
     per, mask = 32 // bits, np.uint32((1 << bits) - 1)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     if axis == 0:

@@ -1,4 +1,4 @@
-"""A folder's `quantization_config` -> how its matrices are packed. What is not known is refused by name."""
+"""How a folder's matrices are packed, from its `quantization_config`. Unknown options are refused by name."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _COMPRESSED |= {"float-quantized": "fp8", "mxfp4-pack-quantized": "mxfp4"}
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How numbers lie in a folder's tensors (packed.py): weight = (number - zero) * scale.
+    """The layout of numbers in a folder's tensors (packed.py): weight = (number - zero) * scale.
 
     `layout`: "awq", "gptq", "packed" (compressed-tensors, several in a word), "bytes" (its int8), "fp8", "mxfp4",
     "mxfp4_experts" (gpt-oss's).
@@ -24,14 +24,14 @@ class Scheme:
     layout: str
     bits: int
     group: int | None  # weights of a row that share a scale; None = all
-    has_zeros: bool = False  # the file has a zero of each group; else it is the middle
-    zero_shift: int = 0  # what the file's zeros lack
+    has_zeros: bool = False  # the file has a zero for each group; otherwise the zero is the middle
+    zero_shift: int = 0  # must be added to the file's zeros
     blocks: tuple[int, int] | None = None  # of fp8: [out, in] weights that share a scale
     per_token: bool = False  # activations are meant to have 8 bits, and one scale a token
 
 
 def scheme_of(config: Mapping[str, Any], file: str) -> Scheme | None:
-    """None when nothing is quantised. Raises ModelError naming the field."""
+    """The scheme; None when nothing is quantised. Raises ModelError that names the field."""
     key = "quantization_config" if config.get("quantization_config") else "compression_config"
     settings = config.get(key)
     if not settings:
@@ -142,7 +142,9 @@ def _compressed(fields: _Fields) -> Scheme:
 
 
 def _is_per_token(activations: _Fields) -> bool:
-    """Symmetric 8-bit integers, quantised by what they are (dynamic). Absent fields: as compressed-tensors has them."""
+    """Whether activations are symmetric 8-bit integers with dynamic scales. Absent fields have compressed-tensors'
+    defaults.
+    """
     wanted = {"num_bits": (8, 8), "type": ("int", "int"), "symmetric": (True, True)}
     wanted |= {"strategy": ("token", None), "dynamic": (True, False)}
     return all(activations.get(name, absent) == value for name, (value, absent) in wanted.items())

@@ -1,1 +1,1 @@
-"""What is known of each family, a file a family: a `Family` of a few lines."""
+"""The known families, one file each: a `Family` of a few lines."""

@@ -1,6 +1,6 @@
 """Gemma 2 and 3 (text): norms before and behind each branch, local and full layers, scaled embeddings, softcaps.
 
-EmbeddingGemma is Gemma 3 whose tokens see those behind them.
+EmbeddingGemma is Gemma 3 with bidirectional attention.
 """
 
 import math
@@ -19,7 +19,7 @@ _SHARED = {
     "num_key_value_heads": 4,
 }
 _NAMES = {"mlp_norm": "pre_feedforward_layernorm.weight"}
-_LAYERS_OF_27B = (46, 62)  # Gemma 2's, Gemma 3's: their files in GGUF do not say that their scale is of another size
+_LAYERS_OF_27B = (46, 62)  # Gemma 2's, Gemma 3's: their attention scale differs, which GGUF files do not state
 
 
 def _scales(config: Mapping[str, Any]) -> dict[str, float]:

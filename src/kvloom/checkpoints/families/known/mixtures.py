@@ -20,7 +20,7 @@ MIXTRAL = Family(
 )
 QWEN2_MOE = replace(QWEN2, name="qwen2_moe", mixture=Mixture(weighs_chosen=None, has_shared=True))
 QWEN3_MOE = replace(QWEN3, name="qwen3_moe", mixture=Mixture(weighs_chosen=None))
-QWEN3_MOE_GGUF = replace(QWEN3_MOE, mixture=Mixture())  # its files do not say norm_topk_prob
+QWEN3_MOE_GGUF = replace(QWEN3_MOE, mixture=Mixture())  # GGUF files do not state norm_topk_prob
 OLMOE = Family("olmoe", qk_norm="row", mixture=Mixture(weighs_chosen=None))
 GRANITE_MOE = replace(
     GRANITE,
