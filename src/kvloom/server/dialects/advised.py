@@ -1,4 +1,4 @@
-"""What a request leaves open of sampling, as the model's makers want it."""
+"""Fills in sampling parameters that a request does not set with those that the model's makers recommend."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""What an answer must match, in every way that servers take it: each is honoured on every route, or refused by name.
+"""Constraints on an answer, in all forms that servers accept: each is honoured on every route, or refused by name.
 
 OpenAI        response_format
 vLLM          structured_outputs, guided_json | regex | choice | grammar | json_object, structural_tag
@@ -95,7 +95,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | str | None = None
 
     def answer_grammar(self, field: str) -> str:
-        """What the answer must match, "" = anything. Raises BadRequest, also for a part that is not the type's."""
+        """The grammar of the answer, "" = unrestricted. Raises BadRequest, also for a key of another type."""
         given = {name: value for name in _PARTS if (value := getattr(self, name)) is not None}
         makers = _FORMATS.get(self.type, {})
         wrong = next((name for name in given if name not in (makers or _TAG_PARTS)), None)
@@ -210,7 +210,7 @@ class Constraints(Unsupported, kw_only=True):
     guided_decoding_backend: Any = None
 
     def answer_grammar(self, prefix: str = "", own: Mapping[str, Callable[[], str]] | None = None) -> str:
-        """What the answer must match, "" = anything. `prefix`: of the fields' names, for errors.
+        """The grammar of the answer, "" = unrestricted. `prefix`: of the fields' names, for errors.
 
         `own`: what the route has besides, by field. Raises BadRequest: a wrong one, more than one, or a field that is
         not supported.

@@ -44,7 +44,7 @@ class Parameters(Constraints, kw_only=True):
     typical_p: float | None = None
     watermark: bool | None = None
     frequency_penalty: float | None = None
-    adapter_id: str | None = None  # a LoRA adapter by name, as later TGI has it
+    adapter_id: str | None = None  # name of a LoRA adapter, as in later TGI
     batch_size: int | None = None  # of the Triton routes; checked, but the batch is the scheduler's to choose
     priority: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None  # 1 the most urgent; 0 = none
 

@@ -35,7 +35,7 @@ class Thinking(msgspec.Struct, kw_only=True):
     """adaptive: as the model itself decides."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # of an enabled one: then it is ended
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None  # with reasoning enabled: tokens after which it is ended
 
     def values(self) -> dict[str, Any]:
         """For the chat template. Raises BadRequest."""

@@ -92,7 +92,7 @@ def _answer_of(blocks: list[Block], field: str, names: dict[str, str]) -> Said:
 
 
 def _question_of(turn: Turn, blocks: list[Block], field: str, names: dict[str, str]) -> list[Said]:
-    """A result that is an error says so in its text: templates know no other way."""
+    """A user's turn as messages. A failed tool's result says so in its text, because templates have no other way."""
     messages, items = [], list[str | ImageSource]()
     for place, block in enumerate(blocks):
         at = f"{field}[{place}]"

@@ -1,4 +1,4 @@
-"""Answers of Anthropic's /v1/messages: the message, and the events that it is built from."""
+"""Answers of Anthropic's /v1/messages: the message, and the events that build it."""
 
 from collections.abc import Iterator
 from typing import Any

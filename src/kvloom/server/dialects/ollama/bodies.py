@@ -1,4 +1,4 @@
-"""The bodies of Ollama's /api/chat and /api/generate: what they ask for, as prompt, sampling and reader of the answer.
+"""Bodies of Ollama's /api/chat and /api/generate, translated into prompt, sampling and reader of the answer.
 
 Unknown keys are ignored, as Ollama does; known ones that ask for what is not here are refused by name. What the answer
 must match is its `format`, or as constraints.py has it.
@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks the engine for. `output` reads the one answer."""
+    """A body's request to the engine. `output` reads the only answer."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
@@ -49,7 +49,7 @@ class Asked:
 
 
 class AskingBody(Constraints, kw_only=True):
-    """What chat and generate share. `keep_alive` has no effect: models stay, see `unloads`."""
+    """Common fields of chat and generate. `keep_alive` has no effect: models stay loaded, see `unloads`."""
 
     model: Annotated[str, Meta(min_length=1)]
     stream: bool | None = None  # true unless given
@@ -69,7 +69,7 @@ class AskingBody(Constraints, kw_only=True):
     def unloads(self) -> bool:
         """A load request with keep_alive 0 is answered as one that unloads; the model stays all the same.
 
-        Raises BadRequest when keep_alive is no duration.
+        Raises BadRequest when keep_alive is not a duration.
         """
         value = self.keep_alive
         if isinstance(value, str) and not _DURATION.match(value):

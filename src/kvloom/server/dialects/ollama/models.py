@@ -1,4 +1,4 @@
-"""What Ollama's /api/tags, /api/ps and /api/show tell of a model. Files are read once, on a thread of their own."""
+"""Ollama's /api/tags, /api/ps and /api/show: descriptions of models. Files are read once, on a thread."""
 
 import hashlib
 from datetime import UTC, datetime

@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class Options(msgspec.Struct, kw_only=True):
-    """What neither is given nor advised for the model is as Ollama has it, but for repeat_penalty, which is off.
+    """Parameters neither given nor advised have Ollama's defaults, except repeat_penalty, which is off.
 
     Without effect: how a model is loaded (num_gpu, num_thread, num_batch, use_mmap, ...) is the server's own matter,
     and num_keep is of a context that is shifted, which this one never is.

@@ -36,7 +36,7 @@ class EmbedBody(msgspec.Struct, kw_only=True):
 
     model: Annotated[str, Meta(min_length=1)]
     input: str | list[str] | None = None
-    truncate: bool | None = None  # true unless given: a text that is too long loses its end
+    truncate: bool | None = None  # default true: a text that is too long is truncated at its end
     dimensions: Annotated[int, Meta(ge=0)] | None = None  # 0: all
 
 
@@ -152,7 +152,7 @@ class Ollama:
         return _embed(service, _EmbedWriter(generation, body.model, body.dimensions or None, timing), timing)
 
     def text(self, request: HttpRequest) -> Job | Reply:
-        """The vector as the model has it, of any length. Raises BadRequest, NotFound."""
+        """The model's vector, not normalised. Raises BadRequest, NotFound."""
         body = decode_body(_older_decoder, request.body)
         service = self._choose(body.model)
         check_embeds(service, None)
@@ -209,7 +209,7 @@ class Ollama:
 
 
 def _prompts(service: GenerationService, texts: list[str], field: str, is_cut: bool) -> tuple[tuple[int, ...], ...]:
-    """Their tokens; of a text that is too long the beginning where `is_cut`. Raises BadRequest."""
+    """The texts' tokens; a text that is too long is truncated if `is_cut`. Raises BadRequest."""
     if not texts:
         return ()
     most = service.engine.max_seq_len

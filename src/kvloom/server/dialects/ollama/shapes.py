@@ -24,7 +24,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every line of one answer has."""
+    """The fields of every line of an answer."""
 
     kind: Literal["chat", "generate"]
     model: str

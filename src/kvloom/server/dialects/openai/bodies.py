@@ -1,4 +1,4 @@
-"""OpenAI request bodies and what they mean. Unknown keys are ignored, as OpenAI does; known ones are checked.
+"""OpenAI's request bodies and their meaning. Unknown keys are ignored, as OpenAI does; known ones are checked.
 
 Beyond OpenAI's own: top_k, min_p, typical_p, repetition_penalty, ignore_eos, stop_token_ids, min_tokens,
 skip_special_tokens, include_stop_str_in_output, priority (the names vLLM gave them), and what constraints.py has.
@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class SamplingBody(Constraints, kw_only=True):
-    """What chat and text completions share."""
+    """Common fields of chat and text completions."""
 
     honoured = frozenset({"kv_transfer_params"})
 
@@ -138,7 +138,7 @@ class ChatBody(SamplingBody, kw_only=True):
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
-    echo: bool | None = False  # the answer begins with the last message, where that is of its role
+    echo: bool | None = False  # the answer begins with the last message, if that has its role
     add_generation_prompt: bool | None = None  # true unless given, or the final message is continued
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -216,7 +216,7 @@ def check_best_of(n: int, best_of: int | None, is_stream: bool) -> None:
 
 
 def continues(continue_final_message: bool | None, add_generation_prompt: bool | None) -> bool:
-    """Whether the answer goes on with the last message. Raises BadRequest when a new one is to begin too."""
+    """Whether the answer continues the last message. Raises BadRequest when a new one is asked for too."""
     if continue_final_message and add_generation_prompt:
         raise BadRequest("continue_final_message", "and add_generation_prompt cannot both be true")
     return bool(continue_final_message)

@@ -1,4 +1,4 @@
-"""/v1/embeddings as OpenAI has it: the pooled states of texts or tokens, of length 1."""
+"""/v1/embeddings as in OpenAI's API: the pooled states of texts or tokens, scaled to length 1."""
 
 import base64
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
         return prompts
 
     def _prompted(self, service: GenerationService, item: str | Sequence[int]) -> str | Sequence[int]:
-        """Raises BadRequest when the model has no such prompt, or there is no text to put it before."""
+        """Raises BadRequest when the model has no such prompt, or the input is not text."""
         if self.prompt_name is None:
             return item
         known = service.card.prompts
@@ -112,7 +112,7 @@ class Embeddings:
             pooling=service.engine.info.pooling,
         )
         service.check(generation, "input")
-        body.input = ""  # it is in tokens now
+        body.input = ""  # replaced by its tokens
         return Job(service, generation, _Writer(service, generation, body))
 
 

@@ -1,4 +1,4 @@
-"""What /v1/images/generations answers: one body, or events; how far a picture is comes as comments between them."""
+"""Answers of /v1/images/generations: one body, or events, with a picture's progress as comments between them."""
 
 import base64
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""/v1/images/generations as OpenAI has it: pictures of a prompt, whole or with unfinished ones on the way."""
+"""/v1/images/generations as in OpenAI's API: pictures of a prompt, optionally preceded by unfinished ones."""
 
 import random
 import re
@@ -176,7 +176,7 @@ class Images:
 
 
 def _size(text: str | None) -> tuple[int, int] | None:
-    """Width and height; None of "auto". Raises BadRequest."""
+    """Width and height; None for "auto". Raises BadRequest."""
     if text in (None, "auto"):
         return None
     found = _SIZE.match(text or "")

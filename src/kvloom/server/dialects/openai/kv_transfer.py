@@ -1,4 +1,4 @@
-"""kv_transfer_params as vLLM's server has them: one server computes a prompt, another one goes on with its KV cache.
+"""kv_transfer_params as in vLLM's server: one server computes a prompt, another one continues with its KV cache.
 
 A router asks the first with do_remote_decode for one token, and hands what the answer says to the second. Between
 kvloom's servers the blocks lie in an EMS pool, where the prompt itself finds them: `kv_pool` says in which.
@@ -61,7 +61,7 @@ class KvTransferParams(msgspec.Struct, kw_only=True):
 
 
 def kv_params(given: KvGiven) -> dict[str, Any]:
-    """What the server that goes on is to be asked with."""
+    """kv_transfer_params of an answer, to be sent to the server that continues."""
     place = given.place
     return {
         "do_remote_prefill": True,

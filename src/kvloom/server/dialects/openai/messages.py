@@ -48,7 +48,7 @@ class Said(msgspec.Struct, omit_defaults=True):
 
 
 class Message(Said, omit_defaults=True):
-    """As OpenAI has it."""
+    """A message in OpenAI's form."""
 
     content: str | list[Part] | None = None
 

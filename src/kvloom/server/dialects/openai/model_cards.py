@@ -50,7 +50,7 @@ def openai_card(service: GenerationService, created: int) -> Json:
 
 
 def picture_card(service: PictureService, created: int) -> Json:
-    """`task` tells it from a language model."""
+    """`task`: distinguishes it from a language model."""
     card = {"id": service.name, "object": "model", "created": created, "owned_by": OWNER, "root": service.name}
     return {**card, "parent": None, "task": "text-to-image"}
 

@@ -70,7 +70,7 @@ class OpenAI:
         generation = _with_transfer(_generation("cmpl", prompts, params, body, request), body, service)
         service.check(generation, "prompt")
         body.check_context(generation.prompts, service.engine.max_seq_len)
-        body.prompt = ""  # it is in tokens now
+        body.prompt = ""  # replaced by its tokens
         writer = TextWriter(service, generation, body, int(request.time_s))
         return Job(service, generation, writer, bool(body.stream), tells_prompt=bool(body.echo))
 

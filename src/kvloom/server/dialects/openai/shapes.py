@@ -129,7 +129,7 @@ class TextLogprobs:
 def prompt_logprobs(tokenizer: Tokenizer, values: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
     """`prompt_logprobs` as vLLM has them: of each place its token and the likeliest ones, by id.
 
-    The rank of a token that is not among the likeliest is not known: null.
+    The rank of a token that is not among the most likely ones is unknown: null.
     """
 
     def entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
@@ -206,7 +206,7 @@ C = TypeVar("C", ChatChunkChoice, TextChunkChoice)
 
 
 class Chunk(msgspec.Struct, Generic[C]):
-    """One event of a stream. `usage` is left out unless asked for; then it is null but for the last event."""
+    """One event of a stream. `usage` is left out unless asked for; then it is null except in the last event."""
 
     id: str
     object: str

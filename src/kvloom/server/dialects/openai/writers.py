@@ -42,7 +42,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class _CompletionWriter(Folding, Generic[C]):
-    """What both kinds share: the head of every event and of the whole answer, the usage, the end."""
+    """Common parts of both kinds: the head of every event and of the whole answer, the usage, the end."""
 
     kind: str
     chunk_kind: str
@@ -68,10 +68,10 @@ class _CompletionWriter(Folding, Generic[C]):
 
     @abstractmethod
     def text_choice(self, choice: int) -> C:
-        """What an event says of a choice when there is nothing but text, here none."""
+        """The choice of an event that has nothing but text, with an empty text."""
 
     def text_event(self, choice: int, text: str) -> bytes:
-        """An event that says nothing but text."""
+        """An event with nothing but text."""
         frame = self._texts.get(choice)
         if frame is None:
             frame = self._texts[choice] = TextFrame(self.event(self.text_choice(choice)))

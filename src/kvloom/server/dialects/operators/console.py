@@ -80,7 +80,7 @@ class Console:
         return _file(name)
 
     async def config(self, request: HttpRequest) -> Reply:
-        """What was measured at start stands where the configuration left it open."""
+        """The configuration; values that it leaves open are those measured at the start."""
         measured = {service.name: _measured(service) for service in self._models}
         models = [{**card, **measured.get(card["name"], {})} for card in self._config["models"]]
         return Reply(self._encode({**self._config, "models": models}))

@@ -89,7 +89,7 @@ class Metrics:
         yield from _of_pictures(self._models.pictures)
 
     def _rates(self) -> Iterator[Metric]:
-        """Tokens a second, as the documented server tells them."""
+        """Tokens a second, in the documented server's form."""
         prompt = GaugeMetricFamily("avg_prompt_throughput_toks_per_s", "Prompt tokens a second.", labels=["model_name"])
         answer = GaugeMetricFamily("avg_generation_throughput_toks_per_s", "Tokens a second.", labels=["model_name"])
         now_s = self._clock()
@@ -131,7 +131,7 @@ class Metrics:
         return _gauge("vllm:engine_sleep_state", "1 for the state that the model is in.", ("sleep_state",), rows)
 
     def _adapters(self) -> Metric:
-        """Names of the adapters in use as one text each, as vLLM tells them; the value is the time."""
+        """Names of the adapters in use, joined to one text each, as in vLLM; the value is the time."""
         rows = []
         for service in self._models:
             names = {s.adapter: s.name for s in self._models.served if s.adapter and s.parent == service.name}
@@ -201,7 +201,7 @@ def _of_replicas(services: Sequence[GenerationService]) -> Iterator[Metric]:
 
 
 def _of_pictures(services: Sequence[PictureService]) -> Iterator[Metric]:
-    """What is counted of models that make pictures; nothing where there are none."""
+    """Metrics of text-to-image models; none without such models."""
     if not services:
         return
     for name, text, value in PICTURE_COUNTERS:

@@ -1,4 +1,4 @@
-"""What an engine of others counts (vLLM's own metrics), passed on behind the server's: only names that it has not."""
+"""Metrics of a foreign engine (vLLM's own), appended to the server's: only those with names that it lacks."""
 
 from collections.abc import Collection, Iterable, Iterator
 

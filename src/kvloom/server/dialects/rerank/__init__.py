@@ -1,1 +1,1 @@
-"""Reranking and scores: how well documents answer a query, as Jina, Cohere and vLLM have it."""
+"""Reranking and scores of documents for a query, as in the APIs of Jina, Cohere and vLLM."""

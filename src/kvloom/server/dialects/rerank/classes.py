@@ -1,4 +1,4 @@
-"""/classify as vLLM has it: a classifier's labels of texts."""
+"""/classify as in vLLM: a classifier's labels of texts."""
 
 from array import array
 from typing import Annotated, Any

@@ -24,7 +24,7 @@ _SYSTEM = (
     'answer can only be "yes" or "no".'
 )
 NOTHING = SamplingParams(max_tokens=0)
-_LARGEST = 700.0  # exp of more is no float
+_LARGEST = 700.0  # exp of larger numbers overflows
 
 
 class Pair(NamedTuple):

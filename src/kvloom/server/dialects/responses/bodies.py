@@ -39,7 +39,7 @@ _NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
 class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema: dict[str, Any] | None = None  # of a json_object too, as others have it
+    schema: dict[str, Any] | None = None  # of a json_object too, as in other servers
     description: str | None = None
     strict: bool | None = None  # answers follow the schema whether it says so or not
 

@@ -22,7 +22,7 @@ _item_decoder = msgspec.json.Decoder(InputItem)
 
 
 class NotKept(NoRoute):
-    """There is no such response, conversation or item, or it is another tenant's."""
+    """There is no such response, conversation or item, or it belongs to another tenant."""
 
 
 def kept_items(given: str | Sequence[Json]) -> list[Item]:
@@ -71,7 +71,7 @@ def list_reply(page: tuple[list[bytes], bool]) -> Reply:
 
 
 def page_of(query: Mapping[str, str]) -> Page:
-    """What a query asks for. Raises BadRequest."""
+    """The page that a query asks for. Raises BadRequest."""
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
     most = whole(limit, MAX_LIMIT)
     if not most:

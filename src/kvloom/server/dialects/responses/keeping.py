@@ -1,4 +1,4 @@
-"""What a response goes on from, and where it goes when it has ended: between /v1/responses and its store."""
+"""Loads what a response continues, and stores it at its end: between /v1/responses and its store."""
 
 import logging
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kvloom.server.keeping.store import ResponseStore, StoreFailed
 
 log = logging.getLogger(__name__)
 
-MAX_PAST_BYTES = 8 << 20  # of the items that a response goes on from
+MAX_PAST_BYTES = 8 << 20  # of the items that a response continues
 _encode = msgspec.json.Encoder().encode
 
 
@@ -28,7 +28,7 @@ _output_decoder = msgspec.json.Decoder(_Output)
 
 
 class PreviousNotFound(BadRequest):
-    """`previous_response_id` is of no response that is kept."""
+    """`previous_response_id` names no stored response."""
 
     code = "previous_response_not_found"
 
@@ -73,7 +73,7 @@ class Keeping:
 class Run:
     """One response under way, beside its job: found by its id meanwhile, and kept when it has ended.
 
-    What a client leaves behind is kept as it is by then, cancelled.
+    A response whose client disconnects is stored as it is then, cancelled.
     """
 
     def __init__(self, running: dict[str, "Run"], job: Job, writer: ResponseWriter, keeping: Keeping | None) -> None:
@@ -85,7 +85,7 @@ class Run:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """A response that has begun takes a ServingError upon itself: then it is a failed one."""
+        """A response that has begun absorbs a ServingError, and becomes a failed one."""
         writer, keeping, is_failed = self.writer, self._keeping, isinstance(error, ServingError)
         try:
             if not writer.has_begun:

@@ -75,7 +75,7 @@ class Responses:
         service = self._models.choose(body.model)
         body.check()
         params = advised(body.params(self._models.options.default_max_tokens), body, service)
-        body.temperature, body.top_p = params.temperature, params.top_p  # which the response tells
+        body.temperature, body.top_p = params.temperature, params.top_p  # shown in the response
         if body.truncation == "auto":
             chat = prepare_fitting(service, body.chat(past), params, service.engine.max_seq_len)
         else:

@@ -1,4 +1,4 @@
-"""Answers of OpenAI's /v1/responses: the response object, and the events that it is built from."""
+"""Answers of OpenAI's /v1/responses: the response object, and the events that build it."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -83,7 +83,7 @@ class ResponseWriter:
         self._num_events = 0
         self._num_prompt = num_prompt
         self._num_output = self._num_cached = 0
-        self._item: Json | None = None  # the one that is open, the last of the output
+        self._item: Json | None = None  # the open item, the last of the output
         self._logprobs: list[Json] = []  # of tokens whose text has not come yet
         self.has_begun = False
 

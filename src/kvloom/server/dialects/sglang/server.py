@@ -1,4 +1,4 @@
-"""What SGLang's server tells of itself and routers ask for: model, limits, load, health by a token; and a flush."""
+"""SGLang's routes that routers use: model, limits, load, health by generating a token; and a flush of the cache."""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,7 +26,7 @@ _decoder = msgspec.json.Decoder(_Either)
 
 
 class Generate:
-    """The one route; each body goes to the dialect that it is of."""
+    """The shared route; passes each body to the dialect that it belongs to."""
 
     def __init__(self, tgi: TextGeneration, vllm: Vllm) -> None:
         self._tgi, self._vllm = tgi, vllm
@@ -39,7 +39,7 @@ class Generate:
         return tgi_reply(error)
 
     def parse(self, request: HttpRequest) -> Job:
-        """Raises BadRequest of a body that is neither's."""
+        """Raises BadRequest for a body of neither dialect."""
         try:
             body = _decoder.decode(request.body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

@@ -37,7 +37,7 @@ class TgiWriter(Folding):
 
     @property
     def _before(self) -> str:
-        """What stands before the generated text."""
+        """The text before the generated text."""
         return self._inputs if self._params.return_full_text else ""
 
     # -- a stream

@@ -1,4 +1,4 @@
-"""What the Triton routes tell of the server and its models (spec 3.3.2.4.2 to 3.3.2.5.1)."""
+"""The Triton routes about the server and its models (spec 3.3.2.4.2 to 3.3.2.5.1)."""
 
 from typing import Any
 

@@ -178,7 +178,7 @@ class Triton:
     async def stop(self, request: HttpRequest, job: _Stop) -> Reply:
         """Ends every running request of this id, whatever it looks like; the answer is the body.
 
-        Raises NotFound, BadRequest for what the documented server takes for no id.
+        Raises NotFound, and BadRequest for ids that the documented server rejects.
         """
         if not job.service.stop(job.id):
             if not _ID.match(job.id):

@@ -1,4 +1,4 @@
-"""What stands behind a model's name in a path, and so within none."""
+"""Verbs of routes: path segments behind a model's name, which therefore may not contain them."""
 
 from kvloom.contract.errors import BadRequest
 

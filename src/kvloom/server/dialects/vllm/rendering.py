@@ -1,4 +1,4 @@
-"""/render as vLLM's server has it: the prompt that a chat or a completion would run, in tokens; nothing is generated.
+"""/render as in vLLM's server: the prompt that a chat or a completion would run, in tokens; nothing is generated.
 
 Routers ask for it, so that their view of prefixes is the server's own.
 """

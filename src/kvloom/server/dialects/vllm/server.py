@@ -1,4 +1,4 @@
-"""What vLLM's server tells of itself and lets operators do: version, load, configuration, prefix cache, sleep."""
+"""vLLM's routes for operators: version, load, configuration, prefix cache, sleep."""
 
 import os
 import platform
@@ -76,7 +76,7 @@ class VllmServer:
         }
 
     async def reset_prefix_cache(self, request: HttpRequest) -> Reply:
-        """What the KV pool holds stays there, and is found there again. Raises BadRequest, NotFound, Unavailable."""
+        """Reset the prefix cache, not the KV pool, whose blocks stay. Raises BadRequest, NotFound, Unavailable."""
         preempts, is_external = _flag(request, "reset_running_requests"), _flag(request, "reset_external")
         services = self._chosen(request)
         if is_external and any(service.card.engine.kv_tier is not None for service in services):

@@ -13,7 +13,7 @@ from kvloom.server.serving.files import ReadOnce
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 
-_CLASS = "PreTrainedTokenizerFast"  # what reads a tokenizer.json, and what a file names that says nothing else
+_CLASS = "PreTrainedTokenizerFast"  # reads a tokenizer.json; the default if no class is named
 
 
 class TokenizerInfo:
