@@ -30,14 +30,14 @@ static constexpr size_t NUM_QUOTAS = 3;
 static std::atomic<uint32_t> last_call{HELLO_CALL};
 static std::atomic<uint64_t> last_request{0};
 
-/* A number that no call that waits has. */
+/* A number that no waiting call has. */
 static uint32_t NextCall()
 {
     const uint32_t call = ++last_call;
     return call == HELLO_CALL ? ++last_call : call;
 }
 
-/* The lock is held while the process is copied: its child finds everything whole. */
+/* Takes the lock for a fork, so that the child finds everything in a consistent state. */
 void Link::BeforeFork()
 {
     lock.lock();
@@ -257,7 +257,7 @@ void Link::Tell(std::string message)
     }
 }
 
-/* What calls answer when there is no host any more. Lock held. */
+/* The result of calls when the host is gone. Lock held. */
 Answer Link::Lost() const
 {
     return {Status(Error::Code::ERROR, why_lost_), {}};

@@ -39,7 +39,7 @@ using Callback = std::shared_ptr<const llm::engine::SendResponseCallback>;
 extern std::mutex lock;
 using Held = std::unique_lock<std::mutex>;
 
-/* What the host answers to a call. */
+/* The host's answer to a call. */
 struct Answer {
     Status status;
     std::vector<uint64_t> values;
@@ -62,7 +62,7 @@ public:
     Status Stop(Held &held, const RequestId &id);
     Answer Quotas(Held &held);
 
-    /* Has the host end what runs. Lock held. */
+    /* Makes the host end running requests. Lock held. */
     Status Finish(Held &held);
 
     /*

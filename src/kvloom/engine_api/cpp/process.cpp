@@ -25,7 +25,7 @@ static constexpr milliseconds END_WAIT(2000), POLL_WAIT(5);
 #define KVLOOM_ENGINE_END_MS 10000  /* an engine that closes frees its memory first */
 #endif
 
-/* The folder that holds lib/ with this library, "" when that cannot be told. */
+/* The folder that contains lib/ with this library; "" when it is unknown. */
 static std::string Prefix()
 {
     Dl_info info;

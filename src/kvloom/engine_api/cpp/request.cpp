@@ -1,4 +1,4 @@
-/* Input and InferenceRequest. What a prompt may be is for the engine to say; here is only what makes a tensor one. */
+/* Input and InferenceRequest. The engine checks prompts; here only the form of tensors is checked. */
 #include "request.hpp"
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace llm {
 namespace engine {
 
-/* Bytes of an element: 1 for a text; 0 for what is no type. */
+/* Bytes of an element: 1 for a text; 0 for an unknown type. */
 static size_t ItemSize(LLM_ENGINE_DataType datatype)
 {
     switch (datatype) {

@@ -194,7 +194,7 @@ void Link::Deliver()
     }
 }
 
-/* What a callback threw, in words; "" when it threw nothing. */
+/* The message of what a callback threw; "" when it threw nothing. */
 static std::string CallBack(const llm::engine::SendResponseCallback &callback, std::shared_ptr<InferenceResponse> response)
 {
     try {

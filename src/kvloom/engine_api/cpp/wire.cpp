@@ -8,7 +8,7 @@ namespace kvloom {
 
 Packer &Packer::PutText(const void *bytes, size_t length)
 {
-    /* one that is too long makes the whole too long, which Take finds */
+    /* a text that is too long makes the message too long, which Take detects */
     Put(static_cast<uint32_t>(length));
     bytes_.append(static_cast<const char *>(bytes), length);
     return *this;

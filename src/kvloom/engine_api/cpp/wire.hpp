@@ -14,7 +14,7 @@
 
 namespace kvloom {
 
-constexpr uint32_t PROTOCOL = 1;              /* as wire.py has it: both sides name theirs before anything else */
+constexpr uint32_t PROTOCOL = 1;              /* as in wire.py; both sides send theirs first */
 constexpr uint32_t MAX_MESSAGE = 64U << 20U;  /* bytes */
 
 /* Makes a message. */
@@ -35,14 +35,14 @@ public:
     Packer &PutText(const void *bytes, size_t length);
     Packer &PutText(const std::string &text);
 
-    /* The message, or "" when it is longer than MAX_MESSAGE. Nothing can be put any more. */
+    /* The message, or "" when it is longer than MAX_MESSAGE. Put nothing afterwards. */
     std::string Take();
 
 private:
     std::string bytes_;
 };
 
-/* Reads a message. What is read behind its end is zero, and IsGood turns false. */
+/* Reads a message. Reading behind its end gives zeros, and makes IsGood false. */
 class Unpacker {
 public:
     explicit Unpacker(std::string bytes) : bytes_(std::move(bytes)) {}

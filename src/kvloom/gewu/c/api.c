@@ -5,19 +5,19 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What Create returns when there is no session. */
+/* Returned by Create when there is no session. */
 static OH_QoS_GewuCreateSessionResult create_failed(OH_QoS_GewuErrorCode error)
 {
     return (OH_QoS_GewuCreateSessionResult){OH_QOS_GEWU_INVALID_SESSION_ID, error};
 }
 
-/* What Submit returns when there is no request. */
+/* Returned by Submit when there is no request. */
 static OH_QoS_GewuSubmitRequestResult submit_failed(OH_QoS_GewuErrorCode error)
 {
     return (OH_QoS_GewuSubmitRequestResult){OH_QOS_GEWU_INVALID_REQUEST_ID, error};
 }
 
-/* Closes a descriptor, if it is one. */
+/* Closes a descriptor unless it is negative. */
 static void close_if_open(int fd)
 {
     if (fd >= 0) {
@@ -111,7 +111,7 @@ static void tell_destroyed(struct session *session)
     }
 }
 
-/* Whatever the daemon says to it, or does not: here the session is gone. */
+/* The session is gone here, whatever the daemon answers. */
 OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
 {
     OH_QoS_GewuErrorCode error = OH_QOS_GEWU_NOENT;
@@ -130,7 +130,7 @@ OH_QoS_GewuErrorCode OH_QoS_GewuDestroySession(OH_QoS_GewuSession id)
     return error;
 }
 
-/* Sends a registered request; takes it back when it is refused, or not answered in time. Lock held. */
+/* Sends a registered request; unregisters it when it is refused, or not answered in time. Lock held. */
 static OH_QoS_GewuErrorCode submit(struct session *session, const char *json, size_t length, unsigned id)
 {
     struct timespec deadline = gewu_deadline(GEWU_PATIENCE_MS);

@@ -59,7 +59,7 @@ static void *deliver_events(void *argument)
     return NULL;
 }
 
-/* Starts the session's callback thread unless it runs; false when there is no room for it. Lock held. */
+/* Starts the session's callback thread unless it runs; false when the system has no room for it. Lock held. */
 bool gewu_start_callbacks(struct session *session)
 {
     if (!session->has_thread) {

@@ -18,7 +18,7 @@ struct call {
 static struct call *calls;
 static unsigned last_call_id;
 
-/* The call of that number, if it still waits; else NULL. Lock held. */
+/* The call with this number if it still waits, else NULL. Lock held. */
 static struct call *look_up(unsigned id)
 {
     struct call *call = calls;

@@ -65,7 +65,7 @@ void gewu_connection_break(struct connection *connection)
     shutdown(connection->fd, SHUT_RDWR);
 }
 
-/* Sends what the socket takes of the kept frames; false when it takes no more now. Lock held. */
+/* Sends as much of the kept frames as the socket accepts; false when it accepts no more now. Lock held. */
 static bool send_outgoing(struct connection *connection)
 {
     while (connection->first_outgoing != NULL) {
@@ -87,7 +87,7 @@ static bool send_outgoing(struct connection *connection)
     return true;
 }
 
-/* The thread that sends what is kept. Owns a reference. A connection that breaks wakes it. */
+/* The thread that sends kept frames. Owns a reference. Woken when the connection breaks. */
 static void *flush_outgoing(void *argument)
 {
     struct connection *connection = argument;
@@ -126,7 +126,7 @@ static bool keep(struct connection *connection, struct iovec pieces[2], size_t s
     return true;
 }
 
-/* Has a thread send what is kept, unless one does. False when there is no room for a thread. Lock held. */
+/* Starts a thread that sends kept frames, unless one runs. False when the system has no room for it. Lock held. */
 static bool start_flushing(struct connection *connection)
 {
     if (!connection->is_flushing) {

@@ -43,7 +43,7 @@
 #endif
 
 enum {
-    GEWU_PROTOCOL = 2,            /* as frames.py has it: both sides name theirs before anything else */
+    GEWU_PROTOCOL = 2,            /* as in frames.py; both sides send theirs first */
     GEWU_MAX_PAYLOAD = 16 << 20,  /* bytes; longer JSON is refused as INVAL */
     GEWU_HEADER_SIZE = 80,        /* bytes, the newline counted */
     GEWU_NUM_TOMBSTONES = 1024    /* finished requests a session remembers, so that Abort can still say OK */
@@ -64,7 +64,7 @@ struct source {
     char bytes[16384];
 };
 
-/* A frame, or what is left of it, that the daemon has not taken yet. */
+/* A frame, or the rest of one, that was not sent yet. */
 struct outgoing {
     unsigned call;  /* 0: no caller waits for its answer */
     int passed_fd;  /* or -1; closed when it is sent */
@@ -80,7 +80,7 @@ struct connection {
     bool is_ready;    /* both sides speak the same protocol */
     bool is_lost;
     bool is_stalled;  /* a call got no answer in time, and nothing has come in since */
-    bool is_flushing; /* a thread sends what is outgoing */
+    bool is_flushing; /* a thread sends the outgoing frames */
     struct outgoing *first_outgoing, *last_outgoing;
     pthread_cond_t changed;  /* is_ready or is_lost */
 };
@@ -108,11 +108,11 @@ struct session {
     unsigned refs;  /* the table, the callback thread, each call at work on it */
     struct connection *connection;
     bool is_closed;   /* destroyed */
-    bool is_lost;     /* the connection is; what is queued is still delivered */
+    bool is_lost;     /* the connection is lost; queued replies are still delivered */
     bool has_thread;
     struct request *requests;  /* not finished, not aborted */
     struct event *first_event, *last_event;
-    unsigned running;            /* the request whose callback runs now, or 0 */
+    unsigned running;            /* the request whose callback is running, or 0 */
     struct session *waits_for;   /* set while this session's callback waits for another session's */
     unsigned *tombstones;        /* ring of GEWU_NUM_TOMBSTONES ids, 0 = none; NULL until a request finishes */
     unsigned next_tombstone;

@@ -8,9 +8,9 @@
 #include <unistd.h>
 
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-static struct connection *current;  /* NULL while there is none; who connects, or the reader thread, keeps it alive */
+static struct connection *current;  /* NULL while there is none; the connecting or the reader thread keeps it alive */
 
-/* Nobody else changes anything while the process is copied. */
+/* Takes the lock for a fork, so that no other thread changes anything meanwhile. */
 static void before_fork(void)
 {
     pthread_mutex_lock(&gewu_lock);

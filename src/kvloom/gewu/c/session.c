@@ -204,7 +204,7 @@ struct request *gewu_request_take(struct session *session, unsigned id)
     return request;
 }
 
-/* Silences a live request and frees it with its queued replies; false when there is none of that id. Lock held. */
+/* Silences a live request and frees it with its queued replies; false when there is none with this id. Lock held. */
 bool gewu_request_drop(struct session *session, unsigned id)
 {
     struct request *request = gewu_request_take(session, id);

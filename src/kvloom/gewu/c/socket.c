@@ -1,4 +1,4 @@
-/* The system's side of a connection: where the daemon listens, connecting to it, who listens there, one send. */
+/* System calls of a connection: the daemon's address, connecting, checking who listens there, one send. */
 #include "internal.h"
 
 #include <errno.h>

@@ -8,7 +8,7 @@ enum { UNSET = -1 };
 
 static _Thread_local int thread_level = UNSET;
 
-/* Records the level of this thread; -1 when it is none. */
+/* Records the level of this thread; -1 for an invalid level. */
 int OH_QoS_SetThreadQoS(QoS_Level level)
 {
     if ((int)level < QOS_BACKGROUND || level > QOS_USER_INTERACTIVE) {

@@ -34,7 +34,7 @@ static bool read_number(const char **at, unsigned max, unsigned *number)
     return true;
 }
 
-/* Reads a header line. False when it is none. */
+/* Reads a header line. False when it is not one. */
 static bool read_header(const char *header, struct frame *frame)
 {
     const char *at = header + 1;
@@ -63,7 +63,7 @@ static bool fill(struct source *source)
     return true;
 }
 
-/* Reads a frame and its payload, which the caller frees (NUL-terminated). False at the end of what can be read. */
+/* Reads a frame and its payload (NUL-terminated), which the caller frees. False at the stream's end, or on an error. */
 bool gewu_read_frame(struct source *source, struct frame *frame, char **payload)
 {
     char header[GEWU_HEADER_SIZE];
