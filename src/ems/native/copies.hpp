@@ -15,7 +15,7 @@ constexpr size_t kLine = 64;
 
 #ifdef __x86_64__
 constexpr bool kHasLines = true;       // whether there are copies line by line
-constexpr size_t kAhead = 16 * kLine;  // asked for before it is copied: the source may lie in another core's cache
+constexpr size_t kAhead = 16 * kLine;  // prefetch distance: the source may be in another core's cache
 
 // Copies whole lines to `target` past the caches, and to `kept`, both at a multiple of a line: each byte is read once.
 inline void copy_lines_sse2(uint8_t* target, uint8_t* kept, const uint8_t* source, size_t size) {

@@ -1,4 +1,4 @@
-// CRC-32 of frames, as zlib has it.
+// CRC-32 of frames, the same as zlib's.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct CrcTable {
     }
 };
 
-// Eight bytes at a time, by tables (Kounavis and Berry, 2005). `crc`: inverted, of what came before.
+// Eight bytes at a time, by tables (Kounavis and Berry, 2005). `crc`: inverted CRC of the bytes before.
 inline uint32_t crc32_by_tables(const uint8_t* data, size_t size, uint32_t crc) {
     static constexpr CrcTable table;
     for (; size >= 8; size -= 8, data += 8) {
@@ -84,7 +84,7 @@ __attribute__((target("pclmul,sse4.1"))) inline uint32_t crc32_by_products(const
 }
 #endif
 
-// `crc` = of what came before.
+// `crc`: that of the bytes before.
 inline uint32_t crc32(const uint8_t* data, size_t size, uint32_t crc = 0) {
     crc = ~crc;
 #ifdef __x86_64__

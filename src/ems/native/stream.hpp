@@ -61,7 +61,7 @@ inline int send_all(int fd, const uint8_t* data, size_t size, int64_t deadline_n
 // A frame that was received. It stays until the next one is asked for.
 struct Frame {
     Header header;
-    const uint8_t* bytes;  // header and body; of what is no frame, what was received
+    const uint8_t* bytes;  // header and body; if it is not a frame, the bytes received
     size_t size;
 
     BodyReader body() const { return {bytes + kHeaderBytes, size - kHeaderBytes}; }
@@ -71,7 +71,7 @@ class FrameStream {
   public:
     explicit FrameStream(int fd) : fd_(fd) {}
 
-    // What was received before this stream was made.
+    // Bytes received before this stream was created.
     void feed(const uint8_t* data, size_t size) {
         if (size == 0) {
             return;
@@ -178,7 +178,7 @@ namespace ems {
 
 // Instead of an error number.
 constexpr int kUnexpected = -1;  // the answer is in `odd`
-constexpr int kUnmapped = -2;    // segments are to be mapped, or mapped anew, before the call goes on
+constexpr int kUnmapped = -2;    // segments must be mapped, or mapped again, before the call continues
 constexpr int kOutside = -3;     // a block lies outside of its segment
 
 }  // namespace ems
@@ -187,7 +187,7 @@ extern "C" {
 
 // A link. odd: the frame that was not expected, until the next call.
 struct EmsLine {
-    int64_t deadline_ns;  // of the call that is under way
+    int64_t deadline_ns;  // of the running call
     int64_t request_id;   // of the last request
     const uint8_t* odd;
     int64_t num_odd;
@@ -198,7 +198,7 @@ struct EmsLine {
 
 namespace ems {
 
-// With what is kept from call to call, so that none has to ask for memory.
+// With buffers that are reused by all calls, so that none allocates memory.
 class Exchange : public EmsLine {
   public:
     explicit Exchange(int fd) : EmsLine{}, fd_(fd), stream_(fd) {}

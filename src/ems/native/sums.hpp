@@ -42,7 +42,7 @@ inline Sum canonical(Hash128 hash) {
 
 inline Sum sum_of(const Xxh3& xxh3, const uint8_t* data, size_t size) { return canonical(xxh3.whole(data, size)); }
 
-// Copies blocks and sums what it has written, piece by piece: a piece is summed while the cache still has it.
+// Copies blocks and sums what it wrote, in pieces: each is summed while it is still in the cache.
 class SummedCopy {
   public:
     explicit SummedCopy(const Xxh3& xxh3) : xxh3_(xxh3), state_(xxh3.create()) {}

@@ -16,7 +16,7 @@ namespace ems {
 constexpr uint32_t kMagic = 0x31534D45;  // "EMS1"
 constexpr uint8_t kVersion = 1;
 constexpr size_t kHeaderBytes = 28;
-constexpr size_t kCrcAt = 24;  // in the header; it covers what is before and behind it
+constexpr size_t kCrcAt = 24;  // in the header; covers everything before and behind it
 constexpr size_t kMaxBodyBytes = 1 << 20;
 constexpr size_t kKeyBytes = 32;
 constexpr int64_t kMaxKeys = 4096;               // a frame
@@ -134,7 +134,7 @@ class FrameWriter {
     size_t start_ = 0;
 };
 
-// Reads the values of a body in order. A value that is not what it is read as spoils the reader: `is_good` is false.
+// Reads the values of a body in order. After a value of another type `is_good` is false.
 class BodyReader {
   public:
     BodyReader(const uint8_t* data, size_t size) : at_(data), end_(data + size), left_(head(0x90, 0xDC)) {}

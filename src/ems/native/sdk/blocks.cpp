@@ -28,7 +28,7 @@ void ems_gather(const Batch* batch, uint8_t* const* targets, const Xxh3* xxh3, u
     }
 }
 
-// Writes each source's bytes to its block's tokens, if its length and its sum are what they must be.
+// Writes each source's bytes to its block's tokens, if length and checksum match.
 //
 // lengths [num_blocks] in bytes; sums [num_blocks][16], null = the sources are not checked. Returns how many blocks were
 // written: the first that does not match, and those behind it, leave the cache as it was.

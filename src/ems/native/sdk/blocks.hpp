@@ -25,7 +25,7 @@ struct Run {
     int64_t count;
 };
 
-// What a batch moves. edges [num_blocks * num_groups + 1]: where the runs of each block and layer group begin.
+// The blocks of a batch. edges [num_blocks * num_groups + 1]: index of the first run of each block and layer group.
 struct Batch {
     const Tensor* tensors;
     int64_t num_tensors;

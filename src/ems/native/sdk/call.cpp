@@ -19,7 +19,7 @@ constexpr int64_t kKeptSlots = 1 << 16;  // a call's memory serves the next one 
 
 extern "C" {
 
-// What calls over one link have in common. Python writes it, and reads what became of the last one.
+// State that calls over one link share. Python writes it, and reads the result of the last call.
 struct EmsCalls {
     const EmsPython* python;
     const EmsCache* cache;

@@ -11,7 +11,7 @@ extern "C" {
 
 struct PyObject;
 
-// Py_buffer, as the stable ABI has it.
+// Py_buffer of the stable ABI.
 struct EmsBuffer {
     void* memory;
     PyObject* owner;
@@ -154,7 +154,7 @@ class Unlocked {
     void* state_;
 };
 
-// What a caller gave for a batch of blocks: slots, hashes, and how many tokens each block has.
+// A caller's arguments for a batch of blocks: slots, hashes, and the number of tokens of each block.
 struct GivenBlocks {
     Given slots, hashes, counts;
 

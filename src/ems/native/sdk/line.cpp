@@ -130,7 +130,7 @@ class Loading {
         return last_;
     }
 
-    // What is known of a block.
+    // State of a block.
     enum Mark : uint8_t { kUnknown, kGood, kDamaged, kCopied };
 
     int copy(const std::vector<const uint8_t*>& sources) {

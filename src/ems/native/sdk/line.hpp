@@ -32,18 +32,18 @@ struct EmsLoad {
     const ems::Xxh3* xxh3;
     const EmsSegment* mapped;
     int64_t num_mapped;
-    int64_t num_given_back;  // when they were mapped; what the answer says
+    int64_t num_given_back;  // when they were mapped; then as in the answer
     // The answer. segments [num_found]: until the link's next call.
     const int64_t* segments;
     int64_t num_found;
     int64_t lease;
     int64_t cause;
-    int64_t is_asked;   // the answer is here: the call goes on behind it
+    int64_t is_asked;   // the answer has arrived: the call continues behind it
     int64_t num_done;   // blocks that were verified and written
     int64_t corrupt;    // the first that was damaged, or -1
 };
 
-// What is known of a block of a load of each: 0 before.
+// State of a block of a load that asks for each block; initially 0.
 enum EmsFound : uint8_t { kUndecided = 0, kMissing = 1, kLoaded = 2 };
 
 // Blocks to save: the first `num` of a plan's.
@@ -57,13 +57,13 @@ struct EmsSave {
     int64_t first_bytes;  // of the first message, about; the next ones grow
     int64_t write_rcache;
     int64_t is_chain;   // each block follows the one before it
-    uint8_t* statuses;  // [num]: what became of each, as far as it is known; or null
+    uint8_t* statuses;  // [num]: result of each as far as known; or null
     // The answers, as Progress of pipeline.py counts them.
     int64_t num_done;  // blocks that have one
     int64_t done_bytes;
     int64_t num_success;  // up to the first that was not saved; of these, those on this node only
     int64_t num_local;
-    int64_t problem;  // what became of that one, or -1
+    int64_t problem;  // result of that one, or -1
 };
 
 int ems_line_exists(EmsLine* line, const uint8_t* keys, int64_t num, int is_local, int64_t* count);

@@ -45,7 +45,7 @@ namespace ems {
 // With the memory that it names, which serves one call after the other.
 class Planned : public EmsPlan {
   public:
-    // Whether what a caller gave is as it should be; else it is of no use until the next time.
+    // Whether the caller's arguments are valid; if not, it is unusable until the next call.
     bool make(const EmsCache& cache, const GivenBlocks& given);
 
   private:

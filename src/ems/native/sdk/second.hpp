@@ -142,11 +142,11 @@ class Second {
         }
     }
 
-    static constexpr int64_t kMaxPause = 63;  // batches that it is not asked for, where it comes too late again and again
+    static constexpr int64_t kMaxPause = 63;  // longest pause in batches, after it was repeatedly too late
 
     std::mutex lock_;
     std::condition_variable changed_;
-    Work* work_ = nullptr;  // not begun by the second thread yet
+    Work* work_ = nullptr;  // not started by the second thread yet
     std::atomic<bool> is_busy_{false};
     std::atomic<int64_t> num_taken_{0};
     int64_t pause_ = 0;         // of who has taken it

@@ -31,7 +31,7 @@ struct Described {
     uint8_t has_parent;
 };
 
-// A block's memory in this process, as the library that sends and receives has it.
+// A block's memory in this process, in the form of the library that sends and receives.
 struct Span {
     uint8_t* data;
     uint64_t size;
@@ -148,7 +148,7 @@ void pool_unpin(PoolHandle* handle, const Id* ids, int64_t num) {
     }
 }
 
-// Of each key whether it is here.
+// For each key whether it is here.
 void pool_has(PoolHandle* handle, const Key* keys, int64_t num, uint8_t* has) {
     const Held held(handle);
     for (int64_t i = 0; i < num; i++) {
@@ -176,7 +176,7 @@ void pool_remember(PoolHandle* handle, const Key* key, int cause) {
     handle->pool.remember(*key, static_cast<uint8_t>(cause));
 }
 
-// A pinned block, as it is now.
+// The present state of a pinned block.
 void pool_describe(PoolHandle* handle, Id id, Described* out) {
     const Held held(handle);
     const Entry& entry = handle->pool.entries[id];
@@ -189,7 +189,7 @@ void pool_describe(PoolHandle* handle, Id id, Described* out) {
     }
 }
 
-// Whether a block's home has it too; nothing, if it is another block by now.
+// Sets whether a block's home has it too; does nothing if the number belongs to another block by now.
 void pool_set_home(PoolHandle* handle, Id id, uint64_t born, int is_home) {
     const Held held(handle);
     Entry& entry = handle->pool.entries[id];
@@ -278,7 +278,7 @@ pool::Serving* serving_open(PoolHandle* handle, int fd, const ems::Xxh3* xxh3, c
     return new pool::Serving(handle, fd, *xxh3, *callbacks, *terms);
 }
 
-// What was received before: for requests that came with the handshake.
+// Adds bytes received before: requests that arrived with the handshake.
 void serving_feed(pool::Serving* serving, const uint8_t* data, int64_t size) {
     serving->feed(data, static_cast<size_t>(size));
 }

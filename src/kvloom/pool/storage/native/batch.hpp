@@ -19,7 +19,7 @@ struct Batch {
     bool is_counted = false;     // whether `num_new` is known
 };
 
-// A batch of blocks to write, as native.py has it. Arrays have `num` elements.
+// A batch of blocks to write, as in Python. Arrays have `num` elements.
 struct Save {
     const Key* keys;
     const int64_t* lengths;
@@ -56,7 +56,7 @@ inline int64_t count_missing(const Pool& pool, const Save& save, int64_t start) 
     return count;
 }
 
-// Memory for each key in order, or the block that is there, pinned; ends after the first that finds no room, or goes on.
+// Memory for each key in order, or the existing block, pinned; stops after the first key without room, or goes on.
 inline Outcome begin(Pool& pool, const Save& save, Batch& batch) {
     while (static_cast<int64_t>(batch.begun.size()) < save.num) {
         const int64_t i = static_cast<int64_t>(batch.begun.size());
@@ -169,7 +169,7 @@ struct Arrival {
     const Key* parents;  // before each in its chain, or null
     const Sum* found;    // of the bytes that came; null = they did not all come
     const uint64_t* offsets;
-    uint8_t* statuses;  // what each met: kStored where memory is reserved; then what became of it
+    uint8_t* statuses;  // of the reservation: kStored where there is memory; then the final ones
     Id* ids;            // pinned
     int64_t num;
     int64_t is_rcache;  // their home is the node that sent them

@@ -25,7 +25,7 @@ inline uint64_t hash_of(const Key& key, uint64_t seed) {
     return hash;
 }
 
-// As entries.py has it. 128 bytes: with its part of the tables a block costs about 150.
+// As in entries.py. 128 bytes: with its part of the tables a block takes about 150.
 struct Entry {
     Key key;
     Sum sum;

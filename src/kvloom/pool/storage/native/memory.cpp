@@ -57,7 +57,7 @@ int64_t Memory::slab_for(uint32_t slot) {
     return index;
 }
 
-// Gives a slot back, and its segment to the system if it is the last of one that leaves.
+// Frees a slot, and gives its segment to the system if it is the last slot of one that leaves.
 void Memory::free(uint64_t offset) {
     const uint32_t index = static_cast<uint32_t>(offset / slab_bytes);
     Slab& slab = slabs_[index];
@@ -128,7 +128,7 @@ void Memory::discard(Id id) {
     of_class_[entry.slot].add(-int64_t{entry.slot}, entry.used_at);
 }
 
-// Bytes that the last slab lacks; 0 when it is whole, or closed.
+// Bytes that the last slab lacks to its full size; 0 when it is complete or closed.
 int64_t Memory::num_missing() const {
     return slabs_.empty() || slabs_.back().is_closed ? 0 : slab_bytes - slabs_.back().size;
 }

@@ -120,7 +120,7 @@ class Memory {
     std::map<uint32_t, int64_t> class_bytes_;
     std::map<uint32_t, Use> of_class_;
     std::vector<uint8_t*> segments_;  // null = given back
-    std::set<int64_t> leaving_;       // segments that go when what is handed out of them is freed
+    std::set<int64_t> leaving_;       // segments that are given back once all their slots are freed
     std::map<int64_t, int64_t> spoiled_;
     std::vector<uint32_t> left_;  // unused segments, for Python to close
     int64_t used_bytes_ = 0;

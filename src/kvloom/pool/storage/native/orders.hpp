@@ -68,7 +68,7 @@ class Order {
         }
     }
 
-    // The block that should go; kNone when all are pinned. It ages what it passes, kMaxPassed at most.
+    // The block to evict; kNone when all are pinned. Ages the blocks that it passes, at most kMaxPassed.
     Id victim(Entries& entries) {
         if (is_lru_) {
             return first_unpinned(entries, main_);
@@ -77,7 +77,7 @@ class Order {
         const size_t total = size();
         for (size_t n = std::min(small_.size(), left); n > 0; n--, left--) {
             if (small_.size() * kWhole < share_ * total) {
-                break;  // what is left in the small queue is new: give it time to be used
+                break;  // the rest of the small queue is new: give it time to be used
             }
             const Id id = small_.first();
             Entry& entry = entries[id];

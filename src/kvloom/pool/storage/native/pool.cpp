@@ -7,7 +7,7 @@ constexpr size_t kMaxRemembered = 65536;  // keys whose loss can still be explai
 constexpr int kMaxEvictions = 4096;       // to make room for one block
 constexpr size_t kForgottenAtOnce = 2048;  // of a segment that is given back, between two turns of others
 constexpr int64_t kEvictedAtOnce = 8 << 20;  // bytes of one chain, likewise
-constexpr int64_t kAheadBlocks = 16;      // evicted at a time: a request that comes meanwhile waits for that long
+constexpr int64_t kAheadBlocks = 16;      // blocks evicted at a time, while other requests wait
 }  // namespace
 
 // A use.
@@ -129,7 +129,7 @@ void Pool::orphan(Id child) {
     entry.parent = entry.prev_sibling = entry.next_sibling = kNone;
 }
 
-// Takes a block out. Its memory is the caller's when no reader pins it, else that of its last reader.
+// Removes a block. The caller owns its memory if no reader pins it, otherwise its last reader does.
 void Pool::forget(Id id, uint8_t cause) {
     Entry& entry = entries[id];
     index_.remove(id);
@@ -163,7 +163,7 @@ Published Pool::publish(const Written& written) {
     return {kStored, add(written)};
 }
 
-// A pinned block whose bytes changed: it is forgotten, and its memory never used again.
+// Removes a pinned block whose bytes are damaged; its memory is never used again.
 void Pool::spoil(Id id) {
     forget(id, kCorrupt);
     entries[id].is_spoiled = true;
@@ -304,7 +304,7 @@ Outcome Pool::make_room_ahead(uint32_t slot, int64_t count, int64_t share, bool 
         return kNeedsMemory;
     }
     if (memory.wants_slab(slot)) {
-        return kDone;  // a whole slab will do for long, and takes its time: when it is needed
+        return kDone;  // a whole slab lasts long and takes time: only when it is needed
     }
     const std::vector<Id> gone = evict_from(orders_.of_slot(slot), std::min<int64_t>(lacking, kAheadBlocks * slot));
     free_all(gone);

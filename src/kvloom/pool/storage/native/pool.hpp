@@ -28,7 +28,7 @@ struct Begun {
     Status status;  // kStored: memory at `offset`; kDuplicate: the block `id`; kNoRoom
     Id id;
     uint64_t offset;
-    uint8_t* memory;  // where `offset` is; stays there until it is freed
+    uint8_t* memory;  // address of `offset`; valid until it is freed
 };
 
 // Where a block's memory is wanted. may_grow: Python was not asked for memory yet, or gave some.
@@ -128,7 +128,7 @@ class Pool {
     uint64_t hint_born_ = 0;
 };
 
-constexpr int64_t kExpected = 64;  // keys that are expected at once: what that reads stays in a core's own caches
+constexpr int64_t kExpected = 64;  // keys prefetched at once: what that reads fits into a core's own caches
 
 // Before keys are looked for, kExpected at most: what that reads is in no cache, since batches of blocks pass through them.
 inline void Pool::expect(const Key* keys, int64_t num) const {
@@ -187,7 +187,7 @@ inline Id Pool::find_next(const Key* keys, int64_t i, int64_t num) const {
 constexpr size_t kNumStatuses = 8;  // of messages.Status
 constexpr size_t kNumCauses = 8;    // of messages.Cause
 
-// What sessions that are served here have counted. Python adds it to its own counts.
+// Counters of sessions that are served here. Python adds them to its own.
 struct Counts {
     std::atomic<uint64_t> num_calls{0};  // grows whenever one of the others may have
     std::atomic<uint64_t> saved[kNumStatuses] = {};
@@ -202,7 +202,7 @@ struct Counts {
         num_calls++;
     }
 
-    // What became of the blocks of a save.
+    // Counts the results of a save's blocks.
     void add_saved(const uint8_t* statuses, size_t count) {
         for (size_t i = 0; i < count; i++) {
             saved[statuses[i] % kNumStatuses]++;
@@ -219,7 +219,7 @@ struct Counts {
     }
 };
 
-// What Python reads without a call.
+// Figures that Python reads without a call.
 struct Glance {
     std::atomic<uint64_t> num_evicted{0};
     std::atomic<uint64_t> num_given_back{0};  // segments

@@ -1,4 +1,4 @@
-// What a session is asked, read of its frames. What is not good is Python's to look at.
+// A session's requests, decoded from its frames. Invalid ones are left to Python.
 #pragma once
 
 #include <numeric>
@@ -43,7 +43,7 @@ struct ToSave {
         body.integers(lengths);
         const uint8_t* before = body.bytes(num_parent);
         parent = num_parent > 0 ? reinterpret_cast<const Key*>(before) : nullptr;
-        body.boolean();  // whether a copy stays here: it does where there is no other node
+        body.boolean();  // whether a copy stays here: always, without other nodes
         is_last = body.boolean(true);
         is_chain = body.boolean(true);
         const size_t num = num_keys / sizeof(Key);

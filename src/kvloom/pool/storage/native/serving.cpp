@@ -277,7 +277,7 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
     std::vector<Id> pinned;
     std::copy_if(ids.begin(), ids.end(), std::back_inserter(pinned), [](Id id) { return id != kNone; });
     const bool is_lent = !pinned.empty() && !leases_.is_full();
-    const bool is_each = request.header.op == ems::kPick;  // then there is an answer for each key, else for each block
+    const bool is_each = request.header.op == ems::kPick;  // the answer has an entry for each key, not each block
     const size_t num = is_lent || is_each ? ids.size() : 0;
     std::vector<int64_t> segments(num), offsets(num), lengths(num);
     std::vector<Sum> sums(num);
@@ -315,7 +315,7 @@ void Serving::say_found(const Frame& request, const std::vector<Id>& ids, uint8_
     out_.end();
 }
 
-// Ends a lease. A block that the client found damaged is summed here before it is given up.
+// Ends a lease. A block that the client found damaged is checked here before it is dropped.
 bool Serving::release(const Frame& frame) {
     BodyReader body = frame.body();
     const int64_t number = body.integer(), corrupt = body.integer(-1);

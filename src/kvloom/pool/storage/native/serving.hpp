@@ -10,7 +10,7 @@
 
 namespace pool {
 
-// What Python does for a session, with its lock; none of them raises.
+// Python functions for a session, called with the interpreter lock; none of them raises.
 struct Callbacks {
     void (*look)();       // writes the budget's part of the Glance anew
     int (*grow)();        // takes more memory, if the tenant may have it, and looks; whether it did
@@ -21,10 +21,10 @@ struct Callbacks {
 // What a session may answer here. Versions are numbers of changes, which Python counts.
 struct Terms {
     int64_t can_save;    // the tenant's rate has no limit, and blocks have their home here
-    int64_t has_others;  // other nodes may have what is not here
+    int64_t has_others;  // other nodes may have missing blocks
     const std::atomic<uint64_t>* budget_version;
     const std::atomic<uint64_t>* keyring_version;
-    const std::atomic<int64_t>* board;  // where the client says what it has read, or null
+    const std::atomic<int64_t>* board;  // where the client writes which leases it has read, or null
 };
 
 // What a session's client is reading: blocks that are pinned until it ends their lease, by a message, or by writing its
@@ -48,13 +48,13 @@ class Leases {
         return number;
     }
 
-    // Ends a lease; its blocks, whose pins are the caller's. None if there is no such lease.
+    // Ends a lease. Returns its blocks, whose pins the caller owns; none if there is no such lease.
     std::vector<Id> end(int64_t number) {
         const auto found = pinned_.find(number);
         return found != pinned_.end() ? take(found) : std::vector<Id>{};
     }
 
-    // Likewise the first that the board says was read.
+    // The same for the first lease that the board marks as read.
     std::vector<Id> end_read() {
         const bool is_read = are_shown() && pinned_.begin()->first <= board_->load(std::memory_order_acquire);
         return is_read ? take(pinned_.begin()) : std::vector<Id>{};
@@ -147,7 +147,7 @@ class Serving {
     ems::FrameStream stream_;
     ems::FrameWriter out_;  // answers that were not sent yet
     bool is_held_ = false;    // the last answer waits for the next
-    int64_t held_bytes_ = 0;  // of the staging area, whose blocks are saved: its client does not know yet
+    int64_t held_bytes_ = 0;  // bytes of the staging area that are saved, but not answered yet
     const uint8_t* arena_ = nullptr;
     int64_t arena_bytes_ = 0;
     std::vector<Id> batch_;  // pinned until `rest`: a batch makes room neither for itself nor for the next

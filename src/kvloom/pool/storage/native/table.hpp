@@ -1,4 +1,4 @@
-// What the index is made of: arrays that grow without moving, hash tables that grow a bucket at a time, linked lists.
+// The index's data structures: arrays that grow without moving, hash tables that grow by a bucket, linked lists.
 // Nothing here ever touches all of its elements at once, so that no call takes longer because a pool is large.
 #pragma once
 
