@@ -1,4 +1,4 @@
-// What becomes of the sums of one panel, row by row, while they are in the first-level cache or in registers.
+// Epilogue of one panel's sums, row by row, while they are in the first-level cache or in registers.
 #pragma once
 
 #include "gates.hpp"
@@ -64,7 +64,7 @@ struct Epilogue {
         return later;
     }
 
-    // Asks for where row `row` goes: it comes while others are multiplied.
+    // Prefetches the destination of row `row` for writing: it arrives while others are multiplied.
     void ask(int64_t row) const {
         if (is_near) return;
         float* at = to + row * stride;

@@ -1,4 +1,4 @@
-// Activations on their way into a linear: RMSNorm, then int8 a group (or bf16).
+// Input activations of a linear: RMSNorm, then quantisation to int8 per group (or conversion to bf16).
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,8 @@
 
 namespace kvl {
 
-constexpr int kRowsBehind = 12;  // tiles of the last rows are read whole: so many more rows of memory follow, of any content
+// rows of memory, of any content, that follow the last row, because tiles of the last rows are read whole
+constexpr int kRowsBehind = 12;
 
 // Quantised rows. cols is padded to kPad.
 //   bf16:   data = bf16 [rows][cols]; scale and sum unused
@@ -25,7 +26,7 @@ inline float peak_of(const float* values, int64_t count) {
     return peak;
 }
 
-// Whether what an instruction gives are the activations of the linears behind it.
+// Whether an instruction produces the activations of the linears that follow it.
 constexpr bool is_quantising(int kind) {
     return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;
 }

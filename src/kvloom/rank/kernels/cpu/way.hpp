@@ -1,4 +1,4 @@
-// How the rows of a step meet the panels of a linear. The kernels are compiled once, in way.cpp.
+// How the rows of a step are multiplied by the panels of a linear. The kernels are compiled once, in way.cpp.
 #pragma once
 
 #include "gemm.hpp"
@@ -15,8 +15,8 @@ constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
 struct Way {
     Way(int format, int64_t rows, int unit);  // KVL_TILES, ...
 
-    // What pass `index` over a panel of `cols` columns asks for, behind what it multiplies: the first one what it reads itself, the second
-    // the next panel. Others find theirs in the cache.
+    // Prefetch distance in bytes of pass `index` over a panel of `cols` columns: the first pass prefetches the panel
+    // itself, the second the next panel. Later passes find theirs in the cache.
     int64_t ahead(int64_t index, int64_t cols) const;
     // One pass, and its epilogue. `out` has room for kTileRows rows.
     void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }
