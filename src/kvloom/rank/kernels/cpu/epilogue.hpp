@@ -10,7 +10,8 @@ namespace kvl {
 // Sorts of epilogues that kernels have code of their own for: whatever one asks is decided before the first row.
 enum class Sort { kAny, kStores, kAdds, kSwiglu };
 
-// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what is there.
+// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what
+// is there.
 struct Epilogue {
     // SORT: that of sort(), or kAny.
     template <Sort SORT = Sort::kAny>

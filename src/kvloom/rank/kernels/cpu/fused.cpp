@@ -43,7 +43,8 @@ Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
     return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);
 }
 
-// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done before.
+// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done
+// before.
 bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
     const Passes strips = strips_of(linear, batch_.num_tokens);
     return strips.count % model_.pool.size() == 0 && strips.most() * floats <= kStripFloats;

@@ -15,8 +15,8 @@ namespace kvl {
 constexpr int kPrefetchBytes = 4096;
 constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
 
-// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead, to
-// where the epilogue puts them (Way::multiply).
+// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead,
+// to where the epilogue puts them (Way::multiply).
 struct Pass {
     Activations x{};
     int64_t row = 0, cols = 0;

@@ -58,7 +58,8 @@ inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
 
-// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and 1.
+// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and
+// 1.
 template <class Join>
 inline F32 across(const F32 (&rows)[kLanes], Join join) {
     __m512 halves[8], quarters[4];
@@ -115,7 +116,8 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i moved = shift < 0 ? _mm512_srli_epi16(bits, unsigned(-shift)) : _mm512_slli_epi16(bits, unsigned(shift));
     return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))))};
 }
-// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the products.
+// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the
+// products.
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(weights.v), "v"(_mm512_set1_epi32(quad)));
     return acc;

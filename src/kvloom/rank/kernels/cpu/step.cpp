@@ -59,8 +59,8 @@ void Step::reserve() {
     scratch_.capacity = capacity;
 }
 
-// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come first
-// and the short tasks fill the gaps at the end.
+// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come
+// first and the short tasks fill the gaps at the end.
 void Step::plan_attention() {
     const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;  // fewer tokens: more tasks than threads
     const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
