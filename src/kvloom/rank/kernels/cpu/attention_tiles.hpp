@@ -275,8 +275,8 @@ struct Turn {
     alignas(64) float scores[kLanes * kChunkKeys];  // a row's factors take their place
 };
 
-// The turns of some rows, one after the other. While the vector unit is at the softmax of one, the tile unit weighs the
-// values of the one before and scores the one behind.
+// The turns of some rows, one after the other. While the vector unit computes the softmax of one turn, the tile unit
+// weighs the values of the previous turn and scores the next one.
 template <class Tiles>
 class Turns {
   public:

@@ -14,7 +14,8 @@ namespace kvl {
 #ifdef KVL_HAS_TILES
 
 constexpr int kChannelRows = 32;      // of a block: two tiles of rows times the panel's two of channels, four of the eight
-constexpr int kChannelTilesFrom = 12;  // fewer are done as soon by dot products, at the rate of the memory (measured in whole steps)
+// fewer rows take as long with dot products, at the rate of the memory (measured in whole steps)
+constexpr int kChannelTilesFrom = 12;
 
 // Sums of some rows that have left the tiles, and those of them whose epilogue is done.
 struct ChannelBlock {

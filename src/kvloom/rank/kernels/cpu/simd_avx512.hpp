@@ -8,12 +8,14 @@
 namespace kvl {
 
 constexpr const char* kIsaName = "avx512";
-constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums spill once a group, cheaper than a second pass
+// 16 accumulators + 16 float sums: the sums spill once per group, which is cheaper than a second pass
+constexpr int kRowsOnce = 8;
 constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
 constexpr int kRowsPlain = 12;     // 24 sums, and both halves of a pair of weights
 constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
 constexpr bool kUnrollsRows = false;  // in the softmax of attention: a hundredth of a step, and twice as long to compile
-constexpr int kAttentionGroups = 3;  // of as many queries: what they read of a chunk, and what they make, fits the first-level cache
+// groups of as many queries: their inputs from a chunk and their results fit the first-level cache
+constexpr int kAttentionGroups = 3;
 constexpr int kTilesOnce = 4;      // of keys, or of values: 24 sums of 6 queries
 constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
 constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants

@@ -6,7 +6,8 @@
 namespace kvl {
 
 constexpr int kTileRows = 516;  // of one pass, whole blocks: a panel is unpacked once for all of them
-constexpr int kStripRows = 256;  // the same where nothing is unpacked: what such rows read and give stays in a second-level cache (fused.cpp)
+// the same where nothing is unpacked: inputs and outputs of so many rows stay in a second-level cache (fused.cpp)
+constexpr int kStripRows = 256;
 constexpr int kStripBlock = 32;  // rows that the tile unit takes at a time there
 constexpr int kLeastStrip = 128;  // fewer rows are not worth reading all panels
 constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
