@@ -1,5 +1,6 @@
-// The tokens of a step whose logits or states are requested. Behind the last layer's keys and values the others are not needed:
-// the rest of the program runs as a step of the requested tokens alone. A row's bits do not depend on its batch.
+// The tokens of a step whose logits or states are requested. Behind the last layer's keys and values the others are not
+// needed: the rest of the program runs as a step of the requested tokens alone. A row's bits do not depend on its
+// batch.
 #pragma once
 
 #include "model.hpp"
@@ -10,12 +11,13 @@ class Asked {
   public:
     Asked(const kvl_model& model, const kvl_batch& all);
 
-    // Whether there are others. Where tokens see those behind them, all count as asked for.
+    // Whether there are other tokens. Where tokens see later ones, all count as requested.
     bool has_others() const { return has_others_; }
     bool is_nobody() const { return tokens_.empty(); }
     // The step of these tokens, if there are others; points into this.
     const kvl_batch& batch() const { return batch_; }
-    // Their rows of what attention reads and adds to, from where all tokens have them to where `batch` has them. By one thread.
+    // Moves the rows of the requested tokens, in the buffers that attention reads and adds to, from their places among
+    // all tokens to their places in `batch`. Called by one thread.
     void gather(Scratch& scratch) const;
 
   private:

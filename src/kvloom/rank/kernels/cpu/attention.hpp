@@ -124,8 +124,8 @@ F32 peaks_of(const float* scores, int rows) {
     return largest_of(peaks);
 }
 
-// Turns VECS * 16 scores into probabilities relative to `peak`, which become factors of the chunk's values; returns what the
-// factors' sums are to be multiplied by, and in `total` lanes whose sum is that of the probabilities.
+// Turns VECS * 16 scores into probabilities relative to `peak`, which become factors of the chunk's values; returns
+// what the factors' sums are to be multiplied by, and in `total` lanes whose sum is that of the probabilities.
 template <class Form, int VECS>
 float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Form::Factor* factors, F32& total) {
     F32 p[VECS];
@@ -138,7 +138,7 @@ float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Fo
     return Form::store_probabilities(factors, p, chunk.values);
 }
 
-// What the sums of up to kLanes rows are to be scaled by when a chunk joins them: the old ones, its own.
+// Factors of the sums of up to kLanes rows when a chunk is merged: of the old sums, and of the chunk's own.
 struct Shares {
     alignas(64) float keep[kLanes];
     alignas(64) float gain[kLanes];
@@ -161,8 +161,8 @@ struct NothingMeanwhile {
     void operator()(int) const {}
 };
 
-// Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants them. After
-// each row `meanwhile` is told which it was.
+// Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants
+// them. After each row `meanwhile` is told which it was.
 template <class Form, int VECS, class Meanwhile>
 Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
     alignas(64) float peak[kLanes], scale[kLanes] = {};
@@ -258,7 +258,7 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
         weigh_values<Cache, ROWS, 1>(chunk, head.head_dim, dim, factors, shares, out);
 }
 
-// What the sums are to be multiplied by, in the company of a sink, which takes its share of the softmax; null = none.
+// Factor that the sums are multiplied by, given a sink, which takes its share of the softmax; null = no sink.
 inline float share_beside(const float* sink, float peak, float weight) {
     if (sink == nullptr) return 1.0f / weight;
     const float score = *sink * kLog2E, top = max_of(peak, score);

@@ -1,5 +1,5 @@
-// Attention on the tile unit of Intel's processors (AMX): a chunk of keys and a group of up to 16 query rows at a time. The bits
-// are those of attention.hpp: integers are exact, and floats are added there in the order of this unit.
+// Attention on the tile unit of Intel's processors (AMX): a chunk of keys and a group of up to 16 query rows at a time.
+// The bits are those of attention.hpp: integers are exact, and floats are added there in the order of this unit.
 #pragma once
 
 #include "attention.hpp"
@@ -32,18 +32,19 @@ struct AttentionShapes : TileConfig {
     }
 };
 
-// A Tiles holds the queries of a task, a group of kLanes behind the other. Of one group it gives scores [m][kChunkKeys] with a
-// chunk (behind its last block there may be anything), and the weighted sums [m][kMaxHeadDim] of the chunk's values, in steps:
-// those of a chunk in order, and no others of the same kind between them. Factors are kFactors apart.
+// A Tiles holds the queries of a task, a group of kLanes behind the other. Of one group it gives scores [m][kChunkKeys]
+// with a chunk (behind its last block there may be anything), and the weighted sums [m][kMaxHeadDim] of the chunk's
+// values, in steps: those of a chunk in order, and no others of the same kind between them. Factors are kFactors apart.
 // Compilers do not see what tiles are loaded of, so they are told that memory was written before.
 constexpr int kFactors = 2 * kChunkKeys;  // words of a row of factors, in the place of as many scores
 
-// Asks for a tile of the cache, or a part of it, before it is read.
+// Prefetches a tile of the cache, or a part of it, before it is read.
 inline void ask_for(const uint8_t* tile, int bytes) {
     for (int at = 0; at < bytes; at += 64) prefetch(tile + at);
 }
 
-// Decodes wait for memory: while a chunk's keys come its values are asked for. What prompts read is in a cache, which has no room to spare.
+// Decodes wait for memory: a chunk's values are prefetched while its keys arrive. What prompts read is already in a
+// cache, which has no room to spare.
 constexpr bool asks_for_values(int rows) { return rows <= kLanes; }
 
 // A K tile of the cache holds 32 dims of 16 keys and a V tile 16 dims of 16 keys, as the unit wants them.
@@ -127,8 +128,9 @@ struct Bf16Tiles {
     const uint16_t* const queries;
 };
 
-// Queries and probabilities are words: their upper bytes, with a sign, and their lower ones, without, are multiplied apart.
-// The unit wants quads of dims, or keys, where the cache has pairs: the first group of a chunk takes them up for all.
+// Queries and probabilities are words: their upper bytes, with a sign, and their lower ones, without, are multiplied
+// apart. The unit wants quads of dims, or keys, where the cache has pairs: the first group of a chunk takes them up for
+// all.
 struct Int8Tiles {
     using Factor = int16_t;  // a row: kChunkKeys upper bytes, then as many lower ones
 
@@ -263,7 +265,7 @@ struct Int8Tiles {
     alignas(64) int32_t sums[4][kTileQueries * kLanes];
 };
 
-// A chunk on its way with a group of rows: scored, then weighed.
+// A chunk and a group of rows in progress: scored, then weighed.
 template <class Tiles>
 struct Turn {
     typename Tiles::Factor* factors() { return reinterpret_cast<typename Tiles::Factor*>(scores); }
@@ -273,8 +275,8 @@ struct Turn {
     alignas(64) float scores[kLanes * kChunkKeys];  // a row's factors take their place
 };
 
-// The turns of some rows, one after the other. While the vector unit is at the softmax of one, the tile unit weighs the values of
-// the one before and scores the one behind.
+// The turns of some rows, one after the other. While the vector unit computes the softmax of one turn, the tile unit
+// weighs the values of the previous turn and scores the next one.
 template <class Tiles>
 class Turns {
   public:
@@ -359,8 +361,8 @@ void attend_in_tiles(const PagedHead&, const Query*, int, int64_t, int64_t, Part
 
 #endif
 
-// The chunks of [from, until) for a few rows: in tiles up to kTileQueries, otherwise up to kTaskRows. `out` of each group: kLanes
-// in tiles, otherwise kAttentionRows.
+// The chunks of [from, until) for a few rows: in tiles up to kTileQueries, otherwise up to kTaskRows. `out` of each
+// group: kLanes in tiles, otherwise kAttentionRows.
 template <class Cache, class Tiles>
 void attend_rows(const PagedHead& head, const Query* queries, int rows, int64_t from, int64_t until, bool in_tiles, Partials* out) {
     if (in_tiles && rows >= kTileQueriesFrom) return attend_in_tiles<Tiles>(head, queries, rows, from, until, out);

@@ -1,8 +1,8 @@
-// bf16 linears on the tile unit of Intel's processors (AMX). The order in which tile_bf16 adds is this unit's, so a row has
-// the same bits here and there.
+// bf16 linears on the tile unit of Intel's processors (AMX). The order in which tile_bf16 adds is this unit's, so a row
+// has the same bits here and there.
 //
-// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a pair of k a row. There are no scales, so sums
-// stay in tiles from the first stretch to the last.
+// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a pair of k a row. There are no scales, so
+// sums stay in tiles from the first stretch to the last.
 #pragma once
 
 #include "gemm.hpp"

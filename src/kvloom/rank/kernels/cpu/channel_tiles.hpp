@@ -1,8 +1,9 @@
-// int8 linears with one scale a channel and one a row on the tile unit of Intel's processors (AMX). Sums over all of K are
-// the same integers that dot products give, and they are scaled in the same way, so a row has the same bits here and there.
+// int8 linears with one scale a channel and one a row on the tile unit of Intel's processors (AMX). Sums over all of K
+// are the same integers that dot products give, and they are scaled in the same way, so a row has the same bits here
+// and there.
 //
-// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a quad of k a row. Bytes are unsigned there, and
-// what that adds is taken off the sums, which stay in tiles from the first stretch to the last.
+// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a quad of k a row. Bytes are unsigned
+// there, and what that adds is taken off the sums, which stay in tiles from the first stretch to the last.
 #pragma once
 
 #include "gemm.hpp"
@@ -13,7 +14,8 @@ namespace kvl {
 #ifdef KVL_HAS_TILES
 
 constexpr int kChannelRows = 32;      // of a block: two tiles of rows times the panel's two of channels, four of the eight
-constexpr int kChannelTilesFrom = 12;  // fewer are done as soon by dot products, at the rate of the memory (measured in whole steps)
+// fewer rows take as long with dot products, at the rate of the memory (measured in whole steps)
+constexpr int kChannelTilesFrom = 12;
 
 // Sums of some rows that have left the tiles, and those of them whose epilogue is done.
 struct ChannelBlock {
@@ -123,7 +125,8 @@ KVL_IN_TILES void multiply_channel_passes(const Pass* passes, int64_t count, int
     _tile_release();  // a thread that sleeps has 8 KB less to be kept
 }
 
-// Any number of rows, the same of all passes, whose epilogues differ in their places alone. Nothing is read or written behind the last.
+// Any number of rows, the same of all passes, whose epilogues differ in their places alone. Nothing is read or written
+// behind the last.
 inline void multiply_channel_in_tiles(const Pass* passes, int64_t count, int rows) {
     Sort sort = passes[0].end().sort();
     for (int64_t i = 1; i < count; i++) sort = passes[i].end().sort() == sort ? sort : Sort::kAny;

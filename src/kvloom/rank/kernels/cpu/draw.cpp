@@ -1,8 +1,8 @@
 // A random token of one row of logits by temperature, top-p and min-p.
 //
-// Weights are relative to the largest, so they are in (0, 1]. Of each block of them the sum and the largest are kept, and
-// the weights of few blocks are made once more: that of the token, or those whose largest is not too small when the heaviest
-// tokens are gathered. Only these are sorted.
+// Weights are relative to the largest, so they are in (0, 1]. Of each block of them the sum and the largest are kept,
+// and the weights of few blocks are made once more: that of the token, or those whose largest is not too small when the
+// heaviest tokens are gathered. Only these are sorted.
 #include "draw.hpp"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What becomes of the sums of one panel, row by row, while they are in the first-level cache or in registers.
+// Epilogue of one panel's sums, row by row, while they are in the first-level cache or in registers.
 #pragma once
 
 #include "gates.hpp"
@@ -10,7 +10,8 @@ namespace kvl {
 // Sorts of epilogues that kernels have code of their own for: whatever one asks is decided before the first row.
 enum class Sort { kAny, kStores, kAdds, kSwiglu };
 
-// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what is there.
+// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what
+// is there.
 struct Epilogue {
     // SORT: that of sort(), or kAny.
     template <Sort SORT = Sort::kAny>
@@ -64,7 +65,7 @@ struct Epilogue {
         return later;
     }
 
-    // Asks for where row `row` goes: it comes while others are multiplied.
+    // Prefetches the destination of row `row` for writing: it arrives while others are multiplied.
     void ask(int64_t row) const {
         if (is_near) return;
         float* at = to + row * stride;

@@ -1,7 +1,7 @@
-// The part of a step that knows experts.
+// The part of a step that computes experts.
 //
-// Rows are grouped by expert, and only experts that some row has chosen are read. The outputs of a row's experts are added
-// in the order of their numbers, by the thread that has the panel: the sum does not depend on other rows.
+// Rows are grouped by expert, and only experts that some row has chosen are read. The outputs of a row's experts are
+// added in the order of their numbers, by the thread that has the panel: the sum does not depend on other rows.
 #include "experts.hpp"
 
 #include <cmath>
@@ -111,7 +111,7 @@ void Step::multiply_up(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// One panel of gate and up of an expert, times its rows.
+// Multiplies one panel of gate and up of an expert by the expert's rows.
 void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread) {
     static_assert(kOwnTokens == 2, "the rows of an expert lie together in a small step, too");
     const kvl_mixture& mixture = model_.mixtures[size_t(instruction.layer)];
@@ -168,7 +168,8 @@ void Step::multiply_down(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// One panel of an expert's down, times its rows, added to the residual stream as the router weighs them.
+// Multiplies one panel of an expert's down by the expert's rows, and adds the products, weighted by the router, to the
+// residual stream.
 void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread) {
     const kvl_mixture& mixture = model_.mixtures[size_t(instruction.layer)];
     const ExpertScratch& e = scratch_.experts;

@@ -1,7 +1,7 @@
-// Fusion in steps of many rows: a thread runs the next instruction on the floats that it has just computed, while they are in
-// its cache. Heads are rotated and stored as soon as their panels are multiplied, and the next linear's input is quantised.
-// Instructions that need whole rows (a norm, or one scale a row) run after a strip of rows that one thread has multiplied by
-// all panels. The floats, and so all bits, are the same as without fusion.
+// Fusion in steps of many rows: a thread runs the next instruction on the floats that it has just computed, while they
+// are in its cache. Heads are rotated and stored as soon as their panels are multiplied, and the next linear's input is
+// quantised. Instructions that need whole rows (a norm, or one scale per row) run after a strip of rows that one thread
+// has multiplied by all panels. The floats, and so all bits, are the same as without fusion.
 #include "step.hpp"
 
 namespace kvl {
@@ -26,7 +26,7 @@ bool Step::is_done(const kvl_instruction& instruction) const {
     return &instruction != model_.program.data() && does_next((&instruction)[-1]);
 }
 
-// Whether what follows a linear is done with it only if it needs whole rows.
+// Whether the instruction after a linear needs whole rows to be fused with it.
 bool Step::precedes_rows(const kvl_instruction& linear) const {
     const kvl_instruction* const next = &linear + 1;
     if (next == model_.program.data() + model_.program.size()) return false;
@@ -34,8 +34,8 @@ bool Step::precedes_rows(const kvl_instruction& linear) const {
     return next->kind == KVL_QUANT && is_whole(model_.linears[size_t(next->linear)].activation_format());
 }
 
-// Rows that a thread multiplies at a time by the panels of a linear: as many strips for each thread, if they are not too
-// narrow.
+// Strips of rows that a thread multiplies at a time by the panels of a linear: equally many per thread, unless they
+// would be too narrow.
 Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
     const bool unpacks = has_groups(model_.linears[size_t(linear.linear)].activation_format());
     const int64_t most = precedes_rows(linear) && !unpacks ? kStripRows : kTileRows;
@@ -43,7 +43,8 @@ Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
     return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);
 }
 
-// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done before.
+// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done
+// before.
 bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
     const Passes strips = strips_of(linear, batch_.num_tokens);
     return strips.count % model_.pool.size() == 0 && strips.most() * floats <= kStripFloats;
@@ -59,7 +60,7 @@ int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
     return is_whole(model_.linears[size_t(next.linear)].activation_format()) ? round_up(panels, least) : least;
 }
 
-// The panels of a unit times some rows, at most kTileRows, and the next instruction on what they give.
+// Multiplies the panels of a unit by some rows, at most kTileRows, and runs the next instruction on the results.
 void Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const int64_t panels = panels_of_unit(instruction), each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     const int64_t width = panels * each, first = index * panels;
@@ -71,8 +72,8 @@ void Step::unit(const kvl_instruction& instruction, int64_t index, const Activat
     for (int64_t r = span.begin; r < span.end; r++) follow((&instruction)[1], r, index, floats + r * width, thread);
 }
 
-// Panels [few.begin, few.end), at most kPanelsTogether, times some rows; `floats`: where what is not added to the residual
-// stream goes, that of the first panel.
+// Multiplies panels [few.begin, few.end), at most kPanelsTogether, by some rows. `floats`: destination of the first
+// panel's results, unless they are added to the residual stream.
 void Step::multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t each = is_gate(instruction.epilogue) ? kLanes : kPanel;

@@ -1,4 +1,4 @@
-// Gate and up become one.
+// Activations that combine gate and up.
 #pragma once
 
 #include "simd.hpp"

@@ -10,20 +10,20 @@
 
 namespace kvl {
 
-// How far ahead of the multiplication the weight stream is asked for: DRAM latency at 20 GB/s a core. Where more rows share a weight the
-// core is busy with them, and its own reading ahead comes too late.
+// Prefetch distance in the weight stream, in bytes: DRAM latency at 20 GB/s per core. Where more rows share a weight,
+// the core is busy with them, and its own prefetching comes too late.
 constexpr int kPrefetchBytes = 4096;
 constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
 
-// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead, to
-// where the epilogue puts them (Way::multiply).
+// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead,
+// to where the epilogue puts them (Way::multiply).
 struct Pass {
     Activations x{};
     int64_t row = 0, cols = 0;
     const uint8_t* panel = nullptr;
     float* out = nullptr;
     const Epilogue* epilogue = nullptr;  // of row r of `x`; null = sums stay in `out`
-    int64_t ahead = kPrefetchBytes;      // so far behind what is multiplied is asked for meanwhile; one row alone has its own
+    int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
 
     // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
     Epilogue end() const {
@@ -230,9 +230,9 @@ void tile_nibbles(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// A stretch of bf16 products, which the processor's tile unit multiplies at once (bf16_tiles.hpp). Everything adds in its order
-// (Intel SDM, TDPBF16PS): the first halves of a stretch's pairs are a chain of fused multiply-adds, the second halves
-// another, and their sum is added to that of the stretches before.
+// Length in k of a stretch of bf16 products, which the processor's tile unit multiplies at once (bf16_tiles.hpp). All
+// variants add in its order (Intel SDM, TDPBF16PS): the first halves of a stretch's pairs are a chain of fused
+// multiply-adds, the second halves another, and their sum is added to that of the stretches before.
 constexpr int kBf16Stretch = 32;
 static_assert(kPad % kBf16Stretch == 0);
 
@@ -352,7 +352,8 @@ Tile tile_of_groups(int format) {
 constexpr int rows_once(int format) { return has_groups(format) ? kRowsOnce : kRowsPlain; }
 constexpr int rows_many(int format) { return has_groups(format) ? kRowsMany : kRowsPlain; }
 
-// The micro-kernel of `format` (of bf16 in the order of vdpbf16ps, or of the tile unit) for 1 <= rows <= rows_once(format).
+// The micro-kernel of `format` for 1 <= rows <= rows_once(format). in_pairs: bf16 is added in the order of vdpbf16ps,
+// otherwise in that of the tile unit.
 template <int ROWS = max_of(kRowsOnce, kRowsPlain)>
 Tile tile_for(int format, int rows, bool in_pairs = false) {
     if constexpr (ROWS > 1)

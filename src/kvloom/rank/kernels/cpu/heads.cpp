@@ -1,4 +1,4 @@
-// The part of a step that knows heads and the paged cache: RoPE and cache writes, attention.
+// The part of a step that handles heads and the paged cache: RoPE and cache writes, attention.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -23,7 +23,8 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Norms, rotates and stores a query, key or value of a token, the first, then the second, then the third kind; in place.
+// Norms, rotates and stores a query, key or value of a token, the first, then the second, then the third kind; in
+// place.
 template <class Cache>
 void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
@@ -76,8 +77,9 @@ void Step::attend(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Prefetches the first keys and values of a task of one token, which are not in the cache: they lie in pieces of a block, too
-// short for the hardware prefetcher. A task of more tokens finds them in the cache, or reads them more than once.
+// Prefetches the first keys and values of a task of one token, which are not in the cache: they lie in pieces of a
+// block, too short for the hardware prefetcher. A task of more tokens finds them in the cache, or reads them more than
+// once.
 void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
     if (index >= int64_t(tasks_.size())) return;
     const AttentionTask& task = tasks_[size_t(index)];

@@ -38,9 +38,9 @@ void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim)
     store_apart(tile + (slot / 2 * dim + first_dim) * 2 + slot % 2, elements);
 }
 
-// A query as it is stored: Stored. What it, or the probabilities of its keys, are multiplied with: Factor. Sums of one of them
-// over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kTilesOnce, kVectors: of keys, and of
-// values, that share a load of the factors.
+// A query as it is stored: Stored. What it, or the probabilities of its keys, are multiplied with: Factor. Sums of one
+// of them over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kTilesOnce, kVectors:
+// of keys, and of values, that share a load of the factors.
 template <class Order>
 struct Bf16Form {
     static constexpr int kFormat = KVL_KV_BF16, kTilesOnce = Order::kTilesOnce, kVectors = kTilesOnce;
@@ -78,8 +78,8 @@ struct Bf16Form {
             scatter_value(reinterpret_cast<uint16_t*>(tile), half, i, slot, dim);
         }
     }
-    // Probabilities of the keys of VECS blocks (whose V tiles are tiles[0 ..]) as factors of the tiles' elements; returns
-    // what the sums are to be multiplied by.
+    // Probabilities of the keys of VECS blocks (whose V tiles are tiles[0 ..]) as factors of the tiles' elements;
+    // returns what the sums are to be multiplied by.
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const*) {
         Order::store_factors(to, p);

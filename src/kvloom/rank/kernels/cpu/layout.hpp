@@ -39,13 +39,15 @@ inline int32_t word_at(const void* from) {
 }
 
 constexpr int kLanes = 16;        // floats in the widest register; narrower machines use several
-constexpr int kPanel = 32;        // output channels a panel: two registers, so one activation broadcast feeds two dot products
+// output channels per panel: two registers, so one activation broadcast feeds two dot products
+constexpr int kPanel = 32;
 constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes
 constexpr int kFileGroup = 32;    // GGUF's own group, so that the blocks of its files are held exactly
 constexpr int kRun = 16;          // weights of Q6_K that share a scale
 constexpr int kPad = 64;          // every K is padded to this
 constexpr int kBlockTokens = 16;  // keys of a KV block
-constexpr int kChunkKeys = 128;   // keys of one attention task, at absolute positions: a query's sums never depend on the step
+// keys of one attention chunk, at absolute positions: a query's sums never depend on the step
+constexpr int kChunkKeys = 128;
 
 constexpr int64_t kMostChannelCols = 1 << 17;  // of the form with one scale a channel: its sums are below 2^31
 

@@ -45,7 +45,7 @@ void pack_channel(uint8_t* half, int64_t lane, const float* b, int64_t rank, boo
     }
 }
 
-// What kvl_adapter_add is given.
+// Arguments of kvl_adapter_add.
 struct Module {
     const float *a, *b;
     int64_t rank, count;
@@ -136,7 +136,8 @@ bool Step::has_low_rank(int32_t linear) const {
     return std::any_of(step_adapters_.begin(), step_adapters_.end(), [=](const Adapter* adapter) { return changes(adapter, linear); });
 }
 
-// The first of A that the thread multiplies when it has quantised its rows, before it waits for the others.
+// Prefetches the beginning of A that the thread multiplies once it has quantised its rows, before it waits for the
+// others.
 void Step::ask_for_a(const kvl_instruction& done, int thread) const {
     const kvl_instruction* const next = &done + 1;
     if (step_adapters_.empty() || next == model_.program.data() + model_.program.size()) return;

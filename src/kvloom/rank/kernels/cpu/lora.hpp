@@ -1,9 +1,9 @@
 // Low-rank adapters (Hu et al. 2021): y += B h with h = scale * A x, for the rows of a step that have one.
 //
-// h is made of the activations as the linear itself reads them, and B h is added to a row's sums where its epilogue is done, in
-// registers. A and B are held as the activations are: bf16, or int8 with a scale for each rank of A and each channel of B, and then
-// h is int8 too, with a scale for each module (decision 086). Sums of integers are exact and all others have an order that only
-// the adapter's own shape fixes: a row's bits never depend on the others.
+// h is made of the activations as the linear itself reads them, and B h is added to a row's sums where its epilogue is
+// done, in registers. A and B are held as the activations are: bf16, or int8 with a scale for each rank of A and each
+// channel of B, and then h is int8 too, with a scale for each module (decision 086). Sums of integers are exact and all
+// others have an order that only the adapter's own shape fixes: a row's bits never depend on the others.
 //
 // Ranks come in tiles of 16, one a lane; a module's last is filled with zeros:
 //   A, a tile:           16 floats, scales | bf16: [cols / 2][16][2], int8: [cols / 4][16][4] bytes, value = byte - 128
@@ -47,8 +47,8 @@ struct LoraInput {
     int64_t tile_bytes() const { return kLanes * (4 + cols * (is_bf16() ? 2 : 1)); }
 };
 
-// One module: tiles of A, and B for `count` halves of panels from `first` on, every other one if `skips`. That is all that says
-// where B is, for a list of its pieces would come from memory before them.
+// One module: tiles of A, and B for `count` halves of panels from `first` on, every other one if `skips`. That is all
+// that says where B is, for a list of its pieces would come from memory before them.
 struct LoraPart {
     const uint8_t *a, *b;
     int32_t h;             // byte of a token's h where the module's begins
@@ -70,7 +70,7 @@ struct LoraLinear {
     int64_t h_bytes = 0;  // of all parts together
     std::vector<LoraPart> parts;
 
-    // Asks for B of a panel.
+    // Prefetches B of a panel.
     void prefetch_b(int64_t panel) const {
         for (const LoraPart& part : parts)
             for (int64_t half = 2 * panel; half < 2 * panel + 2; half++)
@@ -82,7 +82,8 @@ struct Adapter {
     std::vector<LoraLinear> linears;  // as the model's
     int64_t widest = 0;               // most bytes of h of a linear
 
-    // Room for `bytes`, zeros, behind those before: a step reads them in the order in which they came. Throws std::bad_alloc.
+    // Room for `bytes`, zeros, behind those before: a step reads them in the order in which they came. Throws
+    // std::bad_alloc.
     uint8_t* take(int64_t bytes);
 
   private:
@@ -207,8 +208,8 @@ inline void shrink(const LoraLinear& linear, const LoraInput& input, const LoraR
     shrink_rows<ROWS>(linear, input, of.rows, of.h, then);
 }
 
-// sums + B h of 16 channels, of ROWS tokens; h: what each has of the module. One token has two chains, because one would wait for its
-// own latency.
+// sums + B h of 16 channels, of ROWS tokens; h: what each has of the module. One token has two chains, because one
+// would wait for its own latency.
 template <int ROWS>
 inline void expand_bytes(const uint8_t* b, int ranks, const uint8_t* const (&h)[ROWS], F32 (&sums)[ROWS]) {
     constexpr int kChains = ROWS == 1 ? 2 : 1;
@@ -265,7 +266,7 @@ struct LoraSums {
     const uint8_t* h[kLoraTokens];
 };
 
-// To `half`, 0 or 1, of the sums of 1 to kLoraTokens tokens what a module adds.
+// Adds a module's contribution to `half`, 0 or 1, of the sums of 1 to kLoraTokens tokens.
 template <int ROWS = kLoraTokens>
 inline void expand(const LoraLinear& linear, const LoraPart& part, const uint8_t* b, int half, const LoraSums& of) {
     if constexpr (ROWS > 1)
@@ -279,7 +280,7 @@ inline void expand(const LoraLinear& linear, const LoraPart& part, const uint8_t
     for (int m = 0; m < ROWS; m++) store(of.sums[m] + half * kLanes, sums[m]);
 }
 
-// To the sums of a panel of one token what its adapter adds; h: all that it has for the linear.
+// Adds an adapter's contribution to the sums of a panel of one token; h: all of the token's h for the linear.
 inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F32& lo, F32& hi) {
     for (const LoraPart& part : linear.parts)
         for (int half = 0; half < 2; half++)

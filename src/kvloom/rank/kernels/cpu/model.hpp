@@ -15,7 +15,7 @@
 
 namespace kvl {
 
-// Panels from `first` on, to where the next stretch begins, are held in one form.
+// A run of panels in one format: from panel `first` to the first panel of the next stretch.
 struct Stretch {
     int64_t first;
     int format;
@@ -32,7 +32,7 @@ struct Linear {
         while (panel < stretches[last].first) last--;
         return stretches[last].format;
     }
-    // The form that says how activations are quantised: the same for every stretch.
+    // Format that determines how activations are quantised: the same for every stretch.
     int activation_format() const { return stretches.front().format; }
     // Bytes of the panels before `panel`.
     int64_t offset(int64_t panel) const {
@@ -66,7 +66,7 @@ struct Rows {
     float* row(int64_t index) const { return at + index * stride; }
 };
 
-// Of a step over a model with experts; nothing else has any. A slot is a row of an expert.
+// Scratch memory of a step over a model with experts; empty for other models. A slot is one row of one expert.
 struct ExpertScratch {
     Rows logits;                    // [tokens], then [threads], of the router
     Rows gates, apart;              // [slots] what down reads; gate and up where they are in panels of their own
@@ -93,7 +93,7 @@ inline Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) 
     return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
 }
 
-// What a step works on, kept between steps.
+// Buffers of a step, kept between steps.
 struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
@@ -118,7 +118,7 @@ struct RopeTable {
 
 }  // namespace kvl
 
-// The C name of the whole.
+// The model, under the name that the C interface uses.
 struct kvl_model {
     explicit kvl_model(const kvl_shape& shape) : shape(shape), pool(shape.num_threads) {}
 
@@ -130,7 +130,8 @@ struct kvl_model {
     kvl::Pool pool;
     std::vector<kvl::Linear> linears;
     std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
-    std::vector<kvl::HugeBuffer> arenas;      // one a thread, linears in execution order: the DRAM stream never jumps
+    // one per thread, linears in execution order: the DRAM stream never jumps
+    std::vector<kvl::HugeBuffer> arenas;
     std::vector<kvl_instruction> program;
     int64_t last_attention = -1;  // of its instructions
     std::vector<uint8_t> turns;  // [program] which of Scratch::quantised is the last that has been written

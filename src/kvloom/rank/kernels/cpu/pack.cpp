@@ -14,7 +14,7 @@ int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
     return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
 }
 
-// The number of weight k of a channel of a group, in any form but bf16.
+// Writes the number of weight k of a channel of a group, in any format but bf16.
 void set_number(uint8_t* group, int format, int channel, int k, int number) {
     uint8_t* planes = group + scale_bytes(format);
     uint8_t* rest = planes + plane_bytes(format);
@@ -30,7 +30,7 @@ void set_number(uint8_t* group, int format, int channel, int k, int number) {
     plane = uint8_t((plane & ~(mask << shift)) | (number >> 4 & mask) << shift);
 }
 
-// What set_number wrote.
+// Reads the number that set_number wrote.
 int number_at(const uint8_t* group, int format, int channel, int k) {
     const uint8_t* planes = group + scale_bytes(format);
     const uint8_t* rest = planes + plane_bytes(format);
@@ -122,7 +122,7 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
     }
 }
 
-// A thread's part of every linear, one behind the other from `at` on. Returns where they end.
+// Lays out a thread's part of every linear, one after the other from `at` on. Returns their end.
 uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
     for (Linear& linear : model.linears) {
         linear.part[size_t(thread)] = at;
@@ -210,8 +210,8 @@ void kvl_adopt(kvl_model* model, const uint8_t* arenas) {
     for (int t = 0; t < model->pool.size(); t++) at = kvl::lay_out(*model, t, at);
 }
 
-// Threads of the caller fill different rows at the same time: rows of one panel may be written by two of them, but never
-// the same byte of int8 or int4 data, because a channel owns its bytes.
+// Threads of the caller fill different rows at the same time: rows of one panel may be written by two of them, but
+// never the same byte of int8 or int4 data, because a channel owns its bytes.
 void kvl_fill_f32(kvl_model* model, int32_t linear, const float* values, int64_t count, int64_t first, int32_t interleave) {
     const kvl::Linear& to = model->linears[size_t(linear)];
     for (int64_t r = 0; r < count; ++r) kvl::pack_row(to, kvl::channel_of(r, first, interleave), values + r * to.cols);

@@ -1,13 +1,14 @@
-// Sums of products of bf16 pairs, in one of two orders. A Pairs has a lane for each key, dim or channel, a Factor is of the number
-// that all lanes are multiplied by: two of them a pair. A Sum is to be closed at the end of each stretch.
+// Sums of products of bf16 pairs, in one of two orders. A Pairs has a lane for each key, dim or channel, a Factor is of
+// the number that all lanes are multiplied by: two of them a pair. A Sum is to be closed at the end of each stretch.
 #pragma once
 
 #include "simd.hpp"
 
 namespace kvl {
 
-// That of the processor's tile unit (Intel SDM, TDPBF16PS), so that it gives the same bits: the first halves of the pairs of a
-// stretch are a chain of fused multiply-adds, the second halves another, then both are added to what is there.
+// The order of the processor's tile unit (Intel SDM, TDPBF16PS), so that it gives the same bits: the first halves of
+// the pairs of a stretch are a chain of fused multiply-adds, the second halves another, then both are added to what is
+// there.
 struct UnitOrder {
     using Pairs = PairHalves;
     using Factor = float;  // a bf16, widened
@@ -38,8 +39,8 @@ struct UnitOrder {
 
 #ifdef KVL_HAS_PAIRS
 
-// That of vdpbf16ps (Intel SDM; AMD's cores do the same, tests hold them to it): one chain, of each pair the second product
-// before the first, each rounded.
+// The order of vdpbf16ps (Intel SDM; AMD's cores do the same, which tests check): one chain, of each pair the second
+// product before the first, each rounded.
 struct PairOrder {
     using Pairs = kvl::Pairs;
     using Factor = uint16_t;

@@ -17,8 +17,9 @@ namespace {
 constexpr int kMostSpins = 2000;
 constexpr int kLeastSpins = 400;  // 5 us, longer than most waits of undisturbed threads, so that these stop sleeping
 
-// Spins of this thread before it sleeps in a barrier. After a wait that ended in sleep the next one is short, because the late
-// thread has lost its core, and may get this one; after a wait that ended in time the next one may be twice as long.
+// Spins of this thread before it sleeps in a barrier. After a wait that ended in sleep the next one is short, because
+// the late thread has lost its core, and may get this one; after a wait that ended in time the next one may be twice as
+// long.
 thread_local int barrier_spins = kMostSpins;
 
 void pause_cpu() {

@@ -12,8 +12,8 @@
 
 namespace kvl {
 
-// While it lives, numbers that are too small for a float's usual form (below 2^-126) are 0 in this thread, as operands and as
-// results: the processor takes a hundred times as long for them, and no sum notices. Elsewhere it does nothing.
+// While it lives, subnormal floats (below 2^-126) are 0 in this thread, as operands and as results: the processor takes
+// a hundred times as long for them, and they do not affect any sum. On other processors than x86-64 it does nothing.
 class TinyIsZero {
   public:
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Activations on their way into a linear: RMSNorm, then int8 a group (or bf16).
+// Input activations of a linear: RMSNorm, then quantisation to int8 per group (or conversion to bf16).
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,8 @@
 
 namespace kvl {
 
-constexpr int kRowsBehind = 12;  // tiles of the last rows are read whole: so many more rows of memory follow, of any content
+// rows of memory, of any content, that follow the last row, because tiles of the last rows are read whole
+constexpr int kRowsBehind = 12;
 
 // Quantised rows. cols is padded to kPad.
 //   bf16:   data = bf16 [rows][cols]; scale and sum unused
@@ -25,7 +26,7 @@ inline float peak_of(const float* values, int64_t count) {
     return peak;
 }
 
-// Whether what an instruction gives are the activations of the linears behind it.
+// Whether an instruction produces the activations of the linears that follow it.
 constexpr bool is_quantising(int kind) {
     return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;
 }
@@ -41,8 +42,8 @@ inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t
     for (int64_t k = 0; k < count; k += kLanes) store(out + k, mul(mul(load(x + k), factor), load(weight + k)));
 }
 
-// out[k] = (x[k] - mean) / deviation * weight[k] + bias[k]; count is padded (zeros), `real` is what the mean is taken over.
-// x and out may be the same.
+// out[k] = (x[k] - mean) / deviation * weight[k] + bias[k]; count is padded (zeros), `real` is what the mean is taken
+// over. x and out may be the same.
 inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t count, int64_t real, float eps, float* out) {
     F32 total = splat(0), squares = splat(0);
     for (int64_t k = 0; k < count; k += kLanes) total = add(total, load(x + k));
@@ -56,7 +57,8 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
         store(out + k, fma(mul(sub(load(x + k), mean), factor), load(weight + k), load(bias + k)));
 }
 
-// Row `row` of `to`: int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each run.
+// Row `row` of `to`: int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each
+// run.
 template <int GROUP, int RUN>
 void quantize_row(const Activations& to, int64_t row, const float* x, int64_t count) {
     int8_t* data = to.data + row * count;

@@ -48,8 +48,8 @@ inline double dot(const Activations& x, int64_t row, int64_t cols, int format, c
     return total;
 }
 
-// The same of bf16 weights, every bit of it: the first halves of a stretch's pairs are a chain, the second halves another,
-// and both are added to what is there.
+// The same of bf16 weights, every bit of it: the first halves of a stretch's pairs are a chain, the second halves
+// another, and both are added to what is there.
 inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
     float total = 0;
     for (int64_t k = 0; k < cols; k += kFileGroup) {

@@ -37,8 +37,8 @@ inline F32 exp2(F32 x) {
     return scale_by_power(p, whole);
 }
 
-// 2^x for x <= 0, relative error below 4e-6, which is less than probabilities lose when they are rounded. 2^0 is 1, and 0 what
-// is below 2^-126. Minimax polynomial on [0, 1].
+// 2^x for x <= 0, relative error below 4e-6, which is less than probabilities lose when they are rounded. 2^0 is 1, and
+// 0 what is below 2^-126. Minimax polynomial on [0, 1].
 inline F32 exp2_share(F32 x) {
     const F32 part = fraction(x);
     F32 p = splat(1.3425155e-2f);

@@ -8,12 +8,14 @@
 namespace kvl {
 
 constexpr const char* kIsaName = "avx512";
-constexpr int kRowsOnce = 8;       // 16 accumulators + 16 float sums: the sums spill once a group, cheaper than a second pass
+// 16 accumulators + 16 float sums: the sums spill once per group, which is cheaper than a second pass
+constexpr int kRowsOnce = 8;
 constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
 constexpr int kRowsPlain = 12;     // 24 sums, and both halves of a pair of weights
 constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
 constexpr bool kUnrollsRows = false;  // in the softmax of attention: a hundredth of a step, and twice as long to compile
-constexpr int kAttentionGroups = 3;  // of as many queries: what they read of a chunk, and what they make, fits the first-level cache
+// groups of as many queries: their inputs from a chunk and their results fit the first-level cache
+constexpr int kAttentionGroups = 3;
 constexpr int kTilesOnce = 4;      // of keys, or of values: 24 sums of 6 queries
 constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
 constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
@@ -58,7 +60,8 @@ inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
 
-// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and 1.
+// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and
+// 1.
 template <class Join>
 inline F32 across(const F32 (&rows)[kLanes], Join join) {
     __m512 halves[8], quarters[4];
@@ -115,7 +118,8 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i moved = shift < 0 ? _mm512_srli_epi16(bits, unsigned(-shift)) : _mm512_slli_epi16(bits, unsigned(shift));
     return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))))};
 }
-// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the products.
+// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the
+// products.
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(weights.v), "v"(_mm512_set1_epi32(quad)));
     return acc;

@@ -59,8 +59,8 @@ void Step::reserve() {
     scratch_.capacity = capacity;
 }
 
-// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come first
-// and the short tasks fill the gaps at the end.
+// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come
+// first and the short tasks fill the gaps at the end.
 void Step::plan_attention() {
     const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;  // fewer tokens: more tasks than threads
     const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
@@ -126,7 +126,7 @@ void Step::add_positions(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// In place: every row by the thread that it is dealt to.
+// Normalises rows in place, each by the thread that it is dealt to.
 void Step::norm_layer(const kvl_instruction& instruction, int thread) {
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
         float* row = scratch_.residual.row(t);
@@ -155,7 +155,7 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     if (!small) sync();
 }
 
-// What is to be quantised of a row: where it is, or in `room`.
+// The floats of a row to quantise: a pointer to where they already are, or to `room`, where they are computed.
 const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
@@ -166,7 +166,7 @@ const float* Step::float_row(const kvl_instruction& instruction, int64_t row, fl
     return room;
 }
 
-// Behind a branch that is normed before it joins the residual stream.
+// Norms a branch's output and adds it to the residual stream.
 void Step::add_normed(const kvl_instruction& instruction, int thread) {
     const int64_t count = model_.hidden_stride();
     float* normed = scratch_.row[size_t(thread)];
@@ -222,7 +222,7 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
     if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
 }
 
-// One panel times some rows, and what is to be done with the sums while they are in the first-level cache.
+// Multiplies one panel by some rows and applies the epilogue while the sums are in the first-level cache.
 void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
@@ -237,7 +237,7 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     }
 }
 
-// What a linear's epilogue writes, or adds to.
+// Buffer that a linear's epilogue writes or adds to.
 Rows Step::target_of(const kvl_instruction& linear) const {
     switch (linear.epilogue) {
         case KVL_RESIDUAL:
@@ -248,7 +248,8 @@ Rows Step::target_of(const kvl_instruction& linear) const {
     }
 }
 
-// Of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are zero.
+// Epilogue of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are
+// zero.
 Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const {
     const Rows target = target_of(linear);
     const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
@@ -264,7 +265,7 @@ Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thr
     return epilogue;
 }
 
-// A panel of logits of one row: all of them to memory, or the largest among the row's candidates.
+// Keeps a panel of logits of one row: writes all to memory, or offers them to the row's candidates.
 void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int thread) {
     const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
     alignas(64) float changed[kPanel];
@@ -279,8 +280,8 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
     std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
 }
 
-// Behind the head: the candidates of each row, and the token behind it where the batch says how it is chosen. Rows of which
-// all logits are looked at are handed out, for they take longest.
+// Runs after the head: merges the candidates of each row, and chooses its next token if the batch says how. Rows whose
+// logits are all examined are handed out one by one, because they take longest.
 void Step::choose_tokens(int thread) {
     for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++) {
         if (batch_.tops[r] == 0) continue;

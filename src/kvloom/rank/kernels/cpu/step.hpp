@@ -13,8 +13,9 @@ namespace kvl {
 constexpr int kOwnTokens = 2;        // up to here each thread quantises all rows for itself: cheaper than a barrier
 constexpr int kHandOutTokens = 8;    // from here panels are handed out one by one, so a disturbed thread does less
 constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
-constexpr int kAskedBlocks = 32;     // of a context, before attention reads them: 128 KB of bf16 keys and values of 64 dims
-constexpr int kFusedTokens = 64;     // from here what follows is done where its floats are made (fused.cpp)
+// blocks of a context prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims
+constexpr int kAskedBlocks = 32;
+constexpr int kFusedTokens = 64;     // from here instructions are fused with the one before (fused.cpp)
 
 // Lays the scratch of the experts out for `tokens` at `at` and returns its end.
 uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
@@ -33,7 +34,8 @@ struct Span {
 class Step {
   public:
     Step(kvl_model& model, const kvl_batch& batch);
-    // Of every thread, inside the pool's run(): first the embeddings, then some of the program's instructions, in order.
+    // Called by every thread, inside the pool's run(): begin() computes the embeddings, work() executes some of the
+    // program's instructions, in order.
     void begin(int thread);
     void work(Span instructions, int thread);
 
@@ -52,7 +54,7 @@ class Step {
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
     bool does_next(const kvl_instruction& instruction) const;
     bool is_done(const kvl_instruction& instruction) const;
-    // What an instruction quantises, or what a linear reads.
+    // Activations that an instruction quantises, or that a linear reads.
     const Activations& activations(const kvl_instruction& instruction, int64_t rows, int thread) const {
         if (is_small(rows)) return scratch_.own[size_t(thread)];
         return scratch_.quantised[model_.turns[size_t(&instruction - model_.program.data())]];
@@ -103,8 +105,8 @@ class Step {
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
     // The next item of an instruction's work, for the calling thread.
     int64_t next(const kvl_instruction& instruction) { return counter(instruction, 0).fetch_add(1, std::memory_order_relaxed); }
-    // The same of `count` items: first those that are dealt to the thread, so that it meets the rows and the weights that it
-    // met before, then what others have left of theirs. `count` = none is left.
+    // The next of `count` items: first those dealt to the thread, so that it reuses the rows and weights that it used
+    // before, then items that other threads have not taken yet. Returns `count` when none is left.
     int64_t next(const kvl_instruction& instruction, int64_t count, int thread) {
         for (int i = 0, of = thread; i < model_.pool.size(); i++, of = (of + 1) % model_.pool.size()) {
             const int64_t item = deal(count, of) + counter(instruction, of).fetch_add(1, std::memory_order_relaxed);
@@ -122,7 +124,8 @@ class Step {
         return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
     }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
-    // h of token 0, where its activations are: with everybody's or with this thread's. Others' are lora_stride_ apart.
+    // h of token 0: in the shared area, or in this thread's own area in a small step, like the activations. Tokens are
+    // lora_stride_ bytes apart.
     uint8_t* lora_rows(int thread) const {
         const bool small = is_small(batch_.num_tokens);
         return scratch_.lora.data() + (small ? batch_.num_tokens + thread * kOwnTokens : 0) * lora_stride_;

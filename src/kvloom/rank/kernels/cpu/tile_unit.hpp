@@ -16,7 +16,8 @@ namespace kvl {
 
 #ifdef KVL_HAS_TILES
 
-// Whether this processor has the unit and the system lets this process use it (Linux, Documentation/arch/x86/xstate.rst).
+// Whether this processor has the unit and the system lets this process use it (Linux,
+// Documentation/arch/x86/xstate.rst).
 inline bool has_tiles() {
     static const bool has = [] {
         constexpr unsigned kUnit = 1u << 24, kInt8 = 1u << 25;  // of CPUID 7.0, EDX

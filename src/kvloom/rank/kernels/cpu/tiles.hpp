@@ -1,7 +1,8 @@
 // Micro-kernels of the tile unit of Intel's processors (AMX): many rows of int8 activations times one panel.
 //
-// A part of a panel, that is what shares a scale, is two tiles: 16 channels each, a quad of k a row. The sums of a part are
-// the same integers that dot products give, and what is done with them is the same, so a row's result has the same bits.
+// A part of a panel, that is what shares a scale, is two tiles: 16 channels each, a quad of k a row. The sums of a part
+// are the same integers that dot products give, and what is done with them is the same, so a row's result has the same
+// bits.
 #pragma once
 
 #include "bf16_tiles.hpp"
@@ -17,13 +18,14 @@ constexpr int kTileCols = 768;  // of a panel, unpacked at a time: 24 KB, half o
 
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 
-// Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole steps).
+// Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole
+// steps).
 constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 || format == KVL_INT8_32 ? 24 : 48; }
 
 // Weights that share a scale.
 constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
 
-// Some groups of a panel as the unit takes them: weights as signed bytes, scales (and minimums) as floats.
+// Some groups of a panel, unpacked for the tile unit: weights as signed bytes, scales (and minimums) as floats.
 template <int FORMAT>
 struct Unpacked {
     static constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart;
@@ -63,7 +65,7 @@ struct Unpacked {
     alignas(64) float scales[kTileCols / kGroup * kHalves];
 };
 
-// Where parts are multiplied: 0 to 3 sums, of two parts in turn; 4 activations; 6 and 7 weights.
+// Tiles used to multiply parts: 0 to 3 sums, of two parts in turn; 4 activations; 6 and 7 weights.
 struct PartShapes : TileConfig {
     explicit PartShapes(int part) {
         for (int tile = 0; tile < 8; tile++) {
@@ -73,8 +75,8 @@ struct PartShapes : TileConfig {
     }
 };
 
-// Where sums begin: an integer s that is added to the bits of 1.5 * 2^23 makes them those of 1.5 * 2^23 + s, a float. To
-// subtract is then to convert, on a port that multiplications do not need: the unit blocks one of their two.
+// Where sums begin: an integer s that is added to the bits of 1.5 * 2^23 makes them those of 1.5 * 2^23 + s, a float.
+// To subtract is then to convert, on a port that multiplications do not need: the unit blocks one of their two.
 struct Start {
     static constexpr float kValue = 12582912.0f;
     static constexpr int32_t kBits = 0x4b400000;

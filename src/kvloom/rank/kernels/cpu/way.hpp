@@ -1,4 +1,4 @@
-// How the rows of a step meet the panels of a linear. The kernels are compiled once, in way.cpp.
+// How the rows of a step are multiplied by the panels of a linear. The kernels are compiled once, in way.cpp.
 #pragma once
 
 #include "gemm.hpp"
@@ -6,7 +6,8 @@
 namespace kvl {
 
 constexpr int kTileRows = 516;  // of one pass, whole blocks: a panel is unpacked once for all of them
-constexpr int kStripRows = 256;  // the same where nothing is unpacked: what such rows read and give stays in a second-level cache (fused.cpp)
+// the same where nothing is unpacked: inputs and outputs of so many rows stay in a second-level cache (fused.cpp)
+constexpr int kStripRows = 256;
 constexpr int kStripBlock = 32;  // rows that the tile unit takes at a time there
 constexpr int kLeastStrip = 128;  // fewer rows are not worth reading all panels
 constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
@@ -15,8 +16,8 @@ constexpr int64_t kStripFloats = 400 << 10;  // of a strip, in that cache
 struct Way {
     Way(int format, int64_t rows, int unit);  // KVL_TILES, ...
 
-    // What pass `index` over a panel of `cols` columns asks for, behind what it multiplies: the first one what it reads itself, the second
-    // the next panel. Others find theirs in the cache.
+    // Prefetch distance in bytes of pass `index` over a panel of `cols` columns: the first pass prefetches the panel
+    // itself, the second the next panel. Later passes find theirs in the cache.
     int64_t ahead(int64_t index, int64_t cols) const;
     // One pass, and its epilogue. `out` has room for kTileRows rows.
     void multiply(const Pass& pass, int rows) const { multiply(&pass, 1, rows); }
