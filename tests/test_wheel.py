@@ -99,7 +99,10 @@ def test_a_wheel_carries_the_libraries_of_these_sources_and_is_of_this_platform(
     expected |= {"kvloom/pool/cluster/native/lib/libkvloom_stream.so"}
     assert libraries == expected
     headers = {f"kvloom/engine_api/{path.relative_to(LIBRARY.package)}" for path in LIBRARY.include.rglob("*.h")}
-    sources = {"kvloom/rank/kernels/cpu/step.cpp", "kvloom/rank/kernels/cpu/abi.h"}  # to compile for others
+    kernels = build.SOURCES.relative_to(ROOT / "src")
+    # to compile for others
+    sources = {str(kernels / path.relative_to(build.SOURCES)) for path in build.SOURCES.rglob("*") if path.is_file()}
+    assert {f"{kernels}/abi.h", f"{kernels}/step/step.cpp"} <= sources
     page = {f"kvloom/server/console/{name}" for name in FILES}
     assert sources | headers | page | {"kvloom/server/docs.html"} <= set(names)
     assert not wheel.name.endswith("any.whl")

@@ -1,8 +1,8 @@
 // bf16 linears: the documented order of additions, bit for bit, for every number of rows: with the tile unit as without, and in pairs.
 #include "check.hpp"
-#include "model.hpp"
+#include "linear/tiles.hpp"
+#include "model/model.hpp"
 #include "scalar.hpp"
-#include "tiles.hpp"
 
 using namespace kvl;
 

@@ -2,13 +2,13 @@
 // Prints what differs.
 #include <numeric>
 
+#include "activations/gates.hpp"
+#include "activations/rope.hpp"
 #include "bf16_test.cpp"
 #include "check.hpp"
-#include "gates.hpp"
-#include "gemm.hpp"
+#include "linear/gemm.hpp"
 #include "lora_test.cpp"
-#include "model.hpp"
-#include "rope.hpp"
+#include "model/model.hpp"
 #include "numbers_test.cpp"
 #include "scalar.hpp"
 #include "tiles_test.cpp"

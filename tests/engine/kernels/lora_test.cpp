@@ -1,6 +1,6 @@
 // Adapters against their scalar reference, in every form and at every remainder of their ranks.
 #include "check.hpp"
-#include "model.hpp"
+#include "model/model.hpp"
 #include "scalar.hpp"
 
 using namespace kvl;

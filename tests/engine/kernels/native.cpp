@@ -2,17 +2,17 @@
 // test_cpu_native.py, compiled with a sanitizer; its argument says which tests; exits 1 if anything differs.
 #include <string>
 
-#include "asked.cpp"
-#include "draw.cpp"
-#include "experts.cpp"
-#include "fused.cpp"
-#include "heads.cpp"
-#include "lora.cpp"
-#include "memory.cpp"
-#include "pack.cpp"
-#include "pool.cpp"
-#include "step.cpp"
-#include "way.cpp"
+#include "attention/heads.cpp"
+#include "experts/experts.cpp"
+#include "linear/way.cpp"
+#include "lora/lora.cpp"
+#include "model/pack.cpp"
+#include "runtime/memory.cpp"
+#include "runtime/pool.cpp"
+#include "sampling/draw.cpp"
+#include "step/asked.cpp"
+#include "step/fused.cpp"
+#include "step/step.cpp"
 
 #include "kernels_test.cpp"
 #include "step_test.cpp"

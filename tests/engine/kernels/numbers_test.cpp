@@ -1,9 +1,9 @@
 // Functions of numbers and of rows of them against their scalar references, at every remainder.
 #include <numeric>
 
+#include "activations/gates.hpp"
+#include "activations/quant.hpp"
 #include "check.hpp"
-#include "gates.hpp"
-#include "quant.hpp"
 #include "scalar.hpp"
 
 using namespace kvl;

@@ -1,6 +1,7 @@
 """Where the kernels' library comes from: a wheel, the user's cache, the compiler; and what happens without any."""
 
 import logging
+import shutil
 from functools import partial
 
 import pytest
@@ -40,6 +41,18 @@ def test_a_prebuilt_library_of_other_sources_is_not(cache, tmp_path, monkeypatch
     monkeypatch.setattr(build, "SOURCES", sources)
     with pytest.raises(ModelError, match="need a C\\+\\+ compiler"):
         build.library("portable")
+
+
+def test_a_library_is_named_by_its_sources_in_every_folder(tmp_path, monkeypatch):
+    sources = tmp_path / "cpu"
+    shutil.copytree(build.SOURCES, sources)
+    monkeypatch.setattr(build, "SOURCES", sources)
+    names = {build.file_name("portable")}
+    paths = sorted(path for path in sources.rglob("*") if path.is_file())
+    for path in paths:
+        path.write_text(path.read_text() + "// changed")
+        names.add(build.file_name("portable"))
+    assert len(names) == len(paths) + 1
 
 
 def test_the_compiler_runs_once_for_all_who_come_meanwhile(tmp_path, monkeypatch):

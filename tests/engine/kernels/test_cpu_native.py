@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def run(tests: str, isa: str, flags: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """The program of an instruction set, compiled with these flags besides, and its tests of this name."""
     command = ["g++", *FLAGS, *flags, LEVELS.get(isa, "-O0"), *build.ISAS[isa][0], f"-I{build.SOURCES}", PROGRAM]
-    sources = [path for folder in (build.SOURCES, PROGRAM.parent) for path in sorted(folder.glob("*.cpp"))]
+    sources = [path for folder in (build.SOURCES, PROGRAM.parent) for path in sorted(folder.rglob("*.cpp"))]
     program = compiled(command, PROGRAM.stem, sources)
     return subprocess.run([program, tests], capture_output=True, text=True, check=False)
 

@@ -1,10 +1,10 @@
 // The tile unit, where this processor has one: every number of rows, against the same rows one by one by dot products.
 #include <algorithm>
 
-#include "attention_tiles.hpp"
+#include "attention/attention_tiles.hpp"
 #include "check.hpp"
-#include "model.hpp"
-#include "tiles.hpp"
+#include "linear/tiles.hpp"
+#include "model/model.hpp"
 
 using namespace kvl;
 

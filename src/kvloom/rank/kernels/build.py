@@ -16,7 +16,7 @@ from kvloom.contract.errors import ModelError
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "cpu"
+SOURCES = Path(__file__).parent / "cpu"  # in subfolders; they include one another by their path from here
 PREBUILT = Path(__file__).parent / "lib"  # exists only in an installed wheel
 COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno")
 _AVX512 = "avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16 avx2 fma f16c"
@@ -92,7 +92,7 @@ def sums_of(isa: str) -> str:
 
 def file_name(isa: str) -> str:
     hashed = hashlib.sha256(repr((COMMON_FLAGS, ISAS[isa][0])).encode())
-    for path in sorted(SOURCES.glob("*.[hc]*")):
+    for path in sorted(SOURCES.rglob("*.[hc]*")):
         hashed.update(path.read_bytes())
     return f"libkvloom_{_library(isa)}_{platform.machine()}-{hashed.hexdigest()[:16]}.so"
 
@@ -115,11 +115,12 @@ def compile_library(isa: str, target: Path) -> None:
         raise ModelError("the CPU kernels need a C++ compiler (g++ or clang++) once, and none was found")
     log.info("compiling the CPU kernels (%s) into %s, once", _library(isa), target.parent)
     target.parent.mkdir(parents=True, exist_ok=True)
-    command: list[str | Path] = [compiler, *COMMON_FLAGS, *ISAS[isa][0]]
+    command: list[str | Path] = [compiler, *COMMON_FLAGS, *ISAS[isa][0], f"-I{SOURCES}"]
     num_cores = len(os.sched_getaffinity(0))
-    sources = sorted(SOURCES.glob("*.cpp"))
+    sources = sorted(SOURCES.rglob("*.cpp"))
     with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor(num_cores) as side_by_side:
-        objects = [Path(folder) / f"{source.stem}-{target.name}.o" for source in sources]
+        names = ["_".join(source.relative_to(SOURCES).with_suffix("").parts) for source in sources]
+        objects = [Path(folder) / f"{name}-{target.name}.o" for name in names]
         each = [[*command, "-c", source, "-o", path] for source, path in zip(sources, objects, strict=True)]
         for done in [side_by_side.submit(_run_compiler, words) for words in each]:
             done.result()

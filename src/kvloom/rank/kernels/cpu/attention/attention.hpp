@@ -1,0 +1,279 @@
+// Paged attention of a few query rows that share a kv head, one chunk of keys at a time.
+//
+// Chunks begin at absolute positions (multiples of kChunkKeys) and are computed from nothing, then merged in order of
+// position: a query's result has the same bits however its prompt was cut and whatever shares its tile or its thread.
+#pragma once
+
+#include "attention/kvcache.hpp"
+
+namespace kvl {
+
+// Where the tiles of one kv head of one sequence are: block b's K tile is at keys + table[b] * stride.
+struct PagedHead {
+    const uint8_t *keys, *values;
+    const int32_t* table;
+    int64_t stride;  // bytes
+    int head_dim;
+    float softcap;  // of scores, in log2 units; 0 = none
+    const uint8_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
+    const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
+};
+
+// A query row: numbers [head_dim], as the cache's form stores them or as its factors; times `scale`, the query times
+// log2(e) / sqrt(head_dim). Sees keys in [from, until).
+struct Query {
+    const void* numbers;
+    float scale;
+    int64_t from, until;
+    template <class Number>
+    const Number* as() const {
+        return static_cast<const Number*>(numbers);
+    }
+};
+
+// Softmax of up to kLanes rows over what was seen so far: weighted values, not divided by `weight` yet; peaks are in
+// log2 units.
+struct Partials {
+    Partials() {
+        store(peak, splat(kMasked));
+        store(weight, splat(0));
+    }
+    alignas(64) float peak[kLanes];
+    alignas(64) float weight[kLanes];
+    float* sums = nullptr;  // [rows][head_dim]
+};
+
+// The visible blocks of one chunk: keys [first_key, first_key + num_keys).
+struct Chunk {
+    Chunk() = default;
+    Chunk(const PagedHead& head, int64_t chunk, int64_t until) : first_key(chunk * kChunkKeys) {
+        const int64_t first_block = first_key / kBlockTokens, last_block = (until + kBlockTokens - 1) / kBlockTokens;
+        num_blocks = int(min_of(last_block - first_block, int64_t(kChunkBlocks)));
+        num_keys = num_blocks * kBlockTokens;
+        for (int b = 0; b < num_blocks; b++) {
+            keys[b] = head.key_tile(first_block + b);
+            values[b] = head.value_tile(first_block + b);
+        }
+    }
+    static constexpr int kChunkBlocks = kChunkKeys / kBlockTokens;
+    int64_t first_key;
+    int num_blocks, num_keys;
+    const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
+};
+
+// Scores of ROWS queries against some K tiles, into scores[m * kChunkKeys + ...].
+template <class Cache, int ROWS, int TILES>
+void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* queries, float* scores) {
+    constexpr int kStretch = 16;  // pairs of dims
+    typename Cache::Sum sums[ROWS][TILES];
+    const typename Cache::Factor* q[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) {
+#pragma GCC unroll 4
+        for (int t = 0; t < TILES; t++) sums[m][t] = Cache::zero();
+        q[m] = queries[m].as<typename Cache::Factor>();
+    }
+    for (int stretch = 0; stretch < head_dim / 2; stretch += kStretch) {
+#pragma GCC unroll 2
+        for (int pair = stretch; pair < stretch + kStretch; pair++) {
+            decltype(Cache::load_tile(nullptr, 0)) keys[TILES];
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; t++) keys[t] = Cache::load_tile(tiles[t], pair * kBlockTokens * 2);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+                for (int t = 0; t < TILES; t++) Cache::add_pair(sums[m][t], keys[t], q[m] + 2 * pair);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int t = 0; t < TILES; t++) Cache::close(sums[m][t]);
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+        for (int t = 0; t < TILES; t++)
+            store(scores + m * kChunkKeys + t * kBlockTokens, Cache::scores(sums[m][t], tiles[t], queries[m].scale));
+}
+
+// Scores of keys that the query must not see become kMasked, in place.
+inline void mask_scores(const Query& query, const Chunk& chunk, float* scores) {
+    const int64_t seen = query.until - chunk.first_key, hidden = query.from - chunk.first_key;
+    if (seen >= chunk.num_keys && hidden <= 0) return;
+    for (int k = 0; k < chunk.num_keys; k += kLanes) {
+        F32 value = first_lanes(load(scores + k), int(max_of(min_of(seen - k, kLanes), 0)), kMasked);
+        if (hidden > k) {  // keys that have left the sliding window: what is not among the first `hidden`
+            const F32 late = first_lanes(splat(kMasked), int(min_of(hidden - k, kLanes)), 0.0f);
+            value = max(add(value, late), splat(kMasked));
+        }
+        store(scores + k, value);
+    }
+}
+
+// The largest of VECS * 16 scores of each row.
+template <int VECS>
+F32 peaks_of(const float* scores, int rows) {
+    F32 peaks[kLanes];
+    for (int m = 0; m < kLanes; m++) peaks[m] = splat(kMasked);
+    for (int m = 0; m < rows; m++, scores += kChunkKeys) {
+        F32 odd = peaks[m];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; v++) (v % 2 ? odd : peaks[m]) = max(v % 2 ? odd : peaks[m], load(scores + v * kLanes));
+        peaks[m] = max(peaks[m], odd);
+    }
+    return largest_of(peaks);
+}
+
+// Turns VECS * 16 scores into probabilities relative to `peak`, which become factors of the chunk's values; returns
+// what the factors' sums are to be multiplied by, and in `total` lanes whose sum is that of the probabilities.
+template <class Form, int VECS>
+float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Form::Factor* factors, F32& total) {
+    F32 p[VECS];
+    total = splat(0);
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; v++) {
+        p[v] = exp2_share(sub(load(scores + v * kLanes), splat(peak)));
+        total = add(total, p[v]);
+    }
+    return Form::store_probabilities(factors, p, chunk.values);
+}
+
+// Factors of the sums of up to kLanes rows when a chunk is merged: of the old sums, and of the chunk's own.
+struct Shares {
+    alignas(64) float keep[kLanes];
+    alignas(64) float gain[kLanes];
+};
+
+// Up to kLanes queries, where their scores with a chunk are, and where their factors go: [rows][kChunkKeys], factors
+// `stride` apart. A row's factors may take the place of its scores.
+template <class Factor>
+struct Scored {
+    const Query* queries;
+    int rows;
+    float* scores;
+    Factor* factors;
+    int stride;
+};
+
+// Between two rows of a softmax, which is compiled anew for each type of this.
+template <int ROWS>
+struct NothingMeanwhile {
+    void operator()(int) const {}
+};
+
+// Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants
+// them. After each row `meanwhile` is told which it was.
+template <class Form, int VECS, class Meanwhile>
+Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
+    alignas(64) float peak[kLanes], scale[kLanes] = {};
+    F32 totals[kLanes];
+    for (int m = 0; m < of.rows; m++) {
+        float* const row = of.scores + m * kChunkKeys;
+        if (head.softcap > 0)
+            for (int k = 0; k < VECS * kLanes; k += kLanes) store(row + k, softcap(load(row + k), head.softcap));
+        mask_scores(of.queries[m], chunk, row);
+    }
+    const F32 own = peaks_of<VECS>(of.scores, of.rows);
+    store(peak, own);
+    for (int m = 0; m < kLanes; m++) totals[m] = splat(0);
+    for (int m = 0; m < of.rows; m++) {
+        const float top = peak[m] > kMasked / 2 ? peak[m] : 0.0f;  // where nothing is visible nothing has a share
+        scale[m] = weigh_row<Form, VECS>(of.scores + m * kChunkKeys, top, chunk, of.factors + m * of.stride, totals[m]);
+        meanwhile(m);
+    }
+    const F32 old = load(out.peak), top = max(old, own);
+    const F32 keep = exp2(sub(old, top)), gain = exp2(sub(own, top));
+    store(out.weight, fma(load(out.weight), keep, mul(sums_of(totals), gain)));
+    store(out.peak, top);
+    Shares shares;
+    store(shares.keep, keep);
+    store(shares.gain, mul(gain, load(scale)));
+    return shares;
+}
+
+// The same for any number of blocks.
+template <class Form, int VECS = Chunk::kChunkBlocks, class Meanwhile>
+Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
+    if constexpr (VECS > 1)
+        if (chunk.num_blocks < VECS) return weigh_keys<Form, VECS - 1>(head, chunk, of, out, meanwhile);
+    return weigh_blocks<Form, VECS>(head, chunk, of, out, meanwhile);
+}
+
+// New sums of `count` dims of row m to the old ones at `to`.
+inline void join(float* to, const float* sums, int count, const Shares& shares, int m) {
+    const F32 keep = splat(shares.keep[m]), gain = splat(shares.gain[m]);
+    for (int i = 0; i < count; i += kLanes) store(to + i, fma(load(to + i), keep, mul(load(sums + i), gain)));
+}
+
+// Adds VECS * 16 dims of the chunk's values, weighted, into sums[m][dim ..].
+template <class Cache, int ROWS, int VECS>
+void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cache::Factor* factors, const Shares& shares,
+                  Partials& out) {
+    typename Cache::Sum sums[ROWS][VECS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < VECS; v++) sums[m][v] = Cache::zero();
+    for (int b = 0; b < chunk.num_blocks; b++) {
+#pragma GCC unroll 2
+        for (int pair = 0; pair < kBlockTokens / 2; pair++) {
+            decltype(Cache::load_tile(nullptr, 0)) values[VECS];
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++)
+                values[v] = Cache::load_tile(chunk.values[b], (pair * head_dim + dim + v * kLanes) * 2);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECS; v++)
+                    Cache::add_pair(sums[m][v], values[v], factors + m * kChunkKeys + b * kBlockTokens + pair * 2);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 4
+            for (int v = 0; v < VECS; v++) Cache::close(sums[m][v]);
+    }
+    for (int m = 0; m < ROWS; m++) {
+        alignas(64) float own[VECS * kLanes];
+        for (int v = 0; v < VECS; v++) store(own + v * kLanes, Cache::sums(sums[m][v]));
+        join(out.sums + m * head_dim + dim, own, VECS * kLanes, shares, m);
+    }
+}
+
+// One chunk of ROWS queries, merged into out.
+template <class Cache, int ROWS>
+void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chunk, Partials& out) {
+    alignas(64) float scores[ROWS * kChunkKeys];
+    alignas(64) typename Cache::Factor factors[ROWS * kChunkKeys];
+    int b = 0;
+    for (; b + Cache::kTilesOnce <= chunk.num_blocks; b += Cache::kTilesOnce)
+        score_blocks<Cache, ROWS, Cache::kTilesOnce>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+    for (; b < chunk.num_blocks; b++)
+        score_blocks<Cache, ROWS, 1>(chunk.keys + b, head.head_dim, queries, scores + b * kBlockTokens);
+    const NothingMeanwhile<kUnrollsRows ? ROWS : 0> nothing;
+    const Shares shares = weigh_keys<Cache>(head, chunk, {queries, ROWS, scores, factors, kChunkKeys}, out, nothing);
+    int dim = 0;
+    for (; dim + Cache::kVectors * kLanes <= head.head_dim; dim += Cache::kVectors * kLanes)
+        weigh_values<Cache, ROWS, Cache::kVectors>(chunk, head.head_dim, dim, factors, shares, out);
+    for (; dim < head.head_dim; dim += kLanes)
+        weigh_values<Cache, ROWS, 1>(chunk, head.head_dim, dim, factors, shares, out);
+}
+
+// Factor that the sums are multiplied by, given a sink, which takes its share of the softmax; null = no sink.
+inline float share_beside(const float* sink, float peak, float weight) {
+    if (sink == nullptr) return 1.0f / weight;
+    const float score = *sink * kLog2E, top = max_of(peak, score);
+    const float keep = exp2_scalar(max_of(peak - top, -126.0f));
+    return keep / (weight * keep + exp2_scalar(max_of(score - top, -126.0f)));
+}
+
+using ChunkKernel = void (*)(const PagedHead&, const Query*, const Chunk&, Partials&);
+
+// The kernel for 1 <= rows <= kAttentionRows.
+template <class Cache, int ROWS = kAttentionRows>
+ChunkKernel chunk_kernel(int rows) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return chunk_kernel<Cache, ROWS - 1>(rows);
+    return &attend_chunk<Cache, ROWS>;
+}
+
+}  // namespace kvl

@@ -1,0 +1,171 @@
+// The part of a step that handles heads and the paged cache: RoPE and cache writes, attention.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+
+#include "step/step.hpp"
+
+namespace kvl {
+
+// Side 0 holds K tiles, side 1 V tiles: [layers][side][blocks][kv_heads] tiles.
+uint8_t* Step::cache(int layer, int side) const {
+    return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * shape_.num_kv_heads * tile_bytes_;
+}
+
+// Tokens are dealt out, except that a pair of keys shares a word of a V tile, so two threads may write to one word: to
+// its own half each, which is a store of that size and safe.
+void Step::place_heads(const kvl_instruction& instruction, int thread) {
+    const bool is_int8 = shape_.kv_format == KVL_KV_INT8;
+    ask_for(thread, (&instruction)[1]);
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++)
+        is_int8 ? place_token<Int8Cache>(instruction, t) : place_token<Bf16Cache>(instruction, t);
+    sync();
+}
+
+// Norms, rotates and stores a query, key or value of a token, the first, then the second, then the third kind; in
+// place.
+template <class Cache>
+void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
+    const int dim = shape_.head_dim, position = batch_.pos[token];
+    const float scale = shape_.attention_scale > 0 ? kLog2E * shape_.attention_scale : kLog2E / std::sqrt(float(dim));
+    const int32_t* table = batch_.block_table + int64_t(sequence_[size_t(token)]) * batch_.max_blocks;
+    const int64_t block = int64_t(table[position / kBlockTokens]) * shape_.num_kv_heads * tile_bytes_;
+    const int slot = position % kBlockTokens;
+    const RopeTable rope = instruction.rope < 0 ? RopeTable{nullptr, 0} : model_.ropes[size_t(instruction.rope)];
+    const bool norms_heads = instruction.source != KVL_NORM_ROWS;
+    const float* weight = vector(head < shape_.num_heads ? instruction.vector : instruction.vector2);
+    const int key = head - shape_.num_heads, value = key - shape_.num_kv_heads;
+    if (value >= 0) return Cache::store_value(cache(instruction.layer, 1) + block + value * tile_bytes_, at, dim, slot);
+    if (weight != nullptr && norms_heads) rms_norm(at, weight, dim, dim, shape_.norm_eps, at);
+    if (rope.dim > 0) rotate(at, rope.at + int64_t(position) * rope.dim, rope.dim);
+    if (key >= 0) return Cache::store_key(cache(instruction.layer, 0) + block + key * tile_bytes_, at, dim, slot);
+    const int64_t query = query_at(token, head);
+    auto* to = reinterpret_cast<typename Cache::Stored*>(scratch_.queries + query * dim);
+    scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale);
+}
+
+// Where a query is: those of a kv head lie together, token by token.
+int64_t Step::query_at(int64_t token, int head) const {
+    return (head / heads_per_kv_ * batch_.num_tokens + token) * heads_per_kv_ + head % heads_per_kv_;
+}
+
+// Of a whole row of the qkv buffer, which is not needed afterwards.
+template <class Cache>
+void Step::place_token(const kvl_instruction& instruction, int64_t token) {
+    float* row = scratch_.qkv.row(token);
+    if (instruction.source == KVL_NORM_ROWS) {
+        const int64_t queries = model_.query_width(), keys = model_.kv_width();
+        rms_norm(row, vector(instruction.vector), queries, queries, shape_.norm_eps, row);
+        rms_norm(row + queries, vector(instruction.vector2), keys, keys, shape_.norm_eps, row + queries);
+    }
+    for (int head = 0; head < shape_.num_heads + 2 * shape_.num_kv_heads; head++, row += shape_.head_dim)
+        place_head<Cache>(instruction, token, head, row);
+}
+
+template void Step::place_head<Bf16Cache>(const kvl_instruction&, int64_t, int, float*);
+template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, float*);
+
+// Tasks are handed out one by one: their costs differ by the lengths of the sequences.
+void Step::attend(const kvl_instruction& instruction, int thread) {
+    const int64_t count = int64_t(tasks_.size());
+    for (int64_t i; (i = next(instruction)) < count;) {
+        ask_for(i + model_.pool.size(), instruction);
+        attend_task(tasks_[size_t(i)], instruction);
+    }
+    ask_for_a(instruction, thread);
+    sync();
+}
+
+// Prefetches the first keys and values of a task of one token, which are not in the cache: they lie in pieces of a
+// block, too short for the hardware prefetcher. A task of more tokens finds them in the cache, or reads them more than
+// once.
+void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
+    if (index >= int64_t(tasks_.size())) return;
+    const AttentionTask& task = tasks_[size_t(index)];
+    const int64_t token = batch_.qstart[task.sequence], position = batch_.pos[token];
+    if (batch_.qstart[task.sequence + 1] - token > 1) return;
+    const int32_t* table = batch_.block_table + int64_t(task.sequence) * batch_.max_blocks;
+    const int64_t passed = attention.window > 0 ? std::max<int64_t>(0, position + 1 - attention.window) : 0;
+    const int64_t first = passed / kBlockTokens, end = std::min(position / kBlockTokens + 1, first + kAskedBlocks);
+    for (int64_t block = first; block < end; block++)
+        for (int side = 0; side < 2; side++) {
+            const int64_t tile = table[block] * int64_t(shape_.num_kv_heads) + task.kv_head;
+            const uint8_t* from = cache(attention.layer, side) + tile * tile_bytes_;
+            for (int64_t at = 0; at < tile_bytes_; at += 64) prefetch(from + at);
+        }
+}
+
+void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruction) {
+    const int dim = shape_.head_dim, rows = task.num_rows, layer = instruction.layer;
+    const int64_t tile = task.kv_head * tile_bytes_;
+    const PagedHead head{cache(layer, 0) + tile, cache(layer, 1) + tile,
+                         batch_.block_table + int64_t(task.sequence) * batch_.max_blocks,
+                         shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
+    Query queries[kTileQueries];
+    Partials partials[kMostGroups];
+    const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows of a group
+    alignas(64) float sums[kTileQueries * kMaxHeadDim];
+    std::fill(sums, sums + rows * dim, 0.0f);
+    for (int g = 0; g < kMostGroups; g++) partials[g].sums = sums + g * each * dim;
+    const int64_t first = query_at(batch_.qstart[task.sequence], task.kv_head * heads_per_kv_) + task.first_row;
+    int64_t from = INT64_MAX, until = 0;
+    for (int m = 0; m < rows; m++) {
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
+        const int64_t window = instruction.window, position = batch_.pos[token];
+        const int64_t last = shape_.sees_ahead ? batch_.pos[batch_.qstart[task.sequence + 1] - 1] : position;
+        const int64_t end = 1 + (window > 0 ? std::min(last, position + window - 1) : last);
+        queries[m] = {scratch_.queries + (first + m) * dim, scratch_.query_scale[first + m],
+                      window > 0 ? std::max<int64_t>(0, position + 1 - window) : 0, end};
+        from = std::min(from, queries[m].from);
+        until = std::max(until, end);
+    }
+    const bool in_pairs = model_.unit == KVL_PAIRS;
+    const auto of_bf16 = in_pairs ? attend_rows<Bf16Pairs, Bf16Tiles> : attend_rows<Bf16Cache, Bf16Tiles>;
+    const auto attend = shape_.kv_format == KVL_KV_INT8 ? attend_rows<Int8Cache, Int8Tiles> : of_bf16;
+    attend(head, queries, rows, from, until, attends_in_tiles_, partials);
+    const float* sinks = vector(instruction.vector);
+    const bool is_fused = does_next(instruction);
+    for (int m = 0; m < rows; m++) {
+        const int64_t token = batch_.qstart[task.sequence] + (task.first_row + m) / heads_per_kv_;
+        const int64_t own = int64_t(task.kv_head) * heads_per_kv_ + (task.first_row + m) % heads_per_kv_;
+        const Partials& group = partials[m / each];
+        const F32 inverse = splat(share_beside(sinks ? sinks + own : nullptr, group.peak[m % each], group.weight[m % each]));
+        float* const head_sums = sums + m * dim;
+        float* const to = is_fused ? head_sums : scratch_.attended.row(token) + own * dim;
+        for (int i = 0; i < dim; i += kLanes) store(to + i, mul(load(head_sums + i), inverse));
+        if (is_fused) store_columns((&instruction)[1], token, own * dim, to, dim);
+    }
+}
+
+}  // namespace kvl
+
+// Every thread sums its own stretch of memory that no cache holds; four sums, so that only memory is waited for.
+static int64_t read_all(const uint8_t* data, int64_t lines) {
+    kvl::I32 sums[4] = {kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0)};
+    for (int64_t line = 0; line + 4 <= lines; line += 4)
+        for (int i = 0; i < 4; i++) {
+            const uint8_t* at = data + (line + i) * 64;
+            kvl::prefetch(at + kvl::kPrefetchBytes);
+            sums[i] = kvl::dot_nibbles(sums[i], kvl::low_nibbles(at), 1);
+        }
+    return kvl::sum(kvl::add(kvl::add(sums[0], sums[1]), kvl::add(sums[2], sums[3])));
+}
+
+double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
+    const kvl::HugeBuffer buffer(bytes);
+    std::memset(buffer.as(), 1, size_t(bytes));  // pages never written are all the same page of zeros
+    std::atomic<int64_t> keep{0};  // the sum is kept so that the reads are
+    double best = 0;
+    for (int i = 0; i < repeats; i++) {
+        const auto start = std::chrono::steady_clock::now();
+        model->pool.run([&](int thread) {
+            const int64_t begin = bytes / 64 * thread / model->pool.size();
+            const int64_t end = bytes / 64 * (thread + 1) / model->pool.size();
+            keep += read_all(buffer.as() + begin * 64, end - begin);
+        });
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        best = std::max(best, double(bytes) / took.count());
+    }
+    return best;
+}

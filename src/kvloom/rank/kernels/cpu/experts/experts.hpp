@@ -1,0 +1,99 @@
+// Which experts work on a row, with what weight, and which rows each of them works on.
+//
+// A row's choice is made of its own numbers alone, each logit a sum in one fixed order: it never depends on the others.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "isa/simd.hpp"
+
+namespace kvl {
+
+constexpr int kScoreRows = 4;  // experts that share each load of a row
+
+struct Choice {
+    int32_t expert;
+    float weight;
+};
+
+// logits[ROWS] = rows of the router times x[cols].
+template <int ROWS>
+inline void score_tile(const float* router, const float* x, int64_t cols, float* logits) {
+    F32 sums[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r] = splat(0);
+    for (int64_t k = 0; k < cols; k += kLanes) {
+        const F32 value = load(x + k);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) sums[r] = fma(load(router + r * cols + k), value, sums[r]);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) logits[r] = sum(sums[r]);
+}
+
+// The same of `count` experts.
+inline void score(const float* router, const float* x, int64_t cols, int64_t count, float* logits) {
+    int64_t e = 0;
+    for (; e + kScoreRows <= count; e += kScoreRows) score_tile<kScoreRows>(router + e * cols, x, cols, logits + e);
+    for (; e < count; e++) score_tile<1>(router + e * cols, x, cols, logits + e);
+}
+
+// The `count` largest of logits[num_experts], largest first, of equal ones the smaller expert first, and their weights.
+// logits must have room for a multiple of 16, and is spoilt. What is no number ends in some choice, too.
+inline void choose(float* logits, int num_experts, int count, bool weighs_chosen, Choice* out) {
+    const float peak = *std::max_element(logits, logits + num_experts);
+    float total = 0;
+    if (!weighs_chosen) {
+        F32 sums = splat(0);
+        for (int e = 0; e < num_experts; e += kLanes) {
+            const F32 power = exp2(mul(sub(load(logits + e), splat(peak)), splat(kLog2E)));
+            sums = add(sums, first_lanes(power, num_experts - e, 0));
+        }
+        total = sum(sums);
+    }
+    for (int i = 0; i < count; i++) {
+        int best = 0;
+        for (int e = 1; e < num_experts; e++)
+            if (logits[e] > logits[best]) best = e;
+        out[i] = {best, exp2_scalar((logits[best] - peak) * kLog2E)};
+        logits[best] = -std::numeric_limits<float>::infinity();
+    }
+    for (int i = 0; weighs_chosen && i < count; i++) total += out[i].weight;
+    for (int i = 0; i < count; i++) out[i].weight /= total;
+}
+
+// The rows of a step by expert: slots [begin[g], begin[g + 1]) are those of expert[g], in their order in the step.
+struct Groups {
+    std::vector<int32_t> expert, begin, row, counts;
+    std::vector<float> weight;
+
+    int64_t size() const { return int64_t(expert.size()); }
+    int64_t slots() const { return int64_t(row.size()); }
+    int64_t count(int64_t g) const { return begin[size_t(g + 1)] - begin[size_t(g)]; }
+
+    // Of chosen[rows][per_token].
+    void build(const Choice* chosen, int64_t rows, int per_token, int num_experts) {
+        counts.assign(size_t(num_experts), 0);
+        for (int64_t i = 0; i < rows * per_token; i++) counts[size_t(chosen[i].expert)]++;
+        expert.clear();
+        begin.assign(1, 0);
+        for (int e = 0; e < num_experts; e++) {
+            const int32_t of_expert = counts[size_t(e)];
+            counts[size_t(e)] = begin.back();
+            if (of_expert == 0) continue;
+            expert.push_back(e);
+            begin.push_back(begin.back() + of_expert);
+        }
+        row.resize(size_t(rows * per_token));
+        weight.resize(row.size());
+        for (int64_t i = 0; i < rows * per_token; i++) {
+            const size_t slot = size_t(counts[size_t(chosen[i].expert)]++);
+            row[slot] = int32_t(i / per_token);
+            weight[slot] = chosen[i].weight;
+        }
+    }
+};
+
+}  // namespace kvl

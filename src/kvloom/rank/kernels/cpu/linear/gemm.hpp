@@ -1,0 +1,391 @@
+// Micro-kernels: a few rows of activations times one panel of 32 output channels.
+//
+// A row's result is the same bits whatever the other rows of the pass are: sums within a group are exact integers, and
+// the groups are added in one fixed order, as bf16 products are.
+#pragma once
+
+#include "activations/quant.hpp"
+#include "isa/pairs.hpp"
+#include "linear/epilogue.hpp"
+
+namespace kvl {
+
+// Prefetch distance in the weight stream, in bytes: DRAM latency at 20 GB/s per core. Where more rows share a weight,
+// the core is busy with them, and its own prefetching comes too late.
+constexpr int kPrefetchBytes = 4096;
+constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
+
+// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead,
+// to where the epilogue puts them (Way::multiply).
+struct Pass {
+    Activations x{};
+    int64_t row = 0, cols = 0;
+    const uint8_t* panel = nullptr;
+    float* out = nullptr;
+    const Epilogue* epilogue = nullptr;  // of row r of `x`; null = sums stay in `out`
+    int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
+
+    // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
+    Epilogue end() const {
+        Epilogue end;
+        if (epilogue != nullptr) return epilogue->from(row);
+        end.to = out, end.stride = kPanel;
+        return end;
+    }
+    template <int ROWS>
+    int64_t ahead_of() const {
+        return ROWS == 1 ? kPrefetchBytes : ahead;
+    }
+    Pass without_epilogue() const { return {x, row, cols, panel, out, nullptr, ahead}; }
+    void ask(int begin, int end) const {
+        for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
+    }
+    // Of the sums of rows [begin, end), which are in `out`.
+    void finish(int begin, int end) const {
+        if (epilogue != nullptr) epilogue->apply(row + begin, end - begin, out + begin * kPanel);
+    }
+};
+
+using Tile = void (*)(const Pass&);
+
+// Independent integer sums a row: one chain of dot products would wait for its own latency when rows are few.
+constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+// Adds the integer sums of one row up into sums[0].
+template <int SUMS>
+inline I32 total(I32 (&sums)[SUMS]) {
+    for (int s = 1; s < SUMS; s++) sums[0] = add(sums[0], sums[s]);
+    return sums[0];
+}
+
+// What a group adds to one row, a and b being weights . x: scale * that, and where the form has minimums, minimum *
+// (sum of x). Sums of integers are exact, so that is all the rounding there is.
+template <int FORMAT>
+struct Scales {
+    explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
+        if constexpr (has_min(FORMAT)) min_a = load_fp16(at + kPanel), min_b = load_fp16(at + kPanel + kLanes);
+    }
+    explicit Scales(const float* at) : scale_a(load(at)), scale_b(load(at + kLanes)) {
+        if constexpr (has_min(FORMAT)) min_a = load(at + kPanel), min_b = load(at + kPanel + kLanes);
+    }
+    void add_to(F32& lo, F32& hi, F32 a, F32 b, float x_scale, int32_t x_sum) const {
+        const F32 row_scale = splat(x_scale);
+        if constexpr (has_min(FORMAT)) {
+            const F32 row_sum = splat(float(x_sum));
+            lo = fma(fma(a, scale_a, mul(row_sum, min_a)), row_scale, lo);
+            hi = fma(fma(b, scale_b, mul(row_sum, min_b)), row_scale, hi);
+        } else {
+            lo = fma(a, mul(scale_a, row_scale), lo);
+            hi = fma(b, mul(scale_b, row_scale), hi);
+        }
+    }
+    F32 scale_a, scale_b, min_a, min_b;
+};
+
+// What becomes of the integer sums of a row in the form with one scale a channel, wherever they are made.
+struct ChannelScales {
+    explicit ChannelScales(const uint8_t* panel)
+        : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
+    F32 lo(I32 a, F32 x_scale) const { return mul(to_float(a), mul(scale_a, x_scale)); }
+    F32 hi(I32 b, F32 x_scale) const { return mul(to_float(b), mul(scale_b, x_scale)); }
+    F32 scale_a, scale_b;
+};
+
+// Sum of the activations of a group, of the sums of its runs.
+template <int FORMAT>
+inline int32_t group_sum(const int32_t* runs) {
+    int32_t sum = 0;
+    for (int r = 0; r < group_size(FORMAT) / run_size(FORMAT); r++) sum += runs[r];
+    return sum;
+}
+
+template <int ROWS>
+inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out) {
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        store(out + m * kPanel, lo[m]);
+        store(out + m * kPanel + kLanes, hi[m]);
+    }
+}
+
+// The forms with a byte a weight.
+template <int ROWS, int FORMAT>
+void tile_bytes(const Pass& pass) {
+    constexpr int kSums = sums_per_row(ROWS), kGroup = group_size(FORMAT), kRuns = kGroup / run_size(FORMAT);
+    const int64_t groups = pass.cols / kGroup;
+    const int8_t* x = pass.x.data + pass.row * pass.cols;
+    const float* scale = pass.x.scale + pass.row * groups;
+    const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
+    const int64_t ahead = pass.ahead_of<ROWS>();
+    const uint8_t* weights = pass.panel;
+    F32 lo[ROWS], hi[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = splat(0);
+    for (int64_t g = 0; g < groups; g++, x += kGroup, sums += kRuns) {
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
+        weights += scale_bytes(FORMAT);
+        I32 a[ROWS][kSums], b[ROWS][kSums];
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) {
+            a[m][0] = b[m][0] = splat_int(-kByteZero * group_sum<FORMAT>(sums + m * groups * kRuns));
+#pragma GCC unroll 4
+            for (int s = 1; s < kSums; s++) a[m][s] = b[m][s] = splat_int(0);
+        }
+#pragma GCC unroll 1
+        for (int quad = 0; quad < kGroup / 4; quad += kSums) {
+#pragma GCC unroll 4
+            for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
+                prefetch(weights + ahead);
+                prefetch(weights + ahead + 64);
+                const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
+#pragma GCC unroll 8
+                for (int m = 0; m < ROWS; m++) {
+                    const int32_t xs = word_at(x + m * pass.cols + (quad + s) * 4);
+                    a[m][s] = dot_weights(a[m][s], wa, xs);
+                    b[m][s] = dot_weights(b[m][s], wb, xs);
+                }
+            }
+        }
+        const Scales<FORMAT> of_group(scales);
+#pragma GCC unroll 8
+        for (int m = 0; m < ROWS; m++) {
+            const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
+            of_group.add_to(lo[m], hi[m], to_float(total(a[m])), to_float(total(b[m])), scale[m * groups + g], sum);
+        }
+    }
+    store_rows(lo, hi, pass.out);
+}
+
+// Quad `quad` of a run, of 16 channels, from its nibbles (two quads share a byte) and from the run's plane.
+template <int FORMAT>
+inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad) {
+    const bool is_low = quad % 2 == 0;
+    if constexpr (FORMAT == KVL_IQ4) return is_low ? low_entries(nibbles, kIq4) : high_entries(nibbles, kIq4);
+    if constexpr (FORMAT == KVL_FP4) return is_low ? low_entries(nibbles, kFp4) : high_entries(nibbles, kFp4);
+    const Bytes low = is_low ? low_nibbles(nibbles) : high_nibbles(nibbles);
+    if constexpr (FORMAT == KVL_INT5) return with_bits(low, plane, 4 - quad, 0x10);
+    if constexpr (FORMAT == KVL_INT6) return with_bits(low, plane, 4 - 2 * quad, 0x30);
+    return low;
+}
+
+// What a number of a form stands for when it has none of its own: what is to be subtracted from it.
+constexpr int zero_of(int format) { return format == KVL_INT6 ? 32 : format == KVL_IQ4 || format == KVL_FP4 ? kByteZero : 0; }
+
+template <int FORMAT>
+inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {
+    constexpr bool kSigned = FORMAT == KVL_IQ4 || FORMAT == KVL_FP4;
+    return kSigned ? dot_weights(acc, weights, quad) : dot_nibbles(acc, weights, quad);
+}
+
+// The forms with a nibble a weight. A group is one part, or (int6) two with scales of their own.
+template <int ROWS, int FORMAT>
+void tile_nibbles(const Pass& pass) {
+    constexpr int kParts = FORMAT == KVL_INT6 ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
+    const int64_t groups = pass.cols / kFileGroup;
+    const int8_t* x = pass.x.data + pass.row * pass.cols;
+    const float* scale = pass.x.scale + pass.row * groups;
+    const int32_t* sums = pass.x.sum + pass.row * groups * kRuns;
+    const int64_t ahead = pass.ahead_of<ROWS>();
+    const uint8_t* weights = pass.panel;
+    F32 lo[ROWS], hi[ROWS];
+#pragma GCC unroll 8
+    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = splat(0);
+    for (int64_t g = 0; g < groups; g++, sums += kRuns) {
+        const uint16_t* scales = reinterpret_cast<const uint16_t*>(weights);
+        const uint8_t* planes = weights + scale_bytes(FORMAT);
+        for (int at = 0; at < scale_bytes(FORMAT) + plane_bytes(FORMAT); at += 64) prefetch(weights + ahead + at);
+        weights = planes + plane_bytes(FORMAT);
+        for (int part = 0; part < kParts; part++, scales += kPanel, planes += kPanel * 4) {
+            I32 a[ROWS], b[ROWS];
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t* runs = sums + m * groups * kRuns;
+                const int32_t sum = zero_of(FORMAT) == 0 ? 0 : kParts == 1 ? group_sum<FORMAT>(runs) : runs[part];
+                a[m] = b[m] = splat_int(-zero_of(FORMAT) * sum);
+            }
+#pragma GCC unroll kQuadsUnrolled
+            for (int quad = 0; quad < kQuads; quad++, x += 4) {
+                if (quad % 2 == 0) {
+                    prefetch(weights + ahead);
+                    prefetch(weights + ahead + 64);
+                }
+                const Bytes wa = quad_of<FORMAT>(weights, planes, quad);
+                const Bytes wb = quad_of<FORMAT>(weights + kLanes * 4, planes + kLanes * 4, quad);
+                if (quad % 2) weights += kPanel * 4;
+#pragma GCC unroll 8
+                for (int m = 0; m < ROWS; m++) {
+                    const int32_t xs = word_at(x + m * pass.cols);
+                    a[m] = dot_quad<FORMAT>(a[m], wa, xs);
+                    b[m] = dot_quad<FORMAT>(b[m], wb, xs);
+                }
+            }
+            const Scales<FORMAT> of_part(scales);
+#pragma GCC unroll 8
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t sum = has_min(FORMAT) ? group_sum<FORMAT>(sums + m * groups * kRuns) : 0;
+                of_part.add_to(lo[m], hi[m], to_float(a[m]), to_float(b[m]), scale[m * groups + g], sum);
+            }
+        }
+    }
+    store_rows(lo, hi, pass.out);
+}
+
+// Length in k of a stretch of bf16 products, which the processor's tile unit multiplies at once (bf16_tiles.hpp). All
+// variants add in its order (Intel SDM, TDPBF16PS): the first halves of a stretch's pairs are a chain of fused
+// multiply-adds, the second halves another, and their sum is added to that of the stretches before.
+constexpr int kBf16Stretch = 32;
+static_assert(kPad % kBf16Stretch == 0);
+
+template <int ROWS>
+void tile_bf16(const Pass& pass) {
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>() / 2;
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
+    alignas(64) float factors[ROWS][kBf16Stretch];  // activations, widened
+    for (int64_t k = 0; k < pass.cols; k += kBf16Stretch, weights += kBf16Stretch * kPanel) {
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++)
+#pragma GCC unroll 2
+            for (int i = 0; i < kBf16Stretch; i += kLanes) store(factors[m] + i, load_bf16(x + m * pass.cols + k + i));
+#pragma GCC unroll 1
+        for (int half = 0; half < kPanel; half += kLanes) {
+            F32 first[ROWS], second[ROWS];
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) first[m] = second[m] = splat(0);
+#pragma GCC unroll 4
+            for (int i = 0; i < kBf16Stretch; i += 2) {
+                const uint16_t* pairs = weights + i * kPanel + half * 2;
+                prefetch(pairs + ahead);
+                const PairHalves w = load_halves(pairs);
+#pragma GCC unroll 16
+                for (int m = 0; m < ROWS; m++) {
+                    first[m] = fma(w.first, splat(factors[m][i]), first[m]);
+                    second[m] = fma(w.second, splat(factors[m][i + 1]), second[m]);
+                }
+            }
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                float* to = pass.out + m * kPanel + half;
+                store(to, add(k == 0 ? splat(0) : load(to), add(first[m], second[m])));
+            }
+        }
+    }
+}
+
+// The same in the order of vdpbf16ps, for processors that begin it as often as a fused multiply-add.
+template <int ROWS, class Order = PairOrder>
+void tile_pairs(const Pass& pass) {
+    const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>() / 2;
+    const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
+    typename Order::Sum lo[ROWS], hi[ROWS];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) lo[m] = hi[m] = Order::zero();
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < pass.cols; k += 2, x += 2, weights += kPanel * 2) {
+        prefetch(weights + ahead);
+        prefetch(weights + ahead + kPanel);
+        const typename Order::Pairs a = Order::load_pairs(weights), b = Order::load_pairs(weights + kLanes * 2);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            Order::add_pair(lo[m], a, x + m * pass.cols);
+            Order::add_pair(hi[m], b, x + m * pass.cols);
+        }
+    }
+    store_rows(lo, hi, pass.out);
+}
+
+// One scale a channel and one a row: sums over all of K are integers, and are scaled once.
+template <int ROWS>
+void tile_channel(const Pass& pass) {
+    constexpr int kSums = sums_per_row(ROWS);
+    const int8_t* x = pass.x.data + pass.row * pass.cols;
+    const int64_t ahead = pass.ahead_of<ROWS>();
+    const uint8_t* weights = pass.panel + head_bytes(KVL_INT8_CHANNEL);
+    I32 a[ROWS][kSums], b[ROWS][kSums];
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        a[m][0] = b[m][0] = splat_int(-kByteZero * pass.x.sum[pass.row + m]);
+#pragma GCC unroll 4
+        for (int s = 1; s < kSums; s++) a[m][s] = b[m][s] = splat_int(0);
+    }
+#pragma GCC unroll 1
+    for (int64_t k = 0; k < pass.cols; k += 4 * kSums, x += 4 * kSums) {
+#pragma GCC unroll 4
+        for (int s = 0; s < kSums; s++, weights += kPanel * 4) {
+            prefetch(weights + ahead);
+            prefetch(weights + ahead + 64);
+            const Bytes wa = load_bytes(weights), wb = load_bytes(weights + kLanes * 4);
+#pragma GCC unroll 16
+            for (int m = 0; m < ROWS; m++) {
+                const int32_t xs = word_at(x + m * pass.cols + s * 4);
+                a[m][s] = dot_weights(a[m][s], wa, xs);
+                b[m][s] = dot_weights(b[m][s], wb, xs);
+            }
+        }
+    }
+    const ChannelScales scales(pass.panel);
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        const F32 x_scale = splat(pass.x.scale[pass.row + m]);
+        store(pass.out + m * kPanel, scales.lo(total(a[m]), x_scale));
+        store(pass.out + m * kPanel + kLanes, scales.hi(total(b[m]), x_scale));
+    }
+}
+
+// The forms with groups.
+template <int ROWS>
+Tile tile_of_groups(int format) {
+    switch (format) {
+        case KVL_INT8: return &tile_bytes<ROWS, KVL_INT8>;
+        case KVL_INT8_32: return &tile_bytes<ROWS, KVL_INT8_32>;
+        case KVL_INT8_MIN: return &tile_bytes<ROWS, KVL_INT8_MIN>;
+        case KVL_INT4: return &tile_nibbles<ROWS, KVL_INT4>;
+        case KVL_INT5: return &tile_nibbles<ROWS, KVL_INT5>;
+        case KVL_INT6: return &tile_nibbles<ROWS, KVL_INT6>;
+        case KVL_IQ4: return &tile_nibbles<ROWS, KVL_IQ4>;
+        default: return &tile_nibbles<ROWS, KVL_FP4>;
+    }
+}
+
+// Rows of a pass: when it is the only one, and when there are several.
+constexpr int rows_once(int format) { return has_groups(format) ? kRowsOnce : kRowsPlain; }
+constexpr int rows_many(int format) { return has_groups(format) ? kRowsMany : kRowsPlain; }
+
+// The micro-kernel of `format` for 1 <= rows <= rows_once(format). in_pairs: bf16 is added in the order of vdpbf16ps,
+// otherwise in that of the tile unit.
+template <int ROWS = max_of(kRowsOnce, kRowsPlain)>
+Tile tile_for(int format, int rows, bool in_pairs = false) {
+    if constexpr (ROWS > 1)
+        if (rows < ROWS) return tile_for<ROWS - 1>(format, rows, in_pairs);
+    if constexpr (ROWS <= kRowsPlain) {
+        if constexpr (has_pairs())
+            if (format == KVL_BF16 && in_pairs) return &tile_pairs<ROWS>;
+        if (format == KVL_BF16) return &tile_bf16<ROWS>;
+        if (is_whole(format)) return &tile_channel<ROWS>;
+    }
+    if constexpr (ROWS <= kRowsOnce) return tile_of_groups<ROWS>(format);
+    return nullptr;
+}
+
+// Rows of each pass over a panel: one pass when `once` hold all, else passes of nearly equal size, at most `many`.
+struct Passes {
+    explicit Passes(int64_t rows, int once, int many)
+        : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
+    // `count` of them, each but the last a multiple of `block` rows.
+    static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
+        Passes passes(rows, 1, 1);
+        passes.count = count;
+        passes.block = block;
+        return passes;
+    }
+    int64_t begin(int64_t pass) const { return pass == count ? rows : rows * pass / count / block * block; }
+    int64_t most() const {  // rows of the largest
+        int64_t most = 0;
+        for (int64_t pass = 0; pass < count; pass++) most = max_of(most, begin(pass + 1) - begin(pass));
+        return most;
+    }
+    int64_t rows, count, block = 1;
+};
+
+}  // namespace kvl

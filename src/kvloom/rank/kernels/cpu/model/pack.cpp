@@ -1,0 +1,249 @@
+// Declaring, allocating and filling a model's weights.
+#include <algorithm>
+#include <cmath>
+#include <new>
+
+#include "model/model.hpp"
+
+namespace kvl {
+namespace {
+
+// Output channel of row r: itself, or its lane in a panel shared by gate (first 16 lanes) and up (last 16).
+int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
+    if (interleave < 0) return first + r;
+    return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
+}
+
+// Writes the number of weight k of a channel of a group, in any format but bf16.
+void set_number(uint8_t* group, int format, int channel, int k, int number) {
+    uint8_t* planes = group + scale_bytes(format);
+    uint8_t* rest = planes + plane_bytes(format);
+    if (has_bytes(format)) {
+        rest[byte_offset(k, channel)] = uint8_t(number);
+        return;
+    }
+    uint8_t& byte = rest[nibble_offset(k, channel)];
+    byte = k % 8 < 4 ? uint8_t((byte & 0xf0) | (number & 15)) : uint8_t((byte & 0x0f) | (number & 15) << 4);
+    if (high_bits(format) == 0) return;
+    uint8_t& plane = planes[plane_offset(format, k, channel)];
+    const int shift = plane_shift(format, k), mask = (1 << high_bits(format)) - 1;
+    plane = uint8_t((plane & ~(mask << shift)) | (number >> 4 & mask) << shift);
+}
+
+// Reads the number that set_number wrote.
+int number_at(const uint8_t* group, int format, int channel, int k) {
+    const uint8_t* planes = group + scale_bytes(format);
+    const uint8_t* rest = planes + plane_bytes(format);
+    if (has_bytes(format)) return rest[byte_offset(k, channel)];
+    const int byte = rest[nibble_offset(k, channel)], nibble = k % 8 < 4 ? byte & 15 : byte >> 4;
+    if (high_bits(format) == 0) return nibble;
+    const int upper = planes[plane_offset(format, k, channel)] >> plane_shift(format, k);
+    return nibble | (upper & ((1 << high_bits(format)) - 1)) << 4;
+}
+
+// What a number stands for, before scale and minimum.
+int level_of(int format, int number) {
+    if (has_bytes(format)) return number - 128;
+    if (format == KVL_IQ4) return kIq4[number];
+    if (format == KVL_FP4) return kFp4[number];
+    return format == KVL_INT6 ? number - 32 : number;
+}
+
+// Scale and minimum, or the scales of both runs, of a channel of a group.
+void set_halves(uint8_t* group, int channel, uint16_t first, uint16_t second) {
+    std::memcpy(group + channel * 2, &first, 2);
+    std::memcpy(group + kPanel * 2 + channel * 2, &second, 2);
+}
+
+void pack_int8(uint8_t* group, int format, int channel, const float* values, int64_t count) {
+    const uint16_t scale_bits = float_to_fp16(peak_of(values, count) / 127.0f);
+    const float scale = fp16_to_float(scale_bits), inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    std::memcpy(group + channel * 2, &scale_bits, 2);
+    for (int k = 0; k < group_size(format); k++) {
+        const float value = k < count ? std::nearbyint(values[k] * inverse) : 0.0f;
+        set_number(group, format, channel, k, int(std::clamp(value, -127.0f, 127.0f)) + 128);
+    }
+}
+
+// Fifteen equal steps from the smallest to the largest value of the group.
+void pack_int4(uint8_t* group, int channel, const float* values, int64_t count) {
+    float low = 0, high = 0;
+    if (count > 0) {
+        low = *std::min_element(values, values + count);
+        high = *std::max_element(values, values + count);
+    }
+    const uint16_t scale_bits = float_to_fp16((high - low) / 15.0f), min_bits = float_to_fp16(low);
+    const float scale = fp16_to_float(scale_bits), minimum = fp16_to_float(min_bits);
+    set_halves(group, channel, scale_bits, min_bits);
+    for (int k = 0; k < kFileGroup; k++) {
+        const float step = k < count && scale > 0 ? std::nearbyint((values[k] - minimum) / scale) : 0.0f;
+        set_number(group, KVL_INT4, channel, k, int(std::clamp(step, 0.0f, 15.0f)));
+    }
+}
+
+void pack_bf16(uint8_t* group, int channel, const float* values, int64_t count) {
+    uint16_t* out = reinterpret_cast<uint16_t*>(group);
+    for (int k = 0; k < kFileGroup; k++) out[bf16_offset(k, channel)] = k < count ? float_to_bf16(values[k]) : 0;
+}
+
+// One row of floats into its channel of every group of its panel.
+void pack_row(const Linear& linear, int64_t channel, const float* values) {
+    uint8_t* group = linear.panel(channel / kPanel);
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel), size = group_size(format);
+    for (int64_t k = 0; k < linear.padded_cols; k += size, group += group_bytes(format)) {
+        const int64_t count = std::clamp<int64_t>(linear.cols - k, 0, size);
+        if (format == KVL_INT8 || format == KVL_INT8_32) pack_int8(group, format, lane, values + k, count);
+        if (format == KVL_INT4) pack_int4(group, lane, values + k, count);
+        if (format == KVL_BF16) pack_bf16(group, lane, values + k, count);
+    }
+}
+
+// Row `row` of the numbers of a file into its channel. What lies behind the last column keeps scales of zero, or meets
+// activations of zero.
+void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from, int64_t row) {
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
+    const int64_t runs = (linear.cols + from.run - 1) / from.run;
+    const uint8_t* numbers = from.numbers + row * linear.cols;
+    const float* scales = from.scales + row * runs;
+    const float* minimums = has_min(format) && from.minimums != nullptr ? from.minimums + row * runs : nullptr;
+    uint8_t* group = linear.panel(channel / kPanel) + head_bytes(format);
+    if (is_whole(format)) std::memcpy(group - head_bytes(format) + lane * 4, scales, 4);
+    for (int64_t k = 0; k < linear.cols; k += group_size(format), group += group_bytes(format)) {
+        const uint16_t scale = float_to_fp16(scales[k / from.run]);
+        if (format == KVL_INT6) {
+            const int64_t second = k + kRun;
+            set_halves(group, lane, scale, second < linear.cols ? float_to_fp16(scales[second / from.run]) : 0);
+        } else if (has_min(format)) {
+            set_halves(group, lane, scale, minimums == nullptr ? 0 : float_to_fp16(minimums[k / from.run]));
+        } else if (!is_whole(format)) {
+            std::memcpy(group + lane * 2, &scale, 2);
+        }
+        for (int i = 0; i < group_size(format) && k + i < linear.cols; i++) set_number(group, format, lane, i, numbers[k + i]);
+    }
+}
+
+// Lays out a thread's part of every linear, one after the other from `at` on. Returns their end.
+uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
+    for (Linear& linear : model.linears) {
+        linear.part[size_t(thread)] = at;
+        at += linear.offset(linear.share(thread + 1)) - linear.offset(linear.share(thread));
+    }
+    return at;
+}
+
+}  // namespace
+
+void read_row(const Linear& linear, int64_t channel, float* out) {
+    const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
+    const uint8_t* panel = linear.panel(channel / kPanel);
+    const uint8_t* group = panel + head_bytes(format);
+    for (int64_t k = 0; k < linear.cols; group += group_bytes(format)) {
+        const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
+        const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + lane]) : 0;
+        for (int i = 0; i < group_size(format) && k < linear.cols; i++, k++) {
+            if (format == KVL_BF16) {
+                out[k] = bf16_to_float(halves[bf16_offset(i, lane)]);
+                continue;
+            }
+            const bool is_second = format == KVL_INT6 && i >= kRun;
+            const float scale = is_whole(format) ? reinterpret_cast<const float*>(panel)[lane]
+                                                 : fp16_to_float(halves[lane + (is_second ? kPanel : 0)]);
+            out[k] = float(level_of(format, number_at(group, format, lane, i))) * scale + minimum;
+        }
+    }
+}
+
+}  // namespace kvl
+
+using kvl::kPad;
+
+kvl_model* kvl_new(const kvl_shape* shape) { return new (std::nothrow) kvl_model(*shape); }
+
+void kvl_free(kvl_model* model) { delete model; }
+
+int32_t kvl_add_linear(kvl_model* model, int64_t rows, int64_t cols, int32_t format) {
+    const int64_t panels = kvl::round_up(rows, kvl::kPanel) / kvl::kPanel;
+    kvl::Linear linear{rows, cols, kvl::round_up(cols, kPad), panels, {{0, format}}, {}};
+    linear.part.resize(size_t(model->pool.size()));
+    model->linears.push_back(std::move(linear));
+    return int32_t(model->linears.size()) - 1;
+}
+
+void kvl_set_format(kvl_model* model, int32_t linear, int64_t first, int32_t format) {
+    std::vector<kvl::Stretch>& stretches = model->linears[size_t(linear)].stretches;
+    if (first == 0) stretches.clear();
+    stretches.push_back({first / kvl::kPanel, format});
+}
+
+int32_t kvl_add_vector(kvl_model* model, const float* values, int64_t count) {
+    std::vector<float> vector(size_t(kvl::round_up(count, kPad)), 0.0f);
+    std::copy(values, values + count, vector.begin());
+    model->vectors.push_back(std::move(vector));
+    return int32_t(model->vectors.size()) - 1;
+}
+
+int64_t kvl_arena_bytes(const kvl_model* model, int32_t thread) {
+    int64_t bytes = 0;
+    for (const kvl::Linear& l : model->linears) bytes += l.offset(l.share(thread + 1)) - l.offset(l.share(thread));
+    return bytes;
+}
+
+const uint8_t* kvl_arena(const kvl_model* model, int32_t thread) { return model->linears.front().part[size_t(thread)]; }
+
+// The micro-kernels prefetch past the end of a panel, never read there: no slack is needed at an arena's end.
+int64_t kvl_allocate(kvl_model* model) {
+    int64_t total = 0;
+    try {
+        for (int t = 0; t < model->pool.size(); t++) {
+            model->arenas.emplace_back(kvl_arena_bytes(model, t));
+            total += kvl::lay_out(*model, t, model->arenas.back().as()) - model->arenas.back().as();
+        }
+    } catch (const std::bad_alloc&) {
+        return -1;
+    }
+    return total;
+}
+
+// Only kvl_fill_* writes to an arena, and it is not called then.
+void kvl_adopt(kvl_model* model, const uint8_t* arenas) {
+    uint8_t* at = const_cast<uint8_t*>(arenas);
+    for (int t = 0; t < model->pool.size(); t++) at = kvl::lay_out(*model, t, at);
+}
+
+// Threads of the caller fill different rows at the same time: rows of one panel may be written by two of them, but
+// never the same byte of int8 or int4 data, because a channel owns its bytes.
+void kvl_fill_f32(kvl_model* model, int32_t linear, const float* values, int64_t count, int64_t first, int32_t interleave) {
+    const kvl::Linear& to = model->linears[size_t(linear)];
+    for (int64_t r = 0; r < count; ++r) kvl::pack_row(to, kvl::channel_of(r, first, interleave), values + r * to.cols);
+}
+
+void kvl_round_bf16(const float* values, int64_t count, uint16_t* out) {
+    for (int64_t i = 0; i < count; i++) out[i] = kvl::float_to_bf16(values[i]);
+}
+
+void kvl_fill_numbers(kvl_model* model, int32_t linear, const kvl_numbers* from, int64_t count, int64_t first,
+                      int32_t interleave) {
+    const kvl::Linear& to = model->linears[size_t(linear)];
+    for (int64_t r = 0; r < count; ++r) kvl::pack_numbers(to, kvl::channel_of(r, first, interleave), *from, r);
+}
+
+void kvl_set_embed(kvl_model* model, const uint16_t* embed, int32_t linear) {
+    model->embed = embed;
+    model->embed_linear = linear;
+}
+
+int32_t kvl_add_rope(kvl_model* model, const float* table, int32_t dim) {
+    model->ropes.push_back({table, dim});
+    return int32_t(model->ropes.size()) - 1;
+}
+
+void kvl_set_program(kvl_model* model, const kvl_instruction* instructions, int32_t count) {
+    model->program.assign(instructions, instructions + count);
+    model->last_attention = -1;
+    for (int32_t i = 0; i < count; i++)
+        if (instructions[i].kind == KVL_ATTENTION) model->last_attention = i;
+    model->turns.clear();
+    uint8_t turn = 0;
+    for (const kvl_instruction& i : model->program) model->turns.push_back(turn ^= kvl::is_quantising(i.kind));
+    model->next = std::vector<std::atomic<int64_t>>(size_t(count) * size_t(model->pool.size()));
+}

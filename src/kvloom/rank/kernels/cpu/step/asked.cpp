@@ -1,0 +1,48 @@
+#include "step/asked.hpp"
+
+#include <cstring>
+
+namespace kvl {
+
+Asked::Asked(const kvl_model& model, const kvl_batch& all)
+    : model_(model), batch_(all), num_all_(all.num_tokens),
+      has_others_(!model.shape.sees_ahead && model.last_attention >= 0 && all.num_rows + all.num_states < all.num_tokens) {
+    if (!has_others_) return;
+    std::vector<int32_t> place(size_t(num_all_), -1);  // of a token among those that are asked for
+    for (int i = 0; i < all.num_rows; i++) place[size_t(all.rows[i])] = 0;
+    for (int i = 0; i < all.num_states; i++) place[size_t(all.state_rows[i])] = 0;
+    for (int s = 0; s < all.num_seqs; s++) {
+        qstart_.push_back(int32_t(tokens_.size()));
+        for (int32_t token = all.qstart[s]; token < all.qstart[s + 1]; token++) {
+            if (place[size_t(token)] < 0) continue;
+            place[size_t(token)] = int32_t(tokens_.size());
+            tokens_.push_back(token);
+            pos_.push_back(all.pos[token]);
+        }
+    }
+    qstart_.push_back(int32_t(tokens_.size()));
+    for (int i = 0; i < all.num_rows; i++) rows_.push_back(place[size_t(all.rows[i])]);
+    for (int i = 0; i < all.num_states; i++) states_.push_back(place[size_t(all.state_rows[i])]);
+    batch_.num_tokens = int32_t(tokens_.size());
+    batch_.ids = batch_.types = nullptr;  // are read before
+    batch_.pos = pos_.data();
+    batch_.qstart = qstart_.data();
+    batch_.rows = rows_.data();
+    batch_.state_rows = states_.data();
+}
+
+// In place: every row moves towards the beginning, those before it first.
+void Asked::gather(Scratch& scratch) const {
+    const int64_t each = model_.shape.num_heads / model_.shape.num_kv_heads, count = int64_t(tokens_.size());
+    for (int64_t i = 0; i < count; i++)
+        std::memmove(scratch.residual.row(i), scratch.residual.row(tokens_[size_t(i)]), size_t(scratch.residual.stride) * sizeof(float));
+    for (int64_t head = 0; head < model_.shape.num_kv_heads; head++)
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t to = (head * count + i) * each, from = (head * num_all_ + tokens_[size_t(i)]) * each;
+            const int64_t dim = model_.shape.head_dim;
+            std::memmove(scratch.queries + to * dim, scratch.queries + from * dim, size_t(each * dim) * sizeof(uint16_t));
+            std::memmove(scratch.query_scale + to, scratch.query_scale + from, size_t(each) * sizeof(float));
+        }
+}
+
+}  // namespace kvl

@@ -1,0 +1,132 @@
+// Fusion in steps of many rows: a thread runs the next instruction on the floats that it has just computed, while they
+// are in its cache. Heads are rotated and stored as soon as their panels are multiplied, and the next linear's input is
+// quantised. Instructions that need whole rows (a norm, or one scale per row) run after a strip of rows that one thread
+// has multiplied by all panels. The floats, and so all bits, are the same as without fusion.
+#include "step/step.hpp"
+
+namespace kvl {
+
+// Whether the next instruction is fused with this one.
+bool Step::does_next(const kvl_instruction& instruction) const {
+    const kvl_instruction* const next = &instruction + 1;
+    if (!is_fused_ || next == model_.program.data() + model_.program.size()) return false;
+    const bool is_linear = instruction.kind == KVL_LINEAR;
+    if (is_linear && instruction.epilogue == KVL_TO_QKV) return next->kind == KVL_ROPE_KV && next->source != KVL_NORM_ROWS;
+    if (is_linear && instruction.epilogue == KVL_RESIDUAL) return next->kind == KVL_NORM_QUANT && has_strips(instruction, 0);
+    if (next->kind != KVL_QUANT) return false;
+    const Linear& reader = model_.linears[size_t(next->linear)];
+    const bool needs_rows = is_whole(reader.activation_format());
+    if (is_linear && next->source == KVL_FROM_MLP && (is_gate(instruction.epilogue) || instruction.epilogue == KVL_GELU))
+        return !needs_rows || has_strips(instruction, reader.padded_cols);
+    if (needs_rows || instruction.kind != KVL_ATTENTION) return false;
+    return next->source == KVL_FROM_ATTENTION && shape_.head_dim % kPad == 0;
+}
+
+bool Step::is_done(const kvl_instruction& instruction) const {
+    return &instruction != model_.program.data() && does_next((&instruction)[-1]);
+}
+
+// Whether the instruction after a linear needs whole rows to be fused with it.
+bool Step::precedes_rows(const kvl_instruction& linear) const {
+    const kvl_instruction* const next = &linear + 1;
+    if (next == model_.program.data() + model_.program.size()) return false;
+    if (linear.epilogue == KVL_RESIDUAL) return next->kind == KVL_NORM_QUANT;
+    return next->kind == KVL_QUANT && is_whole(model_.linears[size_t(next->linear)].activation_format());
+}
+
+// Strips of rows that a thread multiplies at a time by the panels of a linear: equally many per thread, unless they
+// would be too narrow.
+Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
+    const bool unpacks = has_groups(model_.linears[size_t(linear.linear)].activation_format());
+    const int64_t most = precedes_rows(linear) && !unpacks ? kStripRows : kTileRows;
+    const int64_t least = (rows + most - 1) / most, even = round_up(least, model_.pool.size());
+    return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);
+}
+
+// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done
+// before.
+bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
+    const Passes strips = strips_of(linear, batch_.num_tokens);
+    return strips.count % model_.pool.size() == 0 && strips.most() * floats <= kStripFloats;
+}
+
+// Panels that give a head, or kPad columns of what the next linear reads, or whole rows.
+int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
+    if (linear.epilogue == KVL_TO_QKV) return shape_.head_dim / kPanel;
+    const kvl_instruction& next = (&linear)[1];
+    const int64_t panels = model_.linears[size_t(linear.linear)].panels;
+    const int64_t least = kPad / (is_gate(linear.epilogue) ? kLanes : kPanel);
+    if (next.kind == KVL_NORM_QUANT) return panels;
+    return is_whole(model_.linears[size_t(next.linear)].activation_format()) ? round_up(panels, least) : least;
+}
+
+// Multiplies the panels of a unit by some rows, at most kTileRows, and runs the next instruction on the results.
+void Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
+    const int64_t panels = panels_of_unit(instruction), each = is_gate(instruction.epilogue) ? kLanes : kPanel;
+    const int64_t width = panels * each, first = index * panels;
+    float* const floats = scratch_.unit[size_t(thread)] - span.begin * width;  // of row r: at r * width
+    for (int64_t p = first; p < first + panels; p += kPanelsTogether) {
+        const Span few{p, std::min(p + kPanelsTogether, first + panels)};
+        multiply_few(instruction, few, x, span, Rows{floats + (p - first) * each, width});
+    }
+    for (int64_t r = span.begin; r < span.end; r++) follow((&instruction)[1], r, index, floats + r * width, thread);
+}
+
+// Multiplies panels [few.begin, few.end), at most kPanelsTogether, by some rows. `floats`: destination of the first
+// panel's results, unless they are added to the residual stream.
+void Step::multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const int64_t each = is_gate(instruction.epilogue) ? kLanes : kPanel;
+    alignas(64) float sums[kTileRows * kPanel];
+    Epilogue epilogues[kPanelsTogether];
+    Pass passes[kPanelsTogether];
+    for (int64_t p = few.begin, same = p; p < few.end; p++) {  // [same, p]: panels of one form
+        if (p >= linear.panels) {
+            for (int64_t r = rows.begin; r < rows.end; r++) std::fill_n(floats.row(r) + (p - few.begin) * each, each, 0.0f);
+            continue;
+        }
+        Epilogue& epilogue = epilogues[p - same] = epilogue_of(instruction, p, 0);
+        epilogue.padding = 0;
+        if (!epilogue.adds) {
+            epilogue.to = floats.at + (p - few.begin) * each;
+            epilogue.stride = floats.stride;
+            epilogue.is_near = floats.stride <= std::max<int64_t>(kPad, shape_.head_dim);
+        }
+        passes[p - same] = {x, rows.begin, linear.padded_cols, linear.panel(p), sums, &epilogue};
+        const Way way(linear.format(p), rows.end - rows.begin, model_.unit);
+        const bool is_last = p + 1 == std::min(few.end, linear.panels) || linear.format(p + 1) != linear.format(p);
+        if (!is_last && way.passes.count == 1) continue;  // where rows are cut, a panel stays in the first-level cache
+        for (int64_t i = 0; i < way.passes.count; i++) {
+            const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
+            for (Pass* pass = passes; pass <= passes + (p - same); pass++) pass->row = rows.begin + begin, pass->ahead = way.ahead(i, linear.padded_cols);
+            way.multiply(passes, p - same + 1, int(end - begin));
+        }
+        same = p + 1;
+    }
+}
+
+// An instruction, on what the linear before it gave of a row: unit `index` of its floats, or all that it added.
+void Step::follow(const kvl_instruction& next, int64_t row, int64_t index, float* x, int thread) {
+    if (next.kind == KVL_ROPE_KV) {
+        if (shape_.kv_format == KVL_KV_INT8) place_head<Int8Cache>(next, row, int(index), x);
+        else place_head<Bf16Cache>(next, row, int(index), x);
+        return;
+    }
+    const Linear& reader = model_.linears[size_t(next.linear)];
+    const int format = reader.activation_format();
+    if (next.kind == KVL_QUANT && !is_whole(format)) return store_columns(next, row, index * kPad, x, kPad);
+    const float* from = next.kind == KVL_QUANT ? x : float_row(next, row, scratch_.row[size_t(thread)]);
+    store_activations(activations(next, batch_.num_tokens, thread), row, from, reader.padded_cols, format);
+}
+
+// `count` floats of a row of what the next linear reads, from column `first` on: both are multiples of kPad.
+void Step::store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const {
+    const Linear& linear = model_.linears[size_t(quant.linear)];
+    const int format = linear.activation_format();
+    const int64_t at = row * linear.padded_cols + first;
+    const Activations& to = activations(quant, batch_.num_tokens, 0);
+    const Activations columns{to.data + at * (format == KVL_BF16 ? 2 : 1), to.scale + at / group_size(format), to.sum + at / run_size(format)};
+    store_activations(columns, 0, x, count, format);
+}
+
+}  // namespace kvl

@@ -1,0 +1,335 @@
+#include "step/step.hpp"
+
+#include <algorithm>
+#include <optional>
+
+#include "sampling/draw.hpp"
+#include "step/asked.hpp"
+
+namespace kvl {
+
+Step::Step(kvl_model& model, const kvl_batch& batch)
+    : model_(model), batch_(batch), shape_(model.shape), scratch_(model.scratch),
+      heads_per_kv_(model.shape.num_heads / model.shape.num_kv_heads),
+      tile_bytes_(kv_tile_bytes(model.shape.kv_format, model.shape.head_dim)),
+      attends_in_tiles_(model.unit == KVL_TILES && can_attend_in_tiles(model.shape.kv_format)),
+      candidates_(batch.tops, batch.num_rows, batch.max_top, model.pool.size()) {
+    reserve();
+    for (int64_t row = 0, count = 0; row < batch.num_rows; row++) place_.push_back(batch.tops[row] ? -1 : count++);
+    for (int s = 0; s < batch.num_seqs; s++) sequence_.insert(sequence_.end(), size_t(batch.qstart[s + 1] - batch.qstart[s]), s);
+    plan_attention();
+    find_adapters();
+    is_fused_ = batch.num_tokens >= kFusedTokens && tokens_.empty();
+}
+
+// Lays the scratch out for `tokens` at `at` and returns its end.
+static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
+    const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
+    const int64_t queries = round_up(model.query_width(), kPad);
+    int64_t qkv = 0;
+    for (const kvl_instruction& i : model.program)
+        if (i.kind == KVL_LINEAR && i.epilogue == KVL_TO_QKV)
+            qkv = std::max(qkv, round_up(model.linears[size_t(i.linear)].rows, kPad));
+    const int64_t widest = s.widest = std::max({hidden, mlp, queries});
+    s.residual = {take<float>(at, tokens * hidden), hidden};
+    s.branch = {take<float>(at, tokens * hidden), hidden};
+    s.qkv = {take<float>(at, tokens * qkv), qkv};
+    s.attended = {take<float>(at, tokens * queries), queries};
+    s.mlp = {take<float>(at, tokens * mlp), mlp};
+    s.queries = take<uint16_t>(at, tokens * model.query_width() + kLanes * model.shape.head_dim);
+    s.query_scale = take<float>(at, tokens * model.shape.num_heads);
+    for (Activations& quantised : s.quantised) quantised = take_activations(at, tokens, widest);
+    s.unit.resize(size_t(model.pool.size()));
+    const int64_t unit_floats = std::max<int64_t>(kTileRows * std::max<int64_t>(kPad, model.shape.head_dim), kStripFloats);
+    for (float*& unit : s.unit) unit = take<float>(at, unit_floats);
+    s.own.resize(size_t(model.pool.size()));
+    s.row.resize(size_t(model.pool.size()));
+    for (Activations& own : s.own) own = take_activations(at, kOwnTokens, widest);
+    for (float*& row : s.row) row = take<float>(at, widest);
+    return lay_out_experts(s, model, tokens, at);
+}
+
+void Step::reserve() {
+    const int64_t tokens = std::max<int64_t>(batch_.num_tokens, batch_.num_rows);
+    if (tokens <= scratch_.capacity) return;
+    const int64_t capacity = round_up(tokens, 64);
+    uint8_t* const nowhere = reinterpret_cast<uint8_t*>(kHugePage);  // only to measure: never read or written
+    scratch_.memory = HugeBuffer(lay_out(scratch_, model_, capacity, nowhere) - nowhere);
+    lay_out(scratch_, model_, capacity, scratch_.memory.as());
+    scratch_.capacity = capacity;
+}
+
+// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come
+// first and the short tasks fill the gaps at the end.
+void Step::plan_attention() {
+    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;  // fewer tokens: more tasks than threads
+    const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
+    for (int s = 0; s < batch_.num_seqs; s++) {
+        const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
+        const int tiles = (rows + at_once - 1) / at_once;
+        for (int tile = tiles - 1; tile >= 0; tile--) {
+            const int first = int(int64_t(rows) * tile / tiles), end = int(int64_t(rows) * (tile + 1) / tiles);
+            for (int head = 0; head < shape_.num_kv_heads; head++) tasks_.push_back({s, head, first, end - first});
+        }
+    }
+}
+
+void Step::begin(int thread) {
+    embed_tokens(thread);
+    sync();
+}
+
+void Step::work(Span instructions, int thread) {
+    for (int64_t i = instructions.begin; i < instructions.end; i++)
+        if (!is_done(model_.program[size_t(i)])) execute(model_.program[size_t(i)], thread);
+}
+
+void Step::execute(const kvl_instruction& instruction, int thread) {
+    switch (instruction.kind) {
+        case KVL_ROWS_NORM_QUANT: keep_states(instruction, thread); [[fallthrough]];
+        case KVL_NORM_QUANT:
+        case KVL_QUANT: return quantize(instruction, thread);
+        case KVL_LINEAR: return multiply(instruction, thread);
+        case KVL_ROPE_KV: return place_heads(instruction, thread);
+        case KVL_ATTENTION: return attend(instruction, thread);
+        case KVL_ADD_NORMED: return add_normed(instruction, thread);
+        case KVL_STATES: return keep_states(instruction, thread);
+        case KVL_ADD_POSITIONS: return add_positions(instruction, thread);
+        case KVL_LAYER_NORM: return norm_layer(instruction, thread);
+        case KVL_ROUTE: return route(instruction, thread);
+        case KVL_EXPERTS_UP: return multiply_up(instruction, thread);
+        case KVL_EXPERTS_DOWN: return multiply_down(instruction, thread);
+        default: return;
+    }
+}
+
+void Step::embed_tokens(int thread) {
+    const int64_t hidden = shape_.hidden;
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        if (model_.embed == nullptr) {
+            read_row(model_.linears[size_t(model_.embed_linear)], batch_.ids[t], scratch_.residual.row(t));
+        } else {
+            const uint16_t* from = model_.embed + int64_t(batch_.ids[t]) * hidden;
+            for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] = bf16_to_float(from[k]);
+        }
+        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] *= shape_.embed_scale;
+    }
+}
+
+// Positions and types that are rows of tables. Needs no barrier: a thread's tokens are its own until they are normed.
+void Step::add_positions(const kvl_instruction& instruction, int thread) {
+    const int64_t hidden = shape_.hidden;
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        const float* position = vector(instruction.vector) + (batch_.pos[t] + instruction.source) * hidden;
+        const float* type = vector(instruction.vector2) + (batch_.types ? batch_.types[t] : 0) * hidden;
+        for (int64_t k = 0; k < hidden; k++) scratch_.residual.row(t)[k] += position[k] + type[k];
+    }
+}
+
+// Normalises rows in place, each by the thread that it is dealt to.
+void Step::norm_layer(const kvl_instruction& instruction, int thread) {
+    for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
+        float* row = scratch_.residual.row(t);
+        layer_norm(row, vector(instruction.vector), vector(instruction.vector2), model_.hidden_stride(), shape_.hidden,
+                   shape_.norm_eps, row);
+    }
+    sync();
+}
+
+// Fills the activations of the next linear. Ends with a barrier unless every thread keeps its own copy.
+void Step::quantize(const kvl_instruction& instruction, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const bool asked_only = instruction.kind == KVL_ROWS_NORM_QUANT;
+    const int64_t rows = asked_only ? batch_.num_rows : batch_.num_tokens;
+    const bool small = is_small(rows);
+    const Activations& to = activations(instruction, rows, thread);
+    const int64_t begin = small ? 0 : deal(rows, thread), end = small ? rows : deal(rows, thread + 1);
+    const bool has_h = !asked_only && !is_fused_ && has_low_rank(instruction.linear);
+    for (int64_t i = begin; i < end; i++) {
+        const int64_t r = has_h ? by_adapter_[size_t(i)] : i;
+        const float* const from = float_row(instruction, r, scratch_.row[size_t(thread)]);
+        store_activations(to, r, from, linear.padded_cols, linear.activation_format());
+    }
+    if (has_h) prefetch_b(instruction.linear, linear.share(thread));
+    if (has_h) shrink_tokens(instruction.linear, {begin, end}, to, thread);
+    if (!small) sync();
+}
+
+// The floats of a row to quantise: a pointer to where they already are, or to `room`, where they are computed.
+const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
+        return activate(instruction.epilogue, shape_, scratch_.qkv.row(row), linear.cols, room);
+    if (instruction.kind == KVL_QUANT) return source_of(instruction).row(row);
+    const float* x = scratch_.residual.row(instruction.kind == KVL_ROWS_NORM_QUANT ? batch_.rows[row] : row);
+    rms_norm(x, vector(instruction.vector), linear.padded_cols, shape_.hidden, shape_.norm_eps, room);
+    return room;
+}
+
+// Norms a branch's output and adds it to the residual stream.
+void Step::add_normed(const kvl_instruction& instruction, int thread) {
+    const int64_t count = model_.hidden_stride();
+    float* normed = scratch_.row[size_t(thread)];
+    const F32 scale = splat(shape_.residual_scale);
+    for (int64_t r = deal(batch_.num_tokens, thread); r < deal(batch_.num_tokens, thread + 1); r++) {
+        float* to = scratch_.residual.row(r);
+        rms_norm(scratch_.branch.row(r), vector(instruction.vector), count, shape_.hidden, shape_.norm_eps, normed);
+        for (int64_t k = 0; k < count; k += kLanes) store(to + k, fma(load(normed + k), scale, load(to + k)));
+    }
+    sync();
+}
+
+// Whole normed rows, for tokens whose states are requested. Needs no barrier: the residual is not written any more.
+void Step::keep_states(const kvl_instruction& instruction, int thread) {
+    const int64_t hidden = shape_.hidden;
+    float* normed = scratch_.row[size_t(thread)];
+    for (int64_t i = deal(batch_.num_states, thread); i < deal(batch_.num_states, thread + 1); i++) {
+        const float* x = scratch_.residual.row(batch_.state_rows[i]);
+        if (instruction.vector < 0) {
+            std::copy(x, x + hidden, batch_.states + i * hidden);
+            continue;
+        }
+        rms_norm(x, vector(instruction.vector), model_.hidden_stride(), hidden, shape_.norm_eps, normed);
+        std::copy(normed, normed + hidden, batch_.states + i * hidden);
+    }
+}
+
+// Small steps stream each thread's own panels in order; large ones hand out panels, or units of them, with as many
+// rows as share an unpacked panel.
+void Step::multiply(const kvl_instruction& instruction, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
+    const Activations& x = activations(instruction, rows, thread);
+    const bool has_h = instruction.epilogue != KVL_LOGITS && has_low_rank(instruction.linear);
+    if (has_h && is_fused_) {  // the thread that quantised a row had only parts of it
+        shrink_tokens(instruction.linear, {deal(rows, thread), deal(rows, thread + 1)}, x, thread);
+        sync();
+    }
+    if (rows < kHandOutTokens) {
+        for (int64_t p = linear.share(thread); p < linear.share(thread + 1); p++) panel(instruction, p, x, {0, rows}, thread);
+    } else {
+        const bool is_fused = does_next(instruction);
+        const int64_t together = is_fused ? panels_of_unit(instruction) : 1, units = (linear.panels + together - 1) / together;
+        const Passes passes = strips_of(instruction, rows);
+        const int64_t count = units * passes.count;
+        for (int64_t i; (i = next(instruction, count, thread)) < count;) {
+            const Span span{passes.begin(i / units), passes.begin(i / units + 1)};
+            is_fused ? unit(instruction, i % units, x, span, thread) : panel(instruction, i % units, x, span, thread);
+        }
+    }
+    ask_for_a(instruction, thread);
+    sync();
+    if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
+}
+
+// Multiplies one panel by some rows and applies the epilogue while the sums are in the first-level cache.
+void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
+    const Linear& linear = model_.linears[size_t(instruction.linear)];
+    alignas(64) float sums[kTileRows * kPanel];
+    const Way way(linear.format(index), span.end - span.begin, model_.unit);
+    const bool is_head = instruction.epilogue == KVL_LOGITS;
+    const Epilogue epilogue = epilogue_of(instruction, index, thread);
+    for (int64_t i = 0; i < way.passes.count; i++) {
+        const int64_t begin = span.begin + way.passes.begin(i), end = span.begin + way.passes.begin(i + 1);
+        const Pass pass{x, begin, linear.padded_cols, linear.panel(index), sums, &epilogue, way.ahead(i, linear.padded_cols)};
+        way.multiply(is_head ? pass.without_epilogue() : pass, int(end - begin));
+        for (int64_t r = begin; is_head && r < end; r++) keep_logits(r, index * kPanel, sums + (r - begin) * kPanel, thread);
+    }
+}
+
+// Buffer that a linear's epilogue writes or adds to.
+Rows Step::target_of(const kvl_instruction& linear) const {
+    switch (linear.epilogue) {
+        case KVL_RESIDUAL:
+        case KVL_GATED_RESIDUAL: return scratch_.residual;
+        case KVL_TO_BRANCH: return scratch_.branch;
+        case KVL_TO_QKV: return scratch_.qkv;
+        default: return scratch_.mlp;
+    }
+}
+
+// Epilogue of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are
+// zero.
+Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const {
+    const Rows target = target_of(linear);
+    const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
+    const int64_t channel = panel * kPanel, column = gives_gates ? channel / 2 : channel;
+    Epilogue epilogue{linear.epilogue, &shape_, bias_of(linear, panel), target.at + column, target.stride};
+    epilogue.adds = is_gated || linear.epilogue == KVL_RESIDUAL;
+    epilogue.residual_scale = shape_.residual_scale;
+    if (linear.epilogue != KVL_LOGITS && has_low_rank(linear.linear))
+        epilogue.low_rank = {tokens_.data(), lora_rows(thread), lora_stride_, panel, linear.linear};
+    epilogue.shares = is_gated ? scratch_.experts.shared : nullptr;
+    if (gives_gates && panel + 1 == model_.linears[size_t(linear.linear)].panels)  // an MLP is wider than its gates
+        epilogue.padding = int((round_up(column + kLanes, kPad) - column) / kLanes) - 1;
+    return epilogue;
+}
+
+// Keeps a panel of logits of one row: writes all to memory, or offers them to the row's candidates.
+void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int thread) {
+    const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
+    alignas(64) float changed[kPanel];
+    if (shape_.logit_scale != 1 || shape_.logit_softcap > 0) {
+        for (int i = 0; i < kPanel; i += kLanes) {
+            const F32 scaled = mul(load(logits + i), splat(shape_.logit_scale));
+            store(changed + i, shape_.logit_softcap > 0 ? softcap(scaled, shape_.logit_softcap) : scaled);
+        }
+        logits = changed;
+    }
+    if (batch_.tops[row] > 0) return candidates_.offer(thread, row, int32_t(channel), logits, int(count));
+    std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
+}
+
+// Runs after the head: merges the candidates of each row, and chooses its next token if the batch says how. Rows whose
+// logits are all examined are handed out one by one, because they take longest.
+void Step::choose_tokens(int thread) {
+    for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++) {
+        if (batch_.tops[r] == 0) continue;
+        candidates_.merge(r, batch_.top_values + r * batch_.max_top, batch_.top_ids + r * batch_.max_top);
+        if (batch_.choices) batch_.tokens[r] = choose_token(r);
+    }
+    if (batch_.choices == nullptr) return;
+    for (int64_t r; (r = next_row_.fetch_add(1, std::memory_order_relaxed)) < batch_.num_rows;)
+        if (batch_.tops[r] == 0) batch_.tokens[r] = choose_token(r);
+}
+
+int32_t Step::choose_token(int64_t row) const {
+    const kvl_choice& choice = batch_.choices[row];
+    const int32_t* ids = batch_.top_ids + row * batch_.max_top;
+    const int32_t count = batch_.tops[row];
+    if (count == 1) return ids[0];
+    if (choice.temperature <= 0) return -1;
+    const kvl_draw_rules rules{choice.temperature, choice.top_p, choice.min_p, uniform(choice.seed, choice.position)};
+    if (count == 0) return draw(batch_.logits + place_[size_t(row)] * shape_.vocab_size, shape_.vocab_size, rules);
+    return ids[draw(batch_.top_values + row * batch_.max_top, count, rules)];
+}
+
+void run_step(kvl_model& model, const kvl_batch& batch) {
+    const Asked asked(model, batch);
+    Step all(model, batch);
+    std::optional<Step> rest;
+    if (asked.has_others() && !asked.is_nobody()) rest.emplace(model, asked.batch());
+    const int64_t end = int64_t(model.program.size()), split = asked.has_others() ? model.last_attention : end;
+    for (std::atomic<int64_t>& next : model.next) next.store(0, std::memory_order_relaxed);
+    model.pool.run([&](int thread) {
+        all.begin(thread);
+        all.work({0, split}, thread);
+        if (!rest) return;
+        if (thread == 0) asked.gather(model.scratch);
+        model.pool.barrier();
+        rest->work({split, end}, thread);
+    });
+}
+
+}  // namespace kvl
+
+const char* kvl_isa(void) { return kvl::kIsaName; }
+
+int32_t kvl_use(kvl_model* model, int32_t unit) {
+    if (unit == KVL_TILES && !kvl::has_tiles()) return 0;
+    if (unit == KVL_PAIRS && !kvl::has_pairs()) return 0;
+    model->unit = unit;
+    return 1;
+}
+
+void kvl_step(kvl_model* model, const kvl_batch* batch) { kvl::run_step(*model, *batch); }

@@ -1,0 +1,228 @@
+// What every vector kernel computes, in plain loops over the same packed data: the tests hold the two together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "activations/quant.hpp"
+#include "attention/attention.hpp"
+#include "experts/experts.hpp"
+#include "lora/lora.hpp"
+
+namespace kvl::scalar {
+
+// Weight k of channel c of a packed panel, as a float.
+inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
+    const int in_group = int(k % group_size(format));
+    const uint8_t* group = panel + head_bytes(format) + k / group_size(format) * group_bytes(format);
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
+    if (format == KVL_BF16) return bf16_to_float(halves[bf16_offset(in_group, c)]);
+    const uint8_t* planes = group + scale_bytes(format);
+    const uint8_t* rest = planes + plane_bytes(format);
+    if (is_whole(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * reinterpret_cast<const float*>(panel)[c];
+    const float scale = fp16_to_float(halves[c + (format == KVL_INT6 && in_group >= kRun ? kPanel : 0)]);
+    const float minimum = has_min(format) ? fp16_to_float(halves[kPanel + c]) : 0;
+    if (has_bytes(format)) return float(int(rest[byte_offset(in_group, c)]) - 128) * scale + minimum;
+    const int byte = rest[nibble_offset(in_group, c)], nibble = in_group % 8 < 4 ? byte & 15 : byte >> 4;
+    if (format == KVL_IQ4) return float(kIq4[nibble]) * scale;
+    if (format == KVL_FP4) return float(kFp4[nibble]) * scale;
+    const int upper = high_bits(format) == 0 ? 0 : planes[plane_offset(format, in_group, c)] >> plane_shift(format, in_group);
+    const int number = nibble + 16 * (upper & ((1 << high_bits(format)) - 1));
+    return float(number - (format == KVL_INT6 ? 32 : 0)) * scale + minimum;
+}
+
+// Activation k of a row, as a float.
+inline float activation_at(const Activations& x, int64_t row, int64_t cols, int format, int64_t k) {
+    if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(x.data)[row * cols + k]);
+    const int64_t scales = num_scales(format, cols);
+    return float(x.data[row * cols + k]) * x.scale[row * scales + (is_whole(format) ? 0 : k / group_size(format))];
+}
+
+// One row times one channel.
+inline double dot(const Activations& x, int64_t row, int64_t cols, int format, const uint8_t* panel, int c) {
+    double total = 0;
+    for (int64_t k = 0; k < cols; k++)
+        total += double(activation_at(x, row, cols, format, k)) * double(weight_at(panel, format, k, c));
+    return total;
+}
+
+// The same of bf16 weights, every bit of it: the first halves of a stretch's pairs are a chain, the second halves
+// another, and both are added to what is there.
+inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
+    float total = 0;
+    for (int64_t k = 0; k < cols; k += kFileGroup) {
+        float halves[2] = {};
+        for (int64_t i = k; i < k + kFileGroup; i++)
+            halves[i % 2] = std::fma(activation_at(x, row, cols, KVL_BF16, i), weight_at(panel, KVL_BF16, i, c), halves[i % 2]);
+        total += halves[0] + halves[1];
+    }
+    return total;
+}
+
+// The same in the order of vdpbf16ps: one chain, of each pair the second product before the first.
+inline float dot_in_pairs(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
+    float total = 0;
+    for (int64_t k = 0; k < cols; k += 2)
+        for (int64_t i : {k + 1, k}) total = std::fma(activation_at(x, row, cols, KVL_BF16, i), weight_at(panel, KVL_BF16, i, c), total);
+    return total;
+}
+
+// Column k of rank r of a module's A, and rank r of B of a channel, `lane` of a half panel, as floats.
+inline float a_at(const LoraPart& part, const LoraInput& input, int64_t r, int64_t k) {
+    const uint8_t* tile = part.a + r / kLanes * input.tile_bytes();
+    const int64_t lane = r % kLanes;
+    const float scale = reinterpret_cast<const float*>(tile)[lane];
+    tile += kLanes * 4;
+    if (input.is_bf16()) return bf16_to_float(reinterpret_cast<const uint16_t*>(tile)[k / 2 * 32 + 2 * lane + k % 2]) * scale;
+    return float(int(tile[k / 4 * 64 + 4 * lane + k % 4]) - 128) * scale;
+}
+inline float b_at(const uint8_t* half, bool is_bf16, int64_t r, int64_t lane) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(half);
+    if (is_bf16) return bf16_to_float(halves[r * kLanes + lane]);
+    return float(int(half[32 + r / 4 * 64 + 4 * lane + r % 4]) - 128) * bf16_to_float(halves[lane]);
+}
+
+// What an adapter adds to a channel of a row, and how far rounding h to a byte may move it.
+struct LowRankSum {
+    double value = 0, most_off = 0;
+};
+inline LowRankSum low_rank(const LoraLinear& linear, const LoraInput& input, int64_t row, int64_t c) {
+    LowRankSum total;
+    for (const LoraPart& part : linear.parts) {
+        const uint8_t* half = part.half(c / kLanes);
+        double peak = 0, sizes = 0;
+        for (int64_t r = 0; half != nullptr && r < part.ranks; r++) {
+            double h = 0;
+            for (int64_t k = 0; k < input.cols; k++)
+                h += double(a_at(part, input, r, k)) * double(activation_at(input.x, row, input.cols, input.format, k));
+            const double b = double(b_at(half, linear.is_bf16, r, c % kLanes));
+            total.value += h * b;
+            peak = std::max(peak, std::fabs(h));
+            sizes += std::fabs(b);
+        }
+        total.most_off += linear.is_bf16 ? 0 : peak / 127 / 2 * sizes;
+    }
+    return total;
+}
+
+inline void rms_norm(const float* x, const float* weight, int64_t real, float eps, float* out) {
+    double squares = 0;
+    for (int64_t k = 0; k < real; k++) squares += double(x[k]) * double(x[k]);
+    const double factor = 1.0 / std::sqrt(squares / double(real) + double(eps));
+    for (int64_t k = 0; k < real; k++) out[k] = float(double(x[k]) * factor * double(weight[k]));
+}
+
+inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t real, float eps, float* out) {
+    double total = 0, squares = 0;
+    for (int64_t k = 0; k < real; k++) total += double(x[k]);
+    const double mean = total / double(real);
+    for (int64_t k = 0; k < real; k++) squares += (double(x[k]) - mean) * (double(x[k]) - mean);
+    const double factor = 1.0 / std::sqrt(squares / double(real) + double(eps));
+    for (int64_t k = 0; k < real; k++) out[k] = float((double(x[k]) - mean) * factor * double(weight[k]) + double(bias[k]));
+}
+
+// What int8 quantisation may at most change: half a step of the group's scale.
+inline float half_step(const float* x, int64_t k, int group) {
+    const float* first = x + k / group * group;
+    float peak = 0;
+    for (int i = 0; i < group; i++) peak = std::max(peak, std::fabs(first[i]));
+    return peak / 127.0f / 2;
+}
+
+inline void rotate(float* head, const float* table, int dim) {
+    for (int i = 0; i < dim / 2; i++) {
+        const float a = head[i], b = head[dim / 2 + i], cosine = table[i], sine = table[dim / 2 + i];
+        head[i] = a * cosine - b * sine;
+        head[dim / 2 + i] = b * cosine + a * sine;
+    }
+}
+
+// Element `index` of a tile that holds token `slot` there, as a float.
+inline float tile_at(const uint8_t* tile, int kv_format, int64_t index, int64_t slot) {
+    const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
+    if (kv_format == KVL_KV_BF16) return bf16_to_float(halves[index]);
+    return float(reinterpret_cast<const int8_t*>(tile)[kBlockTokens * 2 + index]) * fp16_to_float(halves[slot]);
+}
+
+inline float key_at(const PagedHead& head, int kv_format, int64_t key, int d) {
+    const int64_t slot = key % kBlockTokens;
+    return tile_at(head.key_tile(key / kBlockTokens), kv_format, (d / 2 * kBlockTokens + slot) * 2 + d % 2, slot);
+}
+
+inline float value_at(const PagedHead& head, int kv_format, int64_t key, int d) {
+    const int64_t slot = key % kBlockTokens;
+    return tile_at(head.value_tile(key / kBlockTokens), kv_format, (slot / 2 * head.head_dim + d) * 2 + slot % 2, slot);
+}
+
+inline float query_at(const Query& query, int kv_format, int d) {
+    return (kv_format == KVL_KV_BF16 ? bf16_to_float(query.as<uint16_t>()[d]) : float(query.as<int16_t>()[d])) * query.scale;
+}
+
+// Softmax attention of one query over the keys it sees; out[head_dim].
+inline void attend(const PagedHead& head, int kv_format, const Query& query, double* out) {
+    std::vector<double> scores;
+    for (int64_t key = query.from; key < query.until; key++) {
+        double score = 0;
+        for (int d = 0; d < head.head_dim; d++)
+            score += double(query_at(query, kv_format, d)) * double(key_at(head, kv_format, key, d));
+        if (head.softcap > 0) score = double(head.softcap) * std::tanh(score / double(head.softcap));
+        scores.push_back(score);
+    }
+    const double peak = *std::max_element(scores.begin(), scores.end());
+    double weight = 0;
+    std::fill(out, out + head.head_dim, 0.0);
+    for (size_t i = 0; i < scores.size(); i++) {
+        const double p = std::exp2(scores[i] - peak);
+        weight += p;
+        for (int d = 0; d < head.head_dim; d++)
+            out[d] += p * double(value_at(head, kv_format, query.from + int64_t(i), d));
+    }
+    for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
+}
+
+// What limits and shares make of gate and up, see gates.hpp.
+inline double clamped_gate(double gate, double up, double limit, double alpha) {
+    gate = std::min(gate, limit);
+    return gate / (1 + std::exp(-alpha * gate)) * (std::clamp(up, -limit, limit) + 1);
+}
+
+// The experts of a row and their weights, by their definition: everything sorted, everything summed.
+inline std::vector<Choice> choose(const std::vector<float>& logits, int count, bool weighs_chosen) {
+    std::vector<int32_t> ids(logits.size());
+    std::iota(ids.begin(), ids.end(), 0);
+    std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return logits[size_t(a)] > logits[size_t(b)]; });
+    double total = 0;
+    for (size_t i = 0; i < (weighs_chosen ? size_t(count) : ids.size()); i++) total += std::exp(double(logits[size_t(ids[i])]));
+    std::vector<Choice> found;
+    for (int i = 0; i < count; i++) found.push_back({ids[size_t(i)], float(std::exp(double(logits[size_t(ids[size_t(i)])])) / total)});
+    return found;
+}
+
+// The token that `point` falls on, by its definition: everything sorted, everything summed.
+inline int32_t draw(const std::vector<float>& logits, const kvl_draw_rules& rules) {
+    std::vector<int32_t> ids(logits.size());
+    std::iota(ids.begin(), ids.end(), 0);
+    const double peak = double(*std::max_element(logits.begin(), logits.end()));
+    std::vector<double> weights;
+    for (float logit : logits) weights.push_back(std::exp((double(logit) - peak) / double(rules.temperature)));
+    const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+    const auto weight = [&](int32_t id) { return weights[size_t(id)]; };
+    if (rules.top_p < 1 || rules.min_p > 0)
+        std::stable_sort(ids.begin(), ids.end(), [&](int32_t a, int32_t b) { return weight(a) > weight(b); });
+    double before = 0, kept = 0;
+    for (int32_t id : ids) {
+        if ((rules.top_p < 1 && before >= double(rules.top_p) * total) || weight(id) < double(rules.min_p)) weights[size_t(id)] = 0;
+        before += std::exp((double(logits[size_t(id)]) - peak) / double(rules.temperature));
+        kept += weight(id);
+    }
+    double left = rules.point * kept;
+    for (int32_t id : ids) {
+        if (left < weight(id)) return id;
+        left -= weight(id);
+    }
+    return ids.front();
+}
+
+}  // namespace kvl::scalar
