@@ -48,11 +48,13 @@ compat: setup
 
 # vLLM's CPU build (its CUDA build needs a GPU) beside what kvloom needs, in an environment of its own; over it run the
 # tests of dialects, of their clients and of the wire's shapes that otherwise run over the mock, and its own
-OVER_VLLM := wire/test_golden compat/test_vllm_values compat/test_openai_client compat/test_openai_tools \
+OVER_VLLM := \
+  wire/test_golden compat/test_vllm_values compat/test_openai_client compat/test_openai_tools \
   compat/test_openai_responses compat/test_tgi_clients compat/test_triton_client compat/test_anthropic_client \
-  compat/test_ollama_client compat/test_mindieclient compat/test_curl server/test_openai server/test_openai_details \
-  server/test_dialects server/test_chat server/test_structured server/test_tools server/test_vllm_engine \
-  compat/test_vllm_engine compat/test_vllm_vision compat/test_vllm
+  compat/test_ollama_client compat/test_mindieclient compat/test_curl server/dialects/openai/test_openai \
+  server/dialects/openai/test_openai_details server/dialects/test_dialects client/test_chat \
+  server/chat/test_structured server/chat/test_tools server/serving/test_vllm_engine compat/test_vllm_engine \
+  compat/test_vllm_vision compat/test_vllm
 
 compat-vllm: setup
 	$(MAKE) --no-print-directory .venv-vllm/.installed || echo "compat-vllm: skipped: vLLM's CPU build cannot be installed here, see above"
@@ -91,11 +93,15 @@ PURE := kvloom/engine/schedule/ahead kvloom/engine/schedule/blocks kvloom/engine
   kvloom/server/chat/output kvloom/server/chat/reasoning \
   kvloom/checkpoints/quantized/blocks kvloom/checkpoints/quantized/numbers kvloom/checkpoints/quantized/packed \
   kvloom/checkpoints/quantized/scheme
-PURE_TESTS := engine/test_ahead engine/test_cost engine/test_pace engine/test_suspicion engine/test_blocks engine/test_scheduler engine/test_policies engine/test_speculation engine/test_swap \
-  engine/test_transfers engine/test_giving engine/test_stop engine/test_detok engine/test_memory net/test_sites \
-  pool/test_properties pool/test_allocator ems/test_breaker ems/test_packing ems/test_wire gewu/test_frames \
-  gewu/test_crashes gewu/test_schema gewu/test_qos gewu/test_room gewu/test_sessions \
-  gewu/test_memory server/test_chat_output engine/weights/test_blocks engine/weights/test_quantized_folders
+PURE_TESTS := \
+  engine/schedule/test_ahead engine/schedule/test_cost engine/schedule/test_pace engine/schedule/test_suspicion \
+  engine/schedule/test_blocks engine/schedule/test_scheduler engine/schedule/test_policies \
+  engine/schedule/test_speculation engine/schedule/test_swap engine/schedule/test_transfers engine/test_giving \
+  engine/text/test_stop engine/text/test_detok engine/schedule/test_memory net/test_sites \
+  pool/storage/test_properties pool/storage/test_allocator ems/test_breaker ems/wire/test_packing \
+  ems/wire/test_wire gewu/protocol/test_frames gewu/service/test_crashes gewu/protocol/test_schema \
+  gewu/service/test_qos gewu/service/test_room gewu/service/test_sessions gewu/service/test_memory \
+  server/chat/test_chat_output engine/weights/test_blocks engine/weights/test_quantized_folders
 comma := ,
 space := $(subst ,, )
 coverage: setup

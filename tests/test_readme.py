@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.server.test_main import run_cli
+from tests.server.run.test_main import run_cli
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

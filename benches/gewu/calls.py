@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.gewu import DaemonProcess, compile_c, make_model, run_program, until
+from tests.support.gewu.daemons import DaemonProcess, compile_c, make_model, run_program, until
 
 from kvloom.checkpoints.demo_models import find_model
 

@@ -9,7 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.support.gewu import DEMO_MODEL, DaemonProcess, compile_demo, has_nlohmann, run_program
+from tests.support.gewu.daemons import DEMO_MODEL, DaemonProcess, compile_demo, has_nlohmann, run_program
 
 from kvloom.checkpoints.demo_models import find_model
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.gewu import ABI, Client, DaemonProcess, compile_c, make_model, until
+from tests.support.gewu.daemons import ABI, Client, DaemonProcess, compile_c, make_model, until
 
 from kvloom.checkpoints.demo_models import find_model
 

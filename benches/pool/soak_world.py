@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.faults import AgentProcess
 from tests.support.ports import free_port
 from tests.support.waiting import until
 

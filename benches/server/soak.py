@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
-from tests.support.adapters import make_adapter
+from tests.support.models.adapters import make_adapter
 
 from benches.server.soak_cases import Case, Failed, ask, make_cases
 from benches.server.soak_world import Settings, World

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.faults import AgentProcess
 from tests.support.processes import CLI, ServeProcess, serving
 from tests.support.waiting import until
 

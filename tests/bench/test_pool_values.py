@@ -4,7 +4,7 @@ import contextlib
 
 from benches.pool.values import Ems, measure
 
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 
 
 def test_every_value_that_is_timed_was_stored_and_read():

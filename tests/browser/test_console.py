@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect
 from kvloom.contract.config import TierConfig
 from kvloom.server.secure.api_keys import new_key
 from tests.browser.conftest import LIMIT_MS, Open
-from tests.server.test_daemon import DAEMON, install
+from tests.server.run.test_daemon import DAEMON, install
 from tests.support.ports import free_port
 from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = Path(__file__).parent / "plugins"

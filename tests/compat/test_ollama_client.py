@@ -9,8 +9,8 @@ import pydantic
 import pytest
 
 from tests.support.lazily import lazily
+from tests.support.models.templates import HERMES, R1, TemplateTokenizer
 from tests.support.servers import MODEL, FakeServer, fake_server
-from tests.support.templates import HERMES, R1, TemplateTokenizer
 
 ollama = lazily("ollama")
 

@@ -21,7 +21,7 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from tests.support.lazily import lazily
-from tests.support.pool import blocks_of, running_agent
+from tests.support.pool.agents import blocks_of, running_agent
 from tests.support.waiting import until
 
 transformers = lazily("transformers")

@@ -18,12 +18,12 @@ import torch
 
 from kvloom.checkpoints.demo_models import find_model
 from kvloom.contract.errors import ModelError
-from tests.support.byte_folder import EOS, VOCAB_SIZE, make_byte_folder
 from tests.support.lazily import lazily
-from tests.support.pool import blocks_of, running_agent
+from tests.support.models.byte_folder import EOS, VOCAB_SIZE, make_byte_folder
+from tests.support.pool.agents import blocks_of, running_agent
 from tests.support.ports import free_port
 from tests.support.processes import ServeProcess, serving
-from tests.support.vllm_serving import ENVIRONMENT, OVER_VLLM, PYTHON, START_S, WAIT_S, environment
+from tests.support.vllm.serving import ENVIRONMENT, OVER_VLLM, PYTHON, START_S, WAIT_S, environment
 from tests.support.waiting import until
 
 transformers = lazily("transformers")

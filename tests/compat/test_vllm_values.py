@@ -12,7 +12,7 @@ import torch
 
 from tests.support.lazily import lazily
 from tests.support.servers import MODEL, OVER_VLLM, FakeServer
-from tests.support.vllm_hosts import chained_model
+from tests.support.vllm.hosts import chained_model
 
 transformers = lazily("transformers")
 

@@ -14,8 +14,8 @@ import pytest
 
 from tests.compat.test_vllm_engine import kvloom, vllm_alone
 from tests.support.images import data_url, huge_png, png
+from tests.support.models.seeing_weights import make_seeing_model
 from tests.support.processes import ServeProcess
-from tests.support.seeing_weights import make_seeing_model
 
 pytestmark = [pytest.mark.compat, pytest.mark.timeout(900)]
 WAIT_S = 120.0

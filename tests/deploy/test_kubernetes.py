@@ -30,7 +30,7 @@ from tests.deploy.manifests import (
     pods,
     ray_pods,
 )  # fmt: skip
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 from tests.support.servers import FakeServer
 
 ROOT = FOLDER.parents[1]

@@ -12,7 +12,7 @@ from typer.main import get_command
 from kvloom.pool.cli import app
 from kvloom.pool.metrics import render
 from tests.deploy.test_dashboard import expressions, names_of
-from tests.support.pool import config_of, new_kv, running_agent, session, slots_of
+from tests.support.pool.agents import config_of, new_kv, running_agent, session, slots_of
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 

@@ -7,7 +7,7 @@ import torch
 
 from ems.context_caching import ContextCaching
 from kvloom.pool.agent import Agent
-from tests.support.pool import new_kv, running_agent, session
+from tests.support.pool.agents import new_kv, running_agent, session
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from ems import CcKvOption, CcResult, EmsException, pipeline
 from ems.native.functions import functions
 from kvloom.pool.storage.opening import prepare
-from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, two_agents, zero
+from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, two_agents, zero
 from tests.support.waiting import until
 
 FIRST = 10**6

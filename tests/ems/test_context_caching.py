@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ems import CcKvOption, CcResult, EmsErrorCode, EmsException
-from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ems.device import DeviceTensors
-from tests.support.pool import BLOCK_SIZE, copy_of, slots_of, tokens_of, zero
+from tests.support.pool.agents import BLOCK_SIZE, copy_of, slots_of, tokens_of, zero
 
 
 class Counted(TorchDispatchMode):

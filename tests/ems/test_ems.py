@@ -14,7 +14,7 @@ from ems import CcConfig, CcConfig_v1, CcResult, Ems, EmsConfig, EmsErrorCode, E
 from ems.common import sockets
 from ems.common.sockets import find_socket
 from kvloom.pool.doctor import check_machine
-from tests.support.pool import copy_of, new_kv, running_agent, shared_files, slots_of, tokens_of, zero
+from tests.support.pool.agents import copy_of, new_kv, running_agent, shared_files, slots_of, tokens_of, zero
 from tests.support.waiting import soon, until
 
 

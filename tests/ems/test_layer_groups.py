@@ -5,7 +5,7 @@ import torch
 
 from ems import EmsErrorCode, EmsException
 from ems.context_caching import ContextCaching
-from tests.support.pool import copy_of, session
+from tests.support.pool.agents import copy_of, session
 
 GROUPS = [[0, 2], [1]]
 

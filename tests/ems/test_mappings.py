@@ -9,8 +9,8 @@ from ems import CcResult
 from ems.common.memory import HUGE_PAGE_BYTES, map_shared
 from ems.runs import address_of
 from ems.transport import SegmentMaps
-from tests.support.pool import new_kv, session, slots_of
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.agents import new_kv, session, slots_of
+from tests.support.pool.faults import AgentProcess
 from tests.support.waiting import until
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_CACHE_HOME") if name in os.environ}

@@ -9,7 +9,7 @@ import torch
 
 from ems import CcResult, EmsException
 from ems.buffer import RegisteredCache
-from tests.support.pool import session, slots_of
+from tests.support.pool.agents import session, slots_of
 
 SHAPE = (8, 4, 2, 8)
 

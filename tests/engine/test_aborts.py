@@ -7,7 +7,7 @@ from kvloom.contract.messages import Batch, StepOutput
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.rank.fake import FakeRunner
 from tests.engine.test_engine import GREEDY, prompt, truth
-from tests.support.engines import drain, engine_over, fake_engine, run_all, tokens_of
+from tests.support.engine.engines import drain, engine_over, fake_engine, run_all, tokens_of
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 2, 5])

@@ -9,8 +9,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Delta, FinishReason, Request
 from kvloom.rank.fake import fake_answer
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.crashes import (
+from tests.support.engine.crashes import (
     ENGINES,
     GREEDY,
     MIXED,
@@ -23,7 +22,8 @@ from tests.support.crashes import (
     step,
     truth,
 )
-from tests.support.engines import tokens_of
+from tests.support.engine.engines import tokens_of
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 
 # -- the same tokens
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvloom.contract.errors import BadRequest
 from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.rank.fake import EOS_ID, fake_answer
-from tests.support.engines import drain, fake_engine, run_all, text_of, tokens_of
+from tests.support.engine.engines import drain, fake_engine, run_all, text_of, tokens_of
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -9,10 +9,10 @@ from kvloom.contract.request import Delta, FinishReason, KvPlace, Request, Sampl
 from kvloom.engine.engine import Engine
 from kvloom.engine.giving import check_giving
 from kvloom.rank.fake import ByteTokenizer, fake_answer
-from tests.engine.test_kvtier import answer, keys_of, prompt
-from tests.support.crashes import at_steps, mortal_engine, step
-from tests.support.engines import fake_runner, in_process, run_all
-from tests.support.tiers import tiered_engine
+from tests.engine.rank.test_kvtier import answer, keys_of, prompt
+from tests.support.engine.crashes import at_steps, mortal_engine, step
+from tests.support.engine.engines import fake_runner, in_process, run_all
+from tests.support.engine.tiers import tiered_engine
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 GIVEN = Request("given", prompt(30), ONE, gives_kv=True)  # 7 blocks of 4 and 2 tokens

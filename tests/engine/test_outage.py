@@ -17,8 +17,8 @@ from kvloom.engine.engine import GUILTY
 from kvloom.engine.outage import restart_with_backoff
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import FakeRunner, fake_answer
-from tests.support.crashes import ShyExecutor
-from tests.support.threads import PROMPT, collect, endless, rank_pid, rank_pids, until, with_engine
+from tests.support.engine.crashes import ShyExecutor
+from tests.support.engine.threads import PROMPT, collect, endless, rank_pid, rank_pids, until, with_engine
 
 CONFIG = EngineConfig(backend="fake", num_blocks=256, fake_step_s=0.001)
 

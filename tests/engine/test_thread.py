@@ -17,8 +17,8 @@ from kvloom.engine.link.ranks import RankExecutor
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.rank.opening import open_engine
+from tests.support.engine.threads import GREEDY, PROMPT, collect, endless, rank_pid, until, with_engine
 from tests.support.servers import FakeExecutor
-from tests.support.threads import GREEDY, PROMPT, collect, endless, rank_pid, until, with_engine
 
 
 def test_concurrent_streams_each_get_their_own_answer():

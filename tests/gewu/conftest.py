@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gewu import Client, DaemonProcess, make_model
+from tests.support.gewu.daemons import Client, DaemonProcess, make_model
 
 RATE = 200.0  # tokens a second
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import make_model
+from tests.support.gewu.daemons import make_model
 from tests.support.waiting import until
 
 MIB = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 from kvloom.gewu import Code, Refused, Session
 from kvloom.gewu.service.settings import find_service
 from kvloom.gewu.status import ask_status
-from tests.support.gewu import compile_c, has_nlohmann, make_model, run_program
+from tests.support.gewu.daemons import compile_c, has_nlohmann, make_model, run_program
 from tests.support.waiting import until
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "gewu"

@@ -17,7 +17,7 @@ from kvloom.gewu.prober.capabilities import only_those_of
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
 from kvloom.gewu.service.system import _process_bytes
 from tests.gewu.test_probe import CONFIG, write_gguf
-from tests.support.gewu import make_model
+from tests.support.gewu.daemons import make_model
 from tests.support.waiting import until
 
 MIB = 1 << 20

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.gewu.codes import Code
 from tests.gewu.test_hostile_models import children_of
-from tests.support.gewu import make_model
+from tests.support.gewu.daemons import make_model
 from tests.support.waiting import until
 
 

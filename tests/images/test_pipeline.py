@@ -14,7 +14,7 @@ import pytest
 from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.images.files import PIPELINES
 from kvloom.images.messages import Paint, Setup
-from tests.support import kept_models
+from tests.support.models import kept_models
 
 if TYPE_CHECKING:
     from kvloom.images.pipeline import Pipeline

@@ -11,7 +11,7 @@ from kvloom.checkpoints.demo_models import HubModel
 from kvloom.contract.errors import ModelError
 from kvloom.machine.cli import models
 from kvloom.server.run.adopt import adopt
-from tests.support.checkpoints import save, tiny_model
+from tests.support.models.checkpoints import save, tiny_model
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from mindieclient.python.httpclient import MindIEHTTPClient
-from tests.support.triton import FakeTriton, serving
+from tests.support.wire.triton import FakeTriton, serving
 
 
 @pytest.fixture

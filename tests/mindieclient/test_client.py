@@ -12,7 +12,7 @@ import mindieclient.httpclient
 import mindieclient.python.common.logging
 from mindieclient.python.common import Log
 from mindieclient.python.httpclient import Input, MindIEClientException, MindIEHTTPClient, RequestedOutput
-from tests.support.triton import MODEL, FakeTriton, serving
+from tests.support.wire.triton import MODEL, FakeTriton, serving
 
 
 def tokens(*values: int) -> Input:

@@ -8,7 +8,7 @@ import pytest
 
 from kvloom.net.devcerts import make_files
 from kvloom.server.secure.tls import tls_context
-from tests.support.triton import FakeTriton, serving
+from tests.support.wire.triton import FakeTriton, serving
 
 ROOT = Path(__file__).parents[2]
 SAMPLES = ROOT / "examples/mindieclient"

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.test_daemon import DAEMON, install
-from tests.support.pool import SECRET
+from tests.server.run.test_daemon import DAEMON, install
+from tests.support.pool.agents import SECRET
 from tests.support.ports import free_port
 from tests.support.processes import CLI
 from tests.support.waiting import WAIT_S, until

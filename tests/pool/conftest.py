@@ -10,7 +10,7 @@ from ems.native.functions import functions as of_sdk
 from kvloom.pool.agent import Agent
 from kvloom.pool.cluster.native.library import functions as of_stream
 from kvloom.pool.storage.native.library import functions as of_index
-from tests.support.pool import new_kv, running_agent, session
+from tests.support.pool.agents import new_kv, running_agent, session
 
 
 @pytest.fixture

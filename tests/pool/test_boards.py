@@ -15,7 +15,7 @@ from ems.profiling import Profiler
 from ems.transport import Link, LinkPool, SegmentMaps
 from ems.wire import messages as m
 from kvloom.pool.agent import Agent
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 from tests.support.waiting import soon, until
 
 BLOCK, NUM = 4096, 256

@@ -20,7 +20,7 @@ from kvloom.pool.bench.redis import find_server
 from kvloom.pool.cli import app
 from kvloom.pool.commands import status
 from kvloom.pool.config import Address, AgentConfig, TenantLimits, parse_size, read_secret
-from tests.support.pool import SECRET, config_of, new_kv, running_agent, session, slots_of
+from tests.support.pool.agents import SECRET, config_of, new_kv, running_agent, session, slots_of
 from tests.support.waiting import WAIT_S
 
 

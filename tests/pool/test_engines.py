@@ -22,7 +22,7 @@ from kvloom.pool.agent import Agent
 from kvloom.pool.bench.redis import find_server, private_server
 from kvloom.pool.stores.engine import EngineError, open_engine
 from kvloom.pool.stores.tier import EngineTier
-from tests.support.pool import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool.agents import copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
 from tests.support.waiting import until
 
 HASHES = list(range(100, 116))

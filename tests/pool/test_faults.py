@@ -25,9 +25,9 @@ from kvloom.net.devcerts import make_files
 from kvloom.pool.auth import new_credential
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
-from tests.support.node_proxy import NodeProxy
-from tests.support.pool import SECRET, blocks_of, new_kv, running_agent, session, shared_files, slots_of
-from tests.support.pool_faults import AgentProcess, Oracle, run_until_killed
+from tests.support.pool.agents import SECRET, blocks_of, new_kv, running_agent, session, shared_files, slots_of
+from tests.support.pool.faults import AgentProcess, Oracle, run_until_killed
+from tests.support.pool.node_proxy import NodeProxy
 from tests.support.ports import free_port
 from tests.support.waiting import WAIT_S, soon
 

@@ -21,7 +21,7 @@ from kvloom.pool.control.state import ControlState
 from kvloom.pool.metrics import render
 from kvloom.pool.staging import Staging
 from kvloom.pool.storage.counts import Counts
-from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import WAIT_S, soon, until
 
 

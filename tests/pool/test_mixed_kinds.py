@@ -14,7 +14,7 @@ from kvloom.pool.agent import Agent
 from kvloom.pool.config import Address
 from kvloom.pool.storage.native.pool import NativePool
 from kvloom.pool.storage.store import TenantPool
-from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
+from tests.support.pool.agents import BLOCK_SIZE, SECRET, running_agent, session, slots_of
 from tests.support.waiting import until
 
 KINDS = ("native", "python")

@@ -20,7 +20,7 @@ from kvloom.pool.auth import new_credential
 from kvloom.pool.metrics import render
 from kvloom.pool.storage.budget import Refusal
 from kvloom.pool.storage.counts import Denial
-from tests.support.pool import SECRET, running_agent
+from tests.support.pool.agents import SECRET, running_agent
 from tests.support.waiting import WAIT_S, soon, until
 
 pytestmark = pytest.mark.usefixtures("either_kind")

@@ -25,7 +25,7 @@ from ems.wire.frames import FrameReader, FrameWriter, WireError
 from kvloom.pool.agent import Agent
 from kvloom.pool.storage.pool import Terms
 from kvloom.pool.storage.segments import SharedMemory
-from tests.support.pool import running_agent
+from tests.support.pool.agents import running_agent
 from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.usefixtures("native")

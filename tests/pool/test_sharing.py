@@ -12,7 +12,7 @@ from kvloom.pool.auth import new_credential
 from kvloom.pool.config import TenantLimits
 from kvloom.pool.metrics import render
 from kvloom.pool.node import collect
-from tests.support.pool import BLOCK_SIZE, SECRET, running_agent, session, slots_of
+from tests.support.pool.agents import BLOCK_SIZE, SECRET, running_agent, session, slots_of
 from tests.support.waiting import until
 
 KEY = "0123456789abcdef" * 4

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from tests.support.pool_walk import Walk
-from tests.support.pool_worlds import World
+from tests.support.pool.walk import Walk
+from tests.support.pool.worlds import World
 
 
 @pytest.mark.parametrize(("kind", "num_rounds"), [("one, lru, snapshot", 5), ("three, TLS", 3)])

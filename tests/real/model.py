@@ -11,7 +11,7 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.text.tokenizer import Tokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.engines import in_process
+from tests.support.engine.engines import in_process
 
 
 @dataclass(frozen=True, slots=True)

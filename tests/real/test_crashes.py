@@ -20,8 +20,8 @@ from kvloom.engine.text.tokenizer import Tokenizer
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.opening import open_engine
 from kvloom.server.chat.grammars import json_grammar
-from tests.support.adapters import make_adapter
-from tests.support.threads import rank_pid
+from tests.support.engine.threads import rank_pid
+from tests.support.models.adapters import make_adapter
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 

@@ -8,7 +8,7 @@ import torch
 from kvloom.contract.pooling import POOLINGS
 from kvloom.contract.request import Request, SamplingParams
 from tests.real.test_transformers import PROMPTS
-from tests.support.engines import run_all
+from tests.support.engine.engines import run_all
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 TEXTS = (*PROMPTS[:4], " ".join(PROMPTS))

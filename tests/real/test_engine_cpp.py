@@ -9,7 +9,7 @@ import pytest
 
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.engine_api import InferenceEngine, InferenceRequest, InferenceResponse
-from tests.support.engine_cpp import compile_example, real_host, run_program, write_real_config
+from tests.support.engine.cpp import compile_example, real_host, run_program, write_real_config
 
 pytestmark = [
     pytest.mark.real,

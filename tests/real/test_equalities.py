@@ -10,7 +10,7 @@ from kvloom.contract.request import Delta, Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.tier.tier import with_tier
 from tests.real.model import RealModel, open_real
-from tests.support.engines import in_process, run_all, text_of, tokens_of
+from tests.support.engine.engines import in_process, run_all, text_of, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

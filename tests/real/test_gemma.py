@@ -8,7 +8,7 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.demo_models import pull
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
-from tests.support.checkpoints import generate, run_step
+from tests.support.models.checkpoints import generate, run_step
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

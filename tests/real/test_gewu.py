@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program
+from tests.support.gewu.daemons import DEMO_MODEL, Client, DaemonProcess, compile_demo, has_nlohmann, run_program
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.request import Request, SamplingParams
-from tests.support.adapters import make_adapter
-from tests.support.engines import run_all, tokens_of
+from tests.support.engine.engines import run_all, tokens_of
 from tests.support.lazily import lazily
+from tests.support.models.adapters import make_adapter
 
 oracles = lazily("tests.real.oracle")
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

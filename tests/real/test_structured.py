@@ -9,7 +9,7 @@ from jsonschema_rs import validate
 from kvloom.contract.request import FinishReason, Request, SamplingParams
 from kvloom.server.chat.grammars import json_grammar
 from tests.real.model import RealModel
-from tests.support.engines import run_all, text_of, tokens_of
+from tests.support.engine.engines import run_all, text_of, tokens_of
 
 pytestmark = pytest.mark.real
 

@@ -14,7 +14,7 @@ from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tool_prompt import with_tools_in_text
 from kvloom.server.chat.tools import Tool, ToolChoice
 from tests.real.model import RealModel
-from tests.support.engines import run_all
+from tests.support.engine.engines import run_all
 
 pytestmark = pytest.mark.real
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from kvloom.contract.request import Request, SamplingParams
-from tests.support.engines import run_all, tokens_of
+from tests.support.engine.engines import run_all, tokens_of
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
-from tests.support.adapters import make_adapter
 from tests.support.configs import mock_document
-from tests.support.pool import running_agent
+from tests.support.models.adapters import make_adapter
+from tests.support.pool.agents import running_agent
 from tests.support.processes import CLI, ServeProcess, serving
 from tests.support.waiting import until
 

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.support.configs import mock_document
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.faults import AgentProcess
 from tests.support.processes import ServeProcess, serve
-from tests.support.routers import VLLM, router, text_of
+from tests.support.wire.routers import VLLM, router, text_of
 
 PROMPT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 TEXT = {"model": "smollm2", "prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}

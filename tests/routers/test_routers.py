@@ -8,9 +8,9 @@ import httpx
 import pytest
 
 from tests.support.processes import serve
-from tests.support.routers import SGLANG, VLLM, Recorder, router, text_of
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
+from tests.support.wire.routers import SGLANG, VLLM, Recorder, router, text_of
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
 TEXT = {"model": MODEL, "prompt": "the quick brown fox", "max_tokens": 12, "seed": 3}

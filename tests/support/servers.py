@@ -1,4 +1,4 @@
-"""Real HTTP servers on free ports, over the fake model in this process, or over vLLM (vllm_hosts.py)."""
+"""Real HTTP servers on free ports, over the fake model in this process, or over vLLM (vllm/hosts.py)."""
 
 import asyncio
 import http.client
@@ -41,7 +41,7 @@ from kvloom.server.serving.options import WireOptions
 from kvloom.server.serving.registry import Models
 from kvloom.server.serving.service import GenerationService
 from tests.support.asgi import PromptServer, in_thread
-from tests.support.vllm_serving import OVER_VLLM
+from tests.support.vllm.serving import OVER_VLLM
 from tests.support.waiting import until
 
 MODEL = "mock"
@@ -180,7 +180,7 @@ def fake_server(
 def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
     """What the model says, wherever it computes."""
     if OVER_VLLM:
-        found: list[int] = import_module("tests.support.chained_llama").chained_answer(prompt_ids, num_tokens)
+        found: list[int] = import_module("tests.support.models.chained_llama").chained_answer(prompt_ids, num_tokens)
         return found
     return fake_answer(prompt_ids, SamplingParams(temperature=0), 0, num_tokens)
 
@@ -188,7 +188,7 @@ def greedy_answer(prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
 def _engine(config: EngineConfig, shape: EngineConfig, tokenizer: ByteTokenizer) -> EngineThread:
     """`shape`: of the fake model; of vLLM only its length."""
     if OVER_VLLM:
-        lend = import_module("tests.support.vllm_hosts").vllm_engine
+        lend = import_module("tests.support.vllm.hosts").vllm_engine
         return EngineThread(*lend(replace(config, max_seq_len=shape.max_seq_len), tokenizer))
     executor = FakeExecutor(partial(FakeRunner, shape))
     return EngineThread(Engine(config, executor, tokenizer), executor)

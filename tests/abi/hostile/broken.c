@@ -1,7 +1,7 @@
 /* A service that goes away while a large request is on its way, again and again: broken MODEL. SIGPIPE would kill. */
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 enum { ROUNDS = 20, LENGTH = 8 << 20 };
 

@@ -4,7 +4,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 enum { MAX = 256, MOST_NEEDED = 3 };
 

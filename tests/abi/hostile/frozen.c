@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 enum { LENGTH = 8 << 20 };
 

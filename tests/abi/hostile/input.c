@@ -1,7 +1,7 @@
 /* What no careful app passes: input MODEL. Compiled with GEWU_MAX_ID, so that handles begin again after some. */
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 enum { MIB = 1 << 20 };
 

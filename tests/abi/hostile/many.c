@@ -1,7 +1,7 @@
 /* A thousand sessions, 400 of them with a request, ended by eight threads: many MODEL. */
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 enum { SESSIONS = 1000, REQUESTS = 400, THREADS = 8 };
 

@@ -3,7 +3,7 @@
 #include <sys/time.h>
 #include <unistd.h>
 
-#include "check.h"
+#include "../check.h"
 
 static volatile sig_atomic_t num_alarms;
 

@@ -10,7 +10,7 @@ import torch
 
 from ems import CcConfig_v1, CcKvOption, ContextCache_v1, Ems, EmsConfig, EmsErrorCode, EmsException
 from ems.cc_v1.cc_config import KVCacheType
-from tests.support.pool import BLOCK_SIZE, running_agent
+from tests.support.pool.agents import BLOCK_SIZE, running_agent
 
 LEGACY_ID = "cc_kvstore@_@ds_default_ns_001"
 

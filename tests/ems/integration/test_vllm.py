@@ -10,9 +10,9 @@ from ems.integration.parts import split_blocks
 from ems.integration.prefix import Chain
 from ems.integration.settings import Settings, model_fingerprint
 from kvloom.pool.agent import Agent
-from tests.support.pool import blocks_of, running_agent
-from tests.support.vllm_engine import Engine, engine
-from tests.support.vllm_stub import (
+from tests.support.pool.agents import blocks_of, running_agent
+from tests.support.vllm.engine import Engine, engine
+from tests.support.vllm.stub import (
     BLOCK_SIZE,
     NUM_BLOCKS,
     FakeRequest,

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.pool import running_agent
-from tests.support.pool_faults import AgentProcess
-from tests.support.vllm_engine import Engine, engine
-from tests.support.vllm_stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
+from tests.support.pool.agents import running_agent
+from tests.support.pool.faults import AgentProcess
+from tests.support.vllm.engine import Engine, engine
+from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
 from tests.support.waiting import until
 
 NUM_BLOCKS = 6

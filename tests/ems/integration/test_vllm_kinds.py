@@ -8,9 +8,9 @@ import pytest
 from ems.integration.prefix import Kind, kinds_of, longest_hit, unit_of
 from ems.integration.scheduling import Duties, Scheduling
 from kvloom.pool.agent import Agent
-from tests.support.pool import blocks_of
-from tests.support.vllm_engine import Engine, engine
-from tests.support.vllm_stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
+from tests.support.pool.agents import blocks_of
+from tests.support.vllm.engine import Engine, engine
+from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, FullAttentionSpec, SlidingWindowSpec, Step
 from tests.support.waiting import until
 
 WINDOW = 2 * BLOCK_SIZE  # a token sees itself and 7 before it: of a prefix of whole blocks the last two

@@ -14,9 +14,9 @@ import torch
 from ems.integration import layers
 from ems.integration.layers import Rows, Side
 from kvloom.pool.agent import Agent
-from tests.support.pool import blocks_of
-from tests.support.vllm_engine import Engine, engine
-from tests.support.vllm_stub import (
+from tests.support.pool.agents import blocks_of
+from tests.support.vllm.engine import Engine, engine
+from tests.support.vllm.stub import (
     BLOCK_SIZE,
     FakeRequest,
     FullAttentionSpec,

@@ -12,10 +12,10 @@ import pytest
 from ems.integration.adapters import Adapters
 from ems.integration.stored import Stored, StoredBlock
 from kvloom.pool.agent import Agent
-from tests.support.pool import blocks_of
-from tests.support.pool_faults import AgentProcess
-from tests.support.vllm_engine import Engine, engine
-from tests.support.vllm_stub import BLOCK_SIZE, FakeRequest, Step, stubbed_vllm
+from tests.support.pool.agents import blocks_of
+from tests.support.pool.faults import AgentProcess
+from tests.support.vllm.engine import Engine, engine
+from tests.support.vllm.stub import BLOCK_SIZE, FakeRequest, Step, stubbed_vllm
 from tests.support.waiting import until
 
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE + 1))  # four full blocks and a token

@@ -16,8 +16,8 @@ import ems
 from ems import CcConfig, CcKvOption, EmsConfig, EmsErrorCode, EmsException, KvBufferWrapper, KvPool, KvStatus
 from ems.native import functions, line
 from kvloom.pool.agent import Agent
-from tests.support.pool import blocks_of, running_agent, two_agents
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.agents import blocks_of, running_agent, two_agents
+from tests.support.pool.faults import AgentProcess
 from tests.support.waiting import WAIT_S, until
 
 STORED, PRESENT, CONFLICT = KvStatus.STORED, KvStatus.PRESENT, KvStatus.CONFLICT

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.engine_api.build import LIBRARY
 from tests.support.compiling import compiled
-from tests.support.engine_cpp import (
+from tests.support.engine.cpp import (
     HEADERS,
     PROGRAMS,
     SANITIZERS,

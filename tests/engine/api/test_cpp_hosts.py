@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import engine_host
-from tests.support.engine_cpp import (
+from tests.support.engine import host as engine_host
+from tests.support.engine.cpp import (
     PROGRAMS,
     SANITIZERS,
     THREAD_SANITIZER,

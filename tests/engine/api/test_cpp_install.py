@@ -12,7 +12,7 @@ from kvloom.contract.request import SamplingParams
 from kvloom.engine_api.build import LIBRARY
 from kvloom.rank.fake import fake_answer
 from tests.support.compiling import cache_with, compiled, hasty_compiler
-from tests.support.engine_cpp import write_config
+from tests.support.engine.cpp import write_config
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvloom.checkpoints.lora import read_adapter
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
-from tests.support.adapters import make_adapter
+from tests.support.models.adapters import make_adapter
 
 from .models import SPECS, all_logits, int32, ragged, random_weights, step
 

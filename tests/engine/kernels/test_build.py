@@ -10,8 +10,8 @@ from kvloom.contract.config import EngineConfig
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build
 from kvloom.rank.loading import open_runner
-from tests.support.checkpoints import save, tiny_model
 from tests.support.compiling import runs_for_two
+from tests.support.models.checkpoints import save, tiny_model
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.adapters import make_adapter
+from tests.support.models.adapters import make_adapter
 
 from .models import SPECS, MemoryWeights, all_logits, by_channel, ragged, random_weights
 

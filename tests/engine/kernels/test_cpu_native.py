@@ -20,7 +20,7 @@ MEMORY, RACES = ("-fsanitize=address,undefined",), ("-fsanitize=thread",)
 # Undefined behaviour ends the program by a trap: to tell it takes the compiler as long as all the rest.
 WORDLESS = "-fsanitize-undefined-trap-on-error"
 LEVELS = {"portable": "-Og"}  # its vectors are loops; others are compiled faster than what an optimiser would save
-PROGRAM = Path(__file__).with_name("native.cpp")
+PROGRAM = Path(__file__).with_name("cpp") / "native.cpp"
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 

@@ -12,7 +12,7 @@ from kvloom.checkpoints.lora import read_adapter
 from kvloom.rank.kernels import build
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.adapters import make_adapter, merged
+from tests.support.models.adapters import make_adapter, merged
 
 from .models import SPECS, MemoryWeights, all_logits, ragged, random_weights
 

@@ -6,7 +6,7 @@ import torch
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.rank.kernels.backend import Ragged
 from kvloom.rank.kernels.reference import ReferenceBackend, ReferenceOptions
-from tests.support.checkpoints import TINY_MODELS, VOCAB_SIZE, generate, run_step, save, tiny_model
+from tests.support.models.checkpoints import TINY_MODELS, VOCAB_SIZE, generate, run_step, save, tiny_model
 
 from .models import all_logits, int32, ragged, step
 

@@ -12,7 +12,7 @@ from kvloom.checkpoints.lora import read_adapter
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels import build, cpu_abi
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
-from tests.support.adapters import make_adapter
+from tests.support.models.adapters import make_adapter
 
 from .models import MIXED, SPECS, all_logits, by_channel, four_bit, mixed_weights, ragged, random_weights, tiny_spec
 

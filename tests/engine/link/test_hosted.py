@@ -1,4 +1,4 @@
-"""An engine in a process of its own: kvloom.vllm over a vLLM whose tokens are known (tests/support/fake_vllm)."""
+"""An engine in a process of its own: kvloom.vllm over a vLLM whose tokens are known (tests/support/vllm/fake)."""
 
 import asyncio
 import os
@@ -18,12 +18,12 @@ from kvloom.engine.hosted.going_on import OTHERWISE
 from kvloom.engine.thread import EngineThread
 from kvloom.rank.opening import model_tokenizer
 from kvloom.vllm.opening import check, open_engine
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.byte_folder import make_byte_folder
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.byte_folder import make_byte_folder
 from tests.support.waiting import WAIT_S
 
-FAKE = Path(__file__).resolve().parents[1] / "support/fake_vllm"
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+FAKE = Path(__file__).resolve().parents[2] / "support/vllm/fake"
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 PROMPT = tuple(b"What comes after this?")
 GREEDY = SamplingParams(temperature=0, max_tokens=150)
 SEEDED = SamplingParams(temperature=0.8, seed=7, max_tokens=150)

@@ -23,10 +23,10 @@ from kvloom.engine.thread import EngineThread
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine, open_ranks
 from kvloom.rank.parallel.shard import ShardedWeights, shard_spec
-from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import run_all
-from tests.support.executors import opened
-from tests.support.pool import blocks_of, running_agent
+from tests.support.engine.engines import run_all
+from tests.support.engine.executors import opened
+from tests.support.models.checkpoints import save, tiny_model
+from tests.support.pool.agents import blocks_of, running_agent
 
 NUM_KILLS = int(os.environ.get("KVLOOM_TEST_RANK_KILLS", "6"))
 LOGPROB_TOLERANCE = 1e-4  # of float32 sums in another order

@@ -17,9 +17,9 @@ from kvloom.contract.pooling import scores
 from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.checkpoints import BASE, VOCAB_SIZE, save
-from tests.support.engines import engine_over, run_all
+from tests.support.engine.engines import engine_over, run_all
 from tests.support.lazily import lazily
+from tests.support.models.checkpoints import BASE, VOCAB_SIZE, save
 
 transformers = lazily("transformers")
 

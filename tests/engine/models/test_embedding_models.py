@@ -18,9 +18,9 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
 from tests.engine.weights.test_gguf import write
-from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
-from tests.support.embedding import dense_layers, pooled, save_modules, tiny_gemma
-from tests.support.engines import engine_over, run_all
+from tests.support.engine.engines import engine_over, run_all
+from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
+from tests.support.models.embedding import dense_layers, pooled, save_modules, tiny_gemma
 
 NOTHING = SamplingParams(max_tokens=0)
 REFERENCE = {"backend": "reference", "dtype": "float32"}

@@ -21,11 +21,11 @@ from kvloom.gewu.worker.main import open_worker
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.byte_folder import make_byte_folder
-from tests.support.checkpoints import VOCAB_SIZE, save, tiny_model
-from tests.support.embedding import pooled
-from tests.support.engines import engine_over, run_all
-from tests.support.executors import opened
+from tests.support.engine.engines import engine_over, run_all
+from tests.support.engine.executors import opened
+from tests.support.models.byte_folder import make_byte_folder
+from tests.support.models.checkpoints import VOCAB_SIZE, save, tiny_model
+from tests.support.models.embedding import pooled
 
 NOTHING = SamplingParams(max_tokens=0)
 PROMPTS = [

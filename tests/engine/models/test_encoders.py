@@ -17,10 +17,10 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.checkpoints import VOCAB_SIZE, save
-from tests.support.embedding import pooled, save_modules
-from tests.support.engines import engine_over, run_all
+from tests.support.engine.engines import engine_over, run_all
 from tests.support.lazily import lazily
+from tests.support.models.checkpoints import VOCAB_SIZE, save
+from tests.support.models.embedding import pooled, save_modules
 
 transformers = lazily("transformers")
 

@@ -8,7 +8,7 @@ from kvloom.contract.errors import BadRequest
 from kvloom.contract.pooling import POOLINGS, unit
 from kvloom.contract.request import Delta, FinishReason, Request, SamplingParams
 from kvloom.rank.fake import fake_answer, fake_embedding
-from tests.support.engines import drain, fake_engine, run_all, tokens_of
+from tests.support.engine.engines import drain, fake_engine, run_all, tokens_of
 
 NOTHING = SamplingParams(max_tokens=0)
 PROMPT = tuple(range(1, 31))

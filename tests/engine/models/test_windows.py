@@ -10,8 +10,8 @@ from kvloom.contract.request import Request, SamplingParams
 from kvloom.engine.engine import Engine
 from kvloom.rank.loading import open_runner, reach_of
 from kvloom.rank.runner import ModelRunner
-from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import engine_over, run_all, tokens_of
+from tests.support.engine.engines import engine_over, run_all, tokens_of
+from tests.support.models.checkpoints import save, tiny_model
 
 WINDOW, BLOCK = 7, 16
 REACH = WINDOW + 127  # the kernels read keys 128 at a time

@@ -10,7 +10,7 @@ from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.loading import choose_backend, open_runner
 from tests.engine.kernels.models import MIXED, mixed_weights
 from tests.engine.weights.test_gguf import write
-from tests.support.checkpoints import save, tiny_model
+from tests.support.models.checkpoints import save, tiny_model
 
 
 @pytest.fixture(scope="module", params=["llama", "llama, tied"])

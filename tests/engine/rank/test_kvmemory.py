@@ -19,9 +19,9 @@ from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.tier import with_tier
 from kvloom.rank.tier.watch import Watch, WrongBytes
 from kvloom.rank.tiles import TiledBlocks
-from tests.support.engines import fake_runner, run_all, tokens_of
-from tests.support.pool import running_agent
-from tests.support.tiers import FakeTier, tiered_engine
+from tests.support.engine.engines import fake_runner, run_all, tokens_of
+from tests.support.engine.tiers import FakeTier, tiered_engine
+from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
 
 NUM_LAYERS = 2
@@ -131,7 +131,7 @@ def test_tensors_that_are_not_in_the_blocks_of_transfers_are_refused(changes, pr
 )
 def test_a_tier_over_other_blocks_than_the_engines_is_refused(runner, problem):
     with pytest.raises(ModelError, match=problem):
-        with_tier(runner, TierConfig("tests.support.tiers:FakeTier"), fake_memory())
+        with_tier(runner, TierConfig("tests.support.engine.tiers:FakeTier"), fake_memory())
 
 
 def test_blocks_of_other_bytes_than_the_rank_says_are_refused():

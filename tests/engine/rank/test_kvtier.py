@@ -13,8 +13,8 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import extend_chain
 from kvloom.engine.schedule.transfers import Moves
 from kvloom.rank.fake import fake_answer
-from tests.support.engines import drain, run_all, tokens_of
-from tests.support.tiers import FakeTier, tiered_engine
+from tests.support.engine.engines import drain, run_all, tokens_of
+from tests.support.engine.tiers import FakeTier, tiered_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

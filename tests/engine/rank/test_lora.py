@@ -22,10 +22,10 @@ from kvloom.engine.engine import Engine
 from kvloom.engine.schedule.blocks import adapter_salt, extend_chain
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.rank.opening import open_engine
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import fake_engine, run_all, tokens_of
-from tests.support.executors import opened
+from tests.support.engine.engines import fake_engine, run_all, tokens_of
+from tests.support.engine.executors import opened
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.checkpoints import save, tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPT = tuple(range(1, 22))

@@ -13,8 +13,8 @@ from kvloom.rank.host_cache import SwapCache
 from kvloom.rank.kernels.reference import ReferenceBackend
 from kvloom.rank.loading import open_runner
 from kvloom.rank.runner import ModelRunner
-from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import engine_over, run_all, tokens_of
+from tests.support.engine.engines import engine_over, run_all, tokens_of
+from tests.support.models.checkpoints import save, tiny_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 REQUESTS = [Request(f"r{i}", tuple(range(i, i + 30)), PARAMS) for i in range(8)]

@@ -19,9 +19,9 @@ from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import LoadStep, Plan, Seq, SeqStep, Status
 from kvloom.engine.schedule.suspicion import accuse
 from kvloom.rank.fake import EOS_ID, ByteTokenizer, FakeRunner
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.crashes import DRAWN, ENGINES, GREEDY, answers, mortal_engine, prompt, truth
-from tests.support.engines import drain, fake_engine, run_all, text_of, tokens_of
+from tests.support.engine.crashes import DRAWN, ENGINES, GREEDY, answers, mortal_engine, prompt, truth
+from tests.support.engine.engines import drain, fake_engine, run_all, text_of, tokens_of
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 
 BLOCK = 4
 LIMITS = Limits(max_batch=4, max_tokens=32, block_size=BLOCK)

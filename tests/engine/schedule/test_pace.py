@@ -19,10 +19,10 @@ from kvloom.engine.schedule.cost import load_of, pairs_of
 from kvloom.engine.schedule.pace import FIRST_ALONE_TOKENS, FIRST_TOKENS, GAP_STEPS, LEAST_TOKENS, LONGEST_S, Pace
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, SeqStep, Status
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.crashes import ENGINES, GREEDY, MIXED, mortal_engine, run_through, said, truth
-from tests.support.crashes import prompt as prompt_ids
-from tests.support.engines import tokens_of
+from tests.support.engine.crashes import ENGINES, GREEDY, MIXED, mortal_engine, run_through, said, truth
+from tests.support.engine.crashes import prompt as prompt_ids
+from tests.support.engine.engines import tokens_of
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 
 LIMITS = Limits(max_batch=64, max_tokens=2048, block_size=16)
 STEP_S, TOKEN_S = 0.004, 0.001  # of the machine in these tests

@@ -22,8 +22,8 @@ from kvloom.engine.schedule.policies import (
 )
 from kvloom.engine.schedule.scheduler import FCFS, Circumstances, may_admit, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
-from tests.engine.test_scheduler import BLOCK, counts, make_seq, run_step, sampling_ids
-from tests.support.engines import fake_engine, run_all, tokens_of
+from tests.engine.schedule.test_scheduler import BLOCK, counts, make_seq, run_step, sampling_ids
+from tests.support.engine.engines import fake_engine, run_all, tokens_of
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=10)
 RULES = st.fixed_dictionaries(

@@ -16,10 +16,9 @@ from kvloom.engine.schedule.lookup import PromptLookup
 from kvloom.engine.schedule.scheduler import plan_step
 from kvloom.engine.schedule.seq import Seq
 from kvloom.rank.fake import fake_next
-from tests.support.engines import fake_engine, run_all, tokens_of
-
-from .test_engine import EngineMachine, prompt, truth
-from .test_scheduler import BLOCK, counts, make_seq, run_step
+from tests.engine.schedule.test_scheduler import BLOCK, counts, make_seq, run_step
+from tests.engine.test_engine import EngineMachine, prompt, truth
+from tests.support.engine.engines import fake_engine, run_all, tokens_of
 
 LIMITS = Limits(4, 16, BLOCK, max_draft_tokens=8)
 

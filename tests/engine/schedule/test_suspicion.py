@@ -19,8 +19,19 @@ from kvloom.engine.schedule.repute import FIRST_PROOF, MAX_PROOF
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.schedule.suspicion import accuse, next_alone
-from tests.support.crashes import ENGINES, GREEDY, MIXED, answers, mortal_engine, prompt, run_through, said, step, truth
-from tests.support.engines import tokens_of
+from tests.support.engine.crashes import (
+    ENGINES,
+    GREEDY,
+    MIXED,
+    answers,
+    mortal_engine,
+    prompt,
+    run_through,
+    said,
+    step,
+    truth,
+)
+from tests.support.engine.engines import tokens_of
 
 
 def suspects(*lengths: int) -> list[Seq]:

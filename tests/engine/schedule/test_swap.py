@@ -11,9 +11,9 @@ from kvloom.engine.schedule.commit import apply_step, check, commit_step, releas
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Seq, Status
 from kvloom.engine.schedule.swap import HostPool, SwapCosts, is_swap_cheaper
+from tests.engine.schedule.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
 from tests.engine.test_engine import truth
-from tests.engine.test_scheduler import BLOCK, make_seq, run_step, sampling_ids
-from tests.support.engines import drain, fake_engine, run_all, tokens_of
+from tests.support.engine.engines import drain, fake_engine, run_all, tokens_of
 
 
 @pytest.mark.parametrize(

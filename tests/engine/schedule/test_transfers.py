@@ -9,7 +9,7 @@ from kvloom.engine.schedule.commit import apply_step, check, commit_step, releas
 from kvloom.engine.schedule.scheduler import Circumstances, plan_step
 from kvloom.engine.schedule.seq import Plan, Seq, Status
 from kvloom.engine.schedule.transfers import PATIENCE, Moves, Transfers
-from tests.engine.test_scheduler import BLOCK, counts, make_seq, sampling_ids
+from tests.engine.schedule.test_scheduler import BLOCK, counts, make_seq, sampling_ids
 
 LIMITS = Limits(4, 100, BLOCK)
 

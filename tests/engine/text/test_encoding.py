@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from kvloom.engine.text import encoding, pieces
 from kvloom.engine.text.encoding import Encoder
 from kvloom.engine.text.marks import Marks
-from tests.support.marks import restored
+from tests.support.engine.marks import restored
 
 WORDS = "hello world it's we'll THE Quick 123 4567 <|im_end|> 你好，世界。 こんにちは、 한국어。 \n\n  \t<x> a/b é"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvloom.engine.text.chat_template import ChatTemplates
 from kvloom.engine.text.marks import Marks
-from tests.support.marks import restored
+from tests.support.engine.marks import restored
 
 SPECIAL = frozenset({"<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "[INST]", "[/INST]", "</s>"})
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

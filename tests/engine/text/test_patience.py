@@ -12,7 +12,7 @@ from kvloom.rank.fake import VOCAB_SIZE, ByteTokenizer, FakeRunner
 from kvloom.rank.grammar.guides import Guides, Patience
 from kvloom.rank.grammar.reasoning import Guide, Mask
 from kvloom.server.chat.grammars import regex_grammar
-from tests.support.engines import drain, engine_over, run_all, text_of, tokens_of
+from tests.support.engine.engines import drain, engine_over, run_all, text_of, tokens_of
 
 DIGITS = regex_grammar("[0-9]{12}", "r")
 

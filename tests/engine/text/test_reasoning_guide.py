@@ -12,7 +12,7 @@ from kvloom.rank.fake import EOS_ID, VOCAB_SIZE, ByteTokenizer
 from kvloom.rank.grammar.guides import Guides
 from kvloom.rank.grammar.reasoning import EndMark, ReasoningGuide
 from kvloom.server.chat.grammars import regex_grammar
-from tests.support.engines import fake_engine, run_all, text_of, tokens_of
+from tests.support.engine.engines import fake_engine, run_all, text_of, tokens_of
 
 END = "</think>"
 PROMPT = tuple(b"hi")

@@ -18,9 +18,9 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
 from kvloom.rank.loading import open_runner
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import run_step, save, tiny_model
-from tests.support.quantized import write_folder
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import run_step, save, tiny_model
+from tests.support.models.quantized import write_folder
 
 from .test_families import FILES, TOKENS
 from .test_gguf import write

@@ -12,7 +12,7 @@ from kvloom.checkpoints.families import FAMILIES
 from kvloom.checkpoints.families.rope import build_rope
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.checkpoints import longrope, run_step, save, tiny_model
+from tests.support.models.checkpoints import longrope, run_step, save, tiny_model
 
 from .test_gguf import write
 

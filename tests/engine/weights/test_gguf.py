@@ -15,7 +15,7 @@ from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.checkpoints.gguf_types import GGUF_TYPES
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.checkpoints import run_step, tiny_model
+from tests.support.models.checkpoints import run_step, tiny_model
 
 TOKENS = [5, 9, 1, 77, 30, 2, 2, 101]
 NAMES = {

@@ -18,7 +18,7 @@ from kvloom.checkpoints.metadata import read_header, read_shape
 from kvloom.contract.errors import ModelError
 from kvloom.engine.text.tokenizer import load_tokenizer
 from tests.engine.weights.test_gguf import write
-from tests.support.checkpoints import save, tiny_model
+from tests.support.models.checkpoints import save, tiny_model
 
 U8, U32, STRING, ARRAY = 0, 4, 8, 9
 

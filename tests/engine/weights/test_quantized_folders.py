@@ -16,8 +16,18 @@ from kvloom.checkpoints.quantized.scheme import scheme_of
 from kvloom.contract.errors import ModelError
 from kvloom.rank.kernels.cpu import CpuBackend, CpuOptions
 from kvloom.rank.kernels.reference import ReferenceBackend
-from tests.support.checkpoints import run_step, tiny_model
-from tests.support.quantized import Format, awq, compressed, fp8, gptq, group_config, mxfp4, per_token, write_folder
+from tests.support.models.checkpoints import run_step, tiny_model
+from tests.support.models.quantized import (
+    Format,
+    awq,
+    compressed,
+    fp8,
+    gptq,
+    group_config,
+    mxfp4,
+    per_token,
+    write_folder,
+)
 
 from .test_blocks import values_of
 

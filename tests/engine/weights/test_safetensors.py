@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from kvloom.checkpoints.checkpoint import open_checkpoint
 from kvloom.contract.errors import ModelError
-from tests.support.checkpoints import save, tiny_model
+from tests.support.models.checkpoints import save, tiny_model
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.gewu.build import library
 from tests.support.compiling import compiled
-from tests.support.gewu import (
+from tests.support.gewu.daemons import (
     ABI,
     DEMO_MODEL,
     DaemonProcess,
@@ -21,7 +21,7 @@ from tests.support.gewu import (
     has_nlohmann,
     run_program,
 )
-from tests.support.gewu_service import Peer, Service
+from tests.support.gewu.service import Peer, Service
 from tests.support.waiting import until
 
 EXPORTED = {
@@ -63,7 +63,7 @@ def test_the_header_compiles_in_every_standard(standard, tmp_path):
 
 
 def library_include() -> Path:
-    return Path(__file__).parents[2] / "src" / "kvloom" / "gewu" / "include"
+    return Path(__file__).parents[3] / "src" / "kvloom" / "gewu" / "include"
 
 
 @pytest.mark.parametrize("name", ["calls", "reentrant"])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import make_model
+from tests.support.gewu.daemons import make_model
 from tests.support.waiting import until
 
 INVALID = 0xFFFFFFFF

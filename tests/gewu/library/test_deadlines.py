@@ -12,8 +12,8 @@ import pytest
 
 from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, encode
-from tests.support.gewu import Client
-from tests.support.gewu_service import Peer, Service, library_of_any_patience
+from tests.support.gewu.daemons import Client
+from tests.support.gewu.service import Peer, Service, library_of_any_patience
 from tests.support.waiting import WAIT_S, until
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True})

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvloom.gewu.codes import Code
-from tests.support.gewu import ABI, Client, compile_with_library
-from tests.support.gewu_service import Peer, Service
+from tests.support.gewu.daemons import ABI, Client, compile_with_library
+from tests.support.gewu.service import Peer, Service
 
 SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 NOBODY = 65534

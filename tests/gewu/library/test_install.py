@@ -11,9 +11,9 @@ import pytest
 from kvloom.gewu.build import INCLUDE, LIBRARY, SONAME
 from kvloom.native.build import NativeLibrary
 from tests.support.compiling import cache_with, runs_for_two
-from tests.support.gewu import DaemonProcess, run_program
+from tests.support.gewu.daemons import DaemonProcess, run_program
 
-CHAT = Path(__file__).parents[2] / "examples" / "gewu" / "chat.c"
+CHAT = Path(__file__).parents[3] / "examples" / "gewu" / "chat.c"
 LAID = {
     "lib/libqos.so.1",
     "lib/libqos.so",

@@ -12,8 +12,8 @@ from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
 from kvloom.gewu.reason import why_refused
 from kvloom.gewu.status import ask_status
-from tests.support.gewu import Client
-from tests.support.gewu_service import Peer, Service
+from tests.support.gewu.daemons import Client
+from tests.support.gewu.service import Peer, Service
 from tests.support.waiting import WAIT_S
 
 

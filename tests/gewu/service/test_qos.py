@@ -15,7 +15,7 @@ from kvloom.engine.schedule.commit import apply_step, commit_step
 from kvloom.engine.schedule.seq import Plan, Seq
 from kvloom.gewu.qos import STARVED_AFTER_S, STARVED_EARLY_S, ClassPlanner, Level, effective_level, risen
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
-from tests.support.engines import fake_runner, tokens_of
+from tests.support.engine.engines import fake_runner, tokens_of
 
 
 class Clock:

@@ -6,9 +6,9 @@ from ems.wire import messages as m
 from ems.wire.messages import Cause
 from kvloom.pool import reading
 from kvloom.pool.reading import Reader
-from tests.support.node_pair import NUM_KEYS, SIZE, data_of, keep, keys_of, nodes
-from tests.support.node_tls import NodeFiles
-from tests.support.pool import blocks_of
+from tests.support.pool.agents import blocks_of
+from tests.support.pool.node_pair import NUM_KEYS, SIZE, data_of, keep, keys_of, nodes
+from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import soon, until
 
 PART = 8  # blocks that are answered together, at least

@@ -12,7 +12,7 @@ from ems.wire import messages as m
 from kvloom.pool.agent import Agent
 from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address, TenantLimits
-from tests.support.pool import BLOCK_SIZE, SECRET, blocks_of, running_agent, session, slots_of
+from tests.support.pool.agents import BLOCK_SIZE, SECRET, blocks_of, running_agent, session, slots_of
 from tests.support.waiting import soon, until
 
 BLOCK_BYTES = 8 << 10

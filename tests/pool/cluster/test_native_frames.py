@@ -16,7 +16,7 @@ YES, NO = b"\1", b"\0"
 
 @pytest.fixture(scope="module")
 def frames() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(Library("libtest_native", Path(__file__).parent / "native").path()))
+    library = ctypes.CDLL(str(Library("libtest_native", Path(__file__).parents[1] / "native").path()))
     library.crc.restype = ctypes.c_uint32
     return library
 

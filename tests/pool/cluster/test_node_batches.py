@@ -25,10 +25,10 @@ from kvloom.pool.cluster.peer_line import Own, PeerLine
 from kvloom.pool.cluster.tls_channel import Complaints
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import NoRoom, Reservation
-from tests.support.node_pair import NUM_KEYS, SIZE, Pair, data_of, keep, keys_of, nodes
-from tests.support.node_proxy import tcp_pair
-from tests.support.node_tls import NodeFiles
-from tests.support.pool import SECRET, blocks_of, running_agent
+from tests.support.pool.agents import SECRET, blocks_of, running_agent
+from tests.support.pool.node_pair import NUM_KEYS, SIZE, Pair, data_of, keep, keys_of, nodes
+from tests.support.pool.node_proxy import tcp_pair
+from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
 
 pytestmark = pytest.mark.usefixtures("either_kind")

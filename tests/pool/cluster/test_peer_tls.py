@@ -17,9 +17,9 @@ from kvloom.net.tlsconfig import TlsError
 from kvloom.pool.cli import app
 from kvloom.pool.cluster.tls_channel import TlsChannel
 from kvloom.pool.config import Address, AgentConfig
-from tests.support.node_tls import NodeFiles
-from tests.support.pool import SECRET, config_of, running_agent, session
-from tests.support.pool_faults import BLOCK_BYTES, AgentProcess, Oracle
+from tests.support.pool.agents import SECRET, config_of, running_agent, session
+from tests.support.pool.faults import BLOCK_BYTES, AgentProcess, Oracle
+from tests.support.pool.node_tls import NodeFiles
 from tests.support.waiting import WAIT_S, soon, until
 
 HASHES = list(range(1, 25))

@@ -11,7 +11,17 @@ from ems.wire import messages as m
 from kvloom.pool import reading
 from kvloom.pool.cluster.peers import Peers
 from kvloom.pool.config import Address
-from tests.support.pool import SECRET, blocks_of, copy_of, new_kv, running_agent, session, slots_of, tokens_of, zero
+from tests.support.pool.agents import (
+    SECRET,
+    blocks_of,
+    copy_of,
+    new_kv,
+    running_agent,
+    session,
+    slots_of,
+    tokens_of,
+    zero,
+)
 from tests.support.waiting import soon, until
 
 

@@ -18,7 +18,7 @@ from kvloom.pool.control.service import build_app
 from kvloom.pool.control.state import Conflict, ControlState, Heartbeat, Orders
 from kvloom.pool.node import NodeStats, PoolStats
 from tests.support.asgi import PromptServer, in_thread
-from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
 from tests.support.waiting import until
 
 TOKEN = "an admin token"

@@ -17,7 +17,7 @@ from kvloom.pool.control import link
 from kvloom.pool.control.link import ControlLink
 from kvloom.pool.control.state import Orders
 from kvloom.pool.node import Node
-from tests.support.pool import SECRET
+from tests.support.pool.agents import SECRET
 
 ORDERS = msgspec.json.encode(Orders([], [("t", 0, 1 << 20)], {}, [], []))
 

@@ -10,7 +10,7 @@ from kvloom.pool.storage.budget import Budget
 from kvloom.pool.storage.entries import Geometry, NoRoom, Reservation, Written
 from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.pool import Pool
-from tests.pool.test_store import SLAB, new_pool, put
+from tests.pool.storage.test_store import SLAB, new_pool, put
 
 
 @pytest.fixture(autouse=True, params=["1", "0"], ids=["native", "python"])

@@ -16,7 +16,7 @@ LINE, MARGIN = 64, 64
 
 @pytest.fixture(scope="module")
 def copies() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Library("libtest_native", Path(__file__).parent / "native").path()))
+    return ctypes.CDLL(str(Library("libtest_native", Path(__file__).parents[1] / "native").path()))
 
 
 @pytest.mark.parametrize("offset", [0, 1, 63])

@@ -287,6 +287,6 @@ def test_the_libraries_are_clean_under_the_compilers_sanitizers(runtime, kinds, 
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     assert {each.path().is_relative_to(cache) for each in (BLOCKS, INDEX, STREAM)} == {True}
     options = {"LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
-    command = [sys.executable, "-m", "tests.support.pool_storm"]
+    command = [sys.executable, "-m", "tests.support.pool.storm"]
     done = subprocess.run(command, env={**os.environ, **options}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -12,8 +12,8 @@ from ems.runs import address_of
 from kvloom.pool.auth import new_credential
 from kvloom.pool.snapshot import Snapshots
 from kvloom.pool.storage.segments import SharedMemory, huge_pages_in_use
-from tests.support.pool import SECRET, new_kv, running_agent, session, slots_of
-from tests.support.pool_faults import AgentProcess, Oracle
+from tests.support.pool.agents import SECRET, new_kv, running_agent, session, slots_of
+from tests.support.pool.faults import AgentProcess, Oracle
 from tests.support.waiting import until
 
 HASHES = list(range(1, 13))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from jsonschema_rs import validate
 
+from tests.support.models.templates import HERMES, R1, TemplateTokenizer
 from tests.support.servers import MODEL, FakeServer, fake_server
-from tests.support.templates import HERMES, R1, TemplateTokenizer
 
 SCHEMA = {
     "type": "object",

@@ -11,7 +11,7 @@ from kvloom.server.chat.grammars import json_grammar, regex_grammar, text_gramma
 from kvloom.server.chat.structural_tags import tag_grammar
 from kvloom.server.chat.tool_grammars import tool_grammar
 from kvloom.server.chat.tools import Tool, ToolChoice
-from tests.support.grammars import accepts
+from tests.support.engine.grammars import accepts
 
 ARABIC_THREE = "\u0663"
 

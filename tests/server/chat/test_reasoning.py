@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.models.templates import HERMES, QWEN3, R1, TemplateTokenizer
 from tests.support.servers import FakeServer, fake_server
-from tests.support.templates import HERMES, QWEN3, R1, TemplateTokenizer
 
 TOOL = {"type": "function", "function": {"name": "now"}}
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from jsonschema_rs import validate
 
+from tests.support.models.templates import HERMES, LLAMA3, QWEN_CODER, TemplateTokenizer
 from tests.support.servers import MODEL, FakeServer, fake_server
-from tests.support.templates import HERMES, LLAMA3, QWEN_CODER, TemplateTokenizer
 
 SCHEMA = {
     "type": "object",

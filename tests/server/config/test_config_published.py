@@ -16,8 +16,8 @@ from kvloom.server.config.reading import Mistakes
 from kvloom.server.config.settings import Settings, load_settings
 from kvloom.server.run.launch import read_settings
 from kvloom.server.run.preflight import problems
-from tests.server.test_config import SEED_LAYOUT, changed, write
-from tests.server.test_daemon import DAEMON
+from tests.server.config.test_config import SEED_LAYOUT, changed, write
+from tests.server.run.test_daemon import DAEMON
 from tests.support.processes import CLI, serving
 
 # in the layout, and with the values, of the config.json that 2.x is shipped with

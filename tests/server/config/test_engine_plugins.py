@@ -14,10 +14,10 @@ from kvloom.contract.errors import BadRequest, ModelError
 from kvloom.contract.request import SamplingParams
 from kvloom.rank.opening import open_ranks
 from kvloom.server.config import backends
-from tests.support.byte_folder import make_byte_folder
+from tests.support.models.byte_folder import make_byte_folder
 from tests.support.processes import CLI, serving
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples/engine_plugin"
 HERE = "must name a back end that is installed (default, auto, cpu, torch, reference, mock, fake"
 

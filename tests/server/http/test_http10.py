@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.support.triton import serving
 from tests.support.waiting import WAIT_S
+from tests.support.wire.triton import serving
 
 FRAMES = [b"data: 1\n\n", b"", b"data: 2\n\n", b"data: [DONE]\n\n"]
 

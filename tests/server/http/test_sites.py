@@ -15,7 +15,7 @@ from kvloom.server.http.reply import Endpoint
 from kvloom.server.run.guards import policy_of
 from kvloom.server.run.mount import make_dialects
 from kvloom.server.secure.api_keys import hash_key, new_key
-from tests.server.test_daemon import DAEMON, generate, install
+from tests.server.run.test_daemon import DAEMON, generate, install
 from tests.support.ports import free_port
 from tests.support.processes import serve, serving
 from tests.support.servers import MODEL, FakeServer, fake_server

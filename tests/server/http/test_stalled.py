@@ -18,8 +18,8 @@ from starlette.routing import Route
 
 from kvloom.server.http.slow import GuardedProtocol
 from tests.support.processes import serve
-from tests.support.triton import serving
 from tests.support.waiting import WAIT_S, until
+from tests.support.wire.triton import serving
 
 REASON = "connection closed: nothing of its answer was taken for 0.1 s"
 ENDED = threading.Event()

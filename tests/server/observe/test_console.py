@@ -14,7 +14,7 @@ from kvloom.server.config.view import config_view
 from kvloom.server.dialects.operators.console import FILES, OPEN_PATHS
 from kvloom.server.secure.api_keys import new_key
 from kvloom.server.serving.card import ModelCard
-from tests.server.test_daemon import DAEMON, install
+from tests.server.run.test_daemon import DAEMON, install
 from tests.support.ports import free_port
 from tests.support.processes import serving
 from tests.support.servers import MODEL, FakeServer, fake_server

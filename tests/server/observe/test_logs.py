@@ -18,7 +18,7 @@ from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.opening import open_engine
 from kvloom.server.observe import logs
 from kvloom.server.observe.logs import LogConfig
-from tests.server.test_daemon import DAEMON, generate, install
+from tests.server.run.test_daemon import DAEMON, generate, install
 from tests.support.ports import free_port
 from tests.support.processes import ServeProcess, serving
 from tests.support.waiting import until

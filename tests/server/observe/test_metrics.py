@@ -10,7 +10,7 @@ from prometheus_client.samples import Sample
 from kvloom.engine.histogram import Histogram
 from kvloom.server.observe.meter import Throughput
 from kvloom.server.serving.options import WireOptions
-from tests.support.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until
 

@@ -21,7 +21,7 @@ from tests.support.lent import lend
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "server.md"
+PAGE = Path(__file__).parents[3] / "docs" / "server.md"
 BLOCK = re.compile(r"^```bash(| server| background)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 STEP = re.compile(r"^\*\*\d\. ", re.MULTILINE)
 PRINTS = re.compile(r"# prints (.*)$", re.MULTILINE)

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from kvloom.server.http.slow import BodyTimeoutMiddleware, GuardedProtocol
 from kvloom.server.secure.api_keys import AccessError, KeyRing, check_bind, hash_key, new_key
 from kvloom.server.secure.key_guard import ApiKeyMiddleware
-from tests.support.triton import serving
 from tests.support.waiting import until
+from tests.support.wire.triton import serving
 
 KEYS = [new_key(), new_key()]
 LATE = threading.Event()

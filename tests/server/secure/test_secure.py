@@ -10,7 +10,7 @@ import pytest
 
 from kvloom.net.devcerts import make_files
 from kvloom.server.secure.api_keys import hash_key, new_key
-from tests.server.test_main import mock_config, run_cli
+from tests.server.run.test_main import mock_config, run_cli
 from tests.support.processes import serve
 from tests.support.waiting import until
 

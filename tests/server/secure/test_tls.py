@@ -15,7 +15,7 @@ from kvloom.net.keystore import KeyStore, write_private
 from kvloom.net.tlsconfig import TlsConfig, TlsError
 from kvloom.server.secure.tls import reload_on_sighup, tls_context
 from mindieclient.python.httpclient import MindIEClientException, MindIEHTTPClient
-from tests.support.triton import FakeTriton, serving
+from tests.support.wire.triton import FakeTriton, serving
 
 NUM_HANDSHAKES = int(os.environ.get("KVLOOM_TEST_HANDSHAKES", "60"))
 PASSWORD = b"a password for tests"

@@ -30,8 +30,8 @@ from kvloom.rank.opening import open_engine
 from kvloom.rank.tier import ems as tier_of_ems
 from kvloom.rank.tier.ems import EmsTier, open_tier
 from kvloom.rank.tier.kvmemory import KvMemory
-from tests.support.pool import SECRET, running_agent
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.agents import SECRET, running_agent
+from tests.support.pool.faults import AgentProcess
 from tests.support.waiting import WAIT_S, until
 
 TIMEOUT_S = 30.0  # for what succeeds

@@ -18,9 +18,9 @@ from kvloom.contract.request import SamplingParams
 from kvloom.rank.fake import ByteTokenizer, fake_answer
 from kvloom.server.config.settings import load_settings
 from kvloom.server.serving.options import WireOptions
-from tests.support.adapters import TINY_SHAPES, make_adapter
 from tests.support.configs import mock_document
 from tests.support.lazily import lazily
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 from tests.support.processes import serve
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until

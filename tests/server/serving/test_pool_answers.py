@@ -23,11 +23,11 @@ from kvloom.engine.stats import Stats
 from kvloom.pool.agent import Agent
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.main import open_runner
-from tests.support.adapters import make_adapter
-from tests.support.checkpoints import save, tiny_model
-from tests.support.engines import drain, tokens_of
-from tests.support.executors import opened
-from tests.support.pool import running_agent
+from tests.support.engine.engines import drain, tokens_of
+from tests.support.engine.executors import opened
+from tests.support.models.adapters import make_adapter
+from tests.support.models.checkpoints import save, tiny_model
+from tests.support.pool.agents import running_agent
 from tests.support.waiting import until
 
 FACTORY = "kvloom.rank.tier.ems:open_tier"

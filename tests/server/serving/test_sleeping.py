@@ -11,8 +11,8 @@ import pytest
 
 from kvloom.contract.errors import ModelError
 from kvloom.server.serving.options import WireOptions
-from tests.support.adapters import TINY_SHAPES, make_adapter
 from tests.support.configs import mock_document
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
 from tests.support.processes import ServeProcess, serve
 from tests.support.servers import MODEL, FakeServer, fake_server
 from tests.support.waiting import until

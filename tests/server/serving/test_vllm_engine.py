@@ -16,11 +16,11 @@ from kvloom.contract.config import EngineConfig, TierConfig
 from kvloom.contract.errors import BadRequest
 from kvloom.server.config.plugin_options import SETTINGS, option_of, plugin_options
 from kvloom.vllm.arguments import arguments_of
-from tests.support.adapters import TINY_SHAPES, make_adapter
-from tests.support.byte_folder import make_byte_folder
 from tests.support.commands import run_cli
+from tests.support.models.adapters import TINY_SHAPES, make_adapter
+from tests.support.models.byte_folder import make_byte_folder
 from tests.support.processes import ServeProcess
-from tests.support.vllm_serving import OVER_VLLM, START_S, WAIT_S, vllm_server
+from tests.support.vllm.serving import OVER_VLLM, START_S, WAIT_S, vllm_server
 
 SHAPES = {"layers.0.o": (512, 512)} if OVER_VLLM else TINY_SHAPES  # of an adapter that fits the model
 

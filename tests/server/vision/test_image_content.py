@@ -20,10 +20,10 @@ from kvloom.server.serving.vision.looking import MAX_HELD_BYTES, Looking
 from kvloom.server.serving.vision.seen import Look, NotSeen, Seen, seeing, seen_of
 from kvloom.server.serving.vision.sources import MAX_IMAGE_BYTES, ImageSource, source_of_base64, source_of_url
 from kvloom.vllm.images import MAX_ALL_PIXELS, check_image, read_images
-from tests.support.byte_folder import TEMPLATE, make_byte_folder
 from tests.support.images import huge_png
-from tests.support.seeing_folder import TEMPLATE as PARTS_TEMPLATE
-from tests.support.seeing_folder import make_seeing_folder
+from tests.support.models.byte_folder import TEMPLATE, make_byte_folder
+from tests.support.models.seeing_folder import TEMPLATE as PARTS_TEMPLATE
+from tests.support.models.seeing_folder import make_seeing_folder
 
 A, B = ImageSource("a", b"1"), ImageSource("b", b"2")
 

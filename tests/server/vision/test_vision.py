@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.byte_folder import make_byte_folder
 from tests.support.images import animated, data_url, huge_png, in_base64, png
+from tests.support.models.byte_folder import make_byte_folder
 from tests.support.processes import CLI, ServeProcess, serving
 from tests.support.servers import fake_server
 
-FAKE = Path(__file__).resolve().parents[1] / "support/fake_vllm"
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+FAKE = Path(__file__).resolve().parents[2] / "support/vllm/fake"
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 WAIT_S = 120.0
 IMAGE_TOKENS = 4  # of 16 x 16 pixels, as the fake has it
 RED, BLUE = png("red"), png("blue")

@@ -13,8 +13,8 @@ from tests.support.compiling import compiled, units
 from tests.support.configs import mock_document
 from tests.support.lent import lend
 
-PROGRAMS = Path(__file__).parent.parent / "engine" / "api" / "cpp"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_api.cpp"
+PROGRAMS = Path(__file__).parents[2] / "engine" / "api" / "cpp"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "engine_api.cpp"
 HEADERS = LIBRARY.include / "kvloom_engine"
 WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 QUICK = ("-g1", "-O0")  # lines, which sanitizers name, and no variables

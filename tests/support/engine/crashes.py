@@ -14,8 +14,8 @@ from kvloom.engine.link.executor import InProcessExecutor, RankDied, max_submitt
 from kvloom.rank.fake import ByteTokenizer, FakeRunner, fake_answer
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.rank.tier.watch import Watch
-from tests.support.engines import text_of, tokens_of
-from tests.support.tiers import FakeTier
+from tests.support.engine.engines import text_of, tokens_of
+from tests.support.engine.tiers import FakeTier
 
 Kills = Callable[[Batch], bool]
 _LOST = StepOutput([], [], 0.0)
@@ -82,7 +82,7 @@ def mortal_engine(
 ) -> tuple[Engine, MortalExecutor]:
     """A small one; `fields` of EngineConfig. With `stored`, blocks by key, there is an outer KV tier of these."""
     sizes = {"num_blocks": 64, "block_size": 4, "max_seq_len": 64, "seed": 5}
-    tier = None if stored is None else TierConfig("tests.support.tiers:FakeTier", timeout_s=1.0)
+    tier = None if stored is None else TierConfig("tests.support.engine.tiers:FakeTier", timeout_s=1.0)
     config = EngineConfig(backend="fake", kv_tier=tier, **{**sizes, **fields})
 
     def make() -> Runner:

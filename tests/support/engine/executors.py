@@ -10,7 +10,7 @@ from kvloom.contract.config import EngineConfig
 from kvloom.engine.link.executor import Executor
 from kvloom.engine.link.ranks import RankExecutor
 from kvloom.rank.main import open_runner
-from tests.support.engines import in_process
+from tests.support.engine.engines import in_process
 from tests.support.forks import WITH_TORCH
 
 FORKED = (sys.executable, *WITH_TORCH, "-m", "kvloom.rank.main")

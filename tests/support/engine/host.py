@@ -1,4 +1,4 @@
-"""Engine hosts that do as their script says: `python engine_host.py SCRIPT FD`. Knows the wire by itself."""
+"""Engine hosts that do as their script says: `python host.py SCRIPT FD`. Knows the wire by itself."""
 
 import os
 import signal

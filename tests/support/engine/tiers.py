@@ -11,7 +11,7 @@ from kvloom.rank.fake import ByteTokenizer
 from kvloom.rank.tier.kvmemory import KvMemory
 from kvloom.rank.tier.tier import TieredRunner
 from kvloom.rank.tier.watch import Watch
-from tests.support.engines import fake_runner, in_process
+from tests.support.engine.engines import fake_runner, in_process
 
 GARBAGE = -77
 
@@ -93,6 +93,8 @@ def tiered_engine(
     watch = Watch(runner.kv_memory(""))
     tier = FakeTier(watch.memory, {} if stored is None else stored)
     clock = Clock()
-    config = EngineConfig(backend="fake", kv_tier=TierConfig("tests.support.tiers:FakeTier", timeout_s=1.0), **fields)
+    config = EngineConfig(
+        backend="fake", kv_tier=TierConfig("tests.support.engine.tiers:FakeTier", timeout_s=1.0), **fields
+    )
     executor = in_process(TieredRunner(runner, tier, watch), config)
     return Engine(config, executor, ByteTokenizer(), clock=clock), tier, clock

@@ -16,7 +16,7 @@ from kvloom.gewu.status import ask_status
 from tests.support.compiling import compiled, objects
 from tests.support.waiting import WAIT_S, until
 
-ABI = Path(__file__).parent.parent / "abi"
+ABI = Path(__file__).parents[2] / "abi"
 PATIENCE = ("-include", str(ABI / "patience.h"), "-DGEWU_PATIENCE_MS=test_patience()")
 DEMO_MODEL = "/data/storage/el2/base/files/qwen2-awq"  # fixed in the specification's demo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvloom.gewu.build import compile_library
 from kvloom.gewu.codes import Code
 from kvloom.gewu.protocol.frames import PROTOCOL, Frame, FrameDecoder, encode
-from tests.support.gewu import PATIENCE
+from tests.support.gewu.daemons import PATIENCE
 from tests.support.waiting import WAIT_S
 
 

@@ -12,8 +12,8 @@ from string import ascii_lowercase, ascii_uppercase, digits
 import torch
 
 from kvloom.rank.byte_tokenizer import EOS_ID, VOCAB_SIZE
-from tests.support.byte_folder import make_byte_folder
 from tests.support.lazily import lazily
+from tests.support.models.byte_folder import make_byte_folder
 
 transformers = lazily("transformers")
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from tests.support.checkpoints import BASE, FULL, LOCAL
 from tests.support.lazily import lazily
+from tests.support.models.checkpoints import BASE, FULL, LOCAL
 
 transformers = lazily("transformers")
 

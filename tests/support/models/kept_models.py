@@ -12,7 +12,7 @@ def tiny_gguf(demo: Path) -> Path:
     """What tiny_gguf.py makes of the demo model's file."""
 
     def make(path: Path) -> None:
-        import_module("tests.support.tiny_gguf").make_tiny_gguf(demo, path)
+        import_module("tests.support.models.tiny_gguf").make_tiny_gguf(demo, path)
 
     return _kept("tiny_gguf.py", ("gguf",), str(demo.stat().st_size), "tiny.gguf", make)
 
@@ -21,7 +21,7 @@ def pipeline(kind: str) -> Path:
     """The folder of one of KINDS in pipelines.py."""
 
     def make(folder: Path) -> None:
-        import_module("tests.support.pipelines").KINDS[kind](folder)
+        import_module("tests.support.models.pipelines").KINDS[kind](folder)
 
     return _kept("pipelines.py", ("diffusers", "transformers"), kind, "made", make) / "pipeline"
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.byte_folder import make_byte_folder
+from tests.support.models.byte_folder import make_byte_folder
 
 IMAGE, AROUND, GLOBAL = 257, 258, 259
 SPECIAL = {IMAGE: "<image>", AROUND: "<fake_token_around_image>", GLOBAL: "<global-img>", 260: "<end_of_utterance>"}

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.seeing_folder import IMAGE, PATCH, SIDE, VOCAB_SIZE, make_seeing_folder
+from tests.support.models.seeing_folder import IMAGE, PATCH, SIDE, VOCAB_SIZE, make_seeing_folder
 
 
 def make_seeing_model(folder: Path) -> Path:

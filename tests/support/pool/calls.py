@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.support.pool_shapes import KvCache, true_bytes
-from tests.support.pool_worlds import SLAB_BYTES
+from tests.support.pool.shapes import KvCache, true_bytes
+from tests.support.pool.worlds import SLAB_BYTES
 
 Slots = list[int]
 _CHAIN_BLOCKS = 6

@@ -15,7 +15,7 @@ import torch
 
 from ems import CcKvOption
 from ems.context_caching import ContextCaching
-from tests.support.pool import BLOCK_SIZE, slots_of
+from tests.support.pool.agents import BLOCK_SIZE, slots_of
 
 NUM_BLOCKS = 32
 BLOCK_BYTES = 16384

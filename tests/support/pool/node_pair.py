@@ -15,8 +15,8 @@ from kvloom.pool.cluster.placement import home
 from kvloom.pool.config import Address
 from kvloom.pool.storage.entries import Reservation, Written
 from kvloom.pool.storage.pool import Pool
-from tests.support.node_proxy import NodeProxy
-from tests.support.pool import SECRET, blocks_of, running_agent
+from tests.support.pool.agents import SECRET, blocks_of, running_agent
+from tests.support.pool.node_proxy import NodeProxy
 
 SIZE = 5000
 NUM_KEYS = 150  # more than two parts of a fetch

@@ -1,4 +1,4 @@
-"""`python -m tests.support.pool_storm`: threads save, read, evict and give back in one native pool, and send to others.
+"""`python -m tests.support.pool.storm`: threads save, read, evict and give back in one native pool, and send to others.
 
 For runs under a sanitizer. Ends with 1 when a byte is wrong or the pool does not hold.
 """
@@ -25,7 +25,7 @@ from kvloom.pool.storage.opening import PoolOptions, open_pool
 from kvloom.pool.storage.passing import UNSOUND, Announced
 from kvloom.pool.storage.pool import Batch
 from kvloom.pool.storage.spans import Spans
-from tests.support.pool_sessions import Sessions
+from tests.support.pool.sessions import Sessions
 
 SLAB, TOTAL, THREADS, ROUNDS = 1 << 16, 1 << 19, 3, 60
 SIZES = (5000, 20000, 40000)  # the largest is summed in pieces

@@ -1,4 +1,4 @@
-"""`python -m tests.support.pool_walk --minutes 15`: random calls on real agents, every answer compared with an oracle.
+"""`python -m tests.support.pool.walk --minutes 15`: random calls on real agents, every answer compared with an oracle.
 
 A walk has a world (one node or three; TLS, snapshots, direct writes, C++ or none of it), KV caches of many shapes, and
 calls of every kind. Worlds have room for all that a walk saves, so whatever is missed without a reason is an error.
@@ -22,9 +22,9 @@ import numpy as np
 from ems import CcConfig, CcKvOption, CcResult, EmsConfig, EmsErrorCode, EmsException, KvPool, KvStatus
 from ems.context_caching import CcFuture
 from ems.session import Session
-from tests.support.pool_calls import Call, Calls, Crowded, Hashed, Tokens
-from tests.support.pool_shapes import KvCache, Shape, random_shape, true_bytes
-from tests.support.pool_worlds import KINDS, SLAB_BYTES, World
+from tests.support.pool.calls import Call, Calls, Crowded, Hashed, Tokens
+from tests.support.pool.shapes import KvCache, Shape, random_shape, true_bytes
+from tests.support.pool.worlds import KINDS, SLAB_BYTES, World
 
 _SETTLED_S = 120.0  # at most, until a block that was saved is found from another node
 _ROOM_BYTES = 12 << 20  # of blocks a world: far less than it holds

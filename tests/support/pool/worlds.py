@@ -9,8 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support.node_tls import NodeFiles
-from tests.support.pool_faults import AgentProcess
+from tests.support.pool.faults import AgentProcess
+from tests.support.pool.node_tls import NodeFiles
 from tests.support.ports import free_port
 
 SLAB_BYTES = 256 << 10

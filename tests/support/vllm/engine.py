@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.support.vllm_stub import (
+from tests.support.vllm.stub import (
     Blocks,
     FakeRequest,
     KVConnectorRole,

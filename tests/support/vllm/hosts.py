@@ -19,9 +19,9 @@ from kvloom.contract.tokenizer import Tokenizer
 from kvloom.engine.hosted.engine import HostedEngine
 from kvloom.engine.hosted.host import Host
 from kvloom.rank.byte_tokenizer import EOS_ID
-from tests.support import byte_folder, chained_llama
 from tests.support.kept import kept
-from tests.support.vllm_serving import ENVIRONMENT, PYTHON, SOURCE
+from tests.support.models import byte_folder, chained_llama
+from tests.support.vllm.serving import ENVIRONMENT, PYTHON, SOURCE
 
 _VARIABLES = (f"{name}={value}" for name, value in {**ENVIRONMENT, "PYTHONPATH": SOURCE}.items())
 _PROGRAM = ("env", *_VARIABLES, PYTHON, "-m", "kvloom.vllm.main")

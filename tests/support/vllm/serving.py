@@ -1,6 +1,6 @@
-"""`kvloom serve --backend vllm` for tests: over a vLLM whose tokens are known (fake_vllm), or over vLLM itself.
+"""`kvloom serve --backend vllm` for tests: over a vLLM whose tokens are known (fake/vllm.py), or over vLLM itself.
 
-KVLOOM_TEST_ENGINE=vllm asks for the latter, see vllm_hosts.py.
+KVLOOM_TEST_ENGINE=vllm asks for the latter, see hosts.py.
 """
 
 import importlib.metadata
@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
-from tests.support.byte_folder import make_byte_folder
+from tests.support.models.byte_folder import make_byte_folder
 from tests.support.processes import ServeProcess, serving
 
 OVER_VLLM = os.environ.get("KVLOOM_TEST_ENGINE") == "vllm"
 PYTHON = (os.environ.get("KVLOOM_VLLM_PYTHON") or sys.executable) if OVER_VLLM else sys.executable
 START_S, WAIT_S = (400.0, 180.0) if OVER_VLLM else (120.0, 120.0)
-FAKE = Path(__file__).resolve().parent / "fake_vllm"
-SOURCE = Path(__file__).resolve().parents[2] / "src"
+FAKE = Path(__file__).resolve().parent / "fake"
+SOURCE = Path(__file__).resolve().parents[3] / "src"
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -39,7 +39,7 @@ def environment(folder: Path) -> Mapping[str, str]:
 def vllm_server(folder: Path, *flags: str) -> Iterator[ServeProcess]:
     """A server of the model m, whose tokens are bytes."""
     if OVER_VLLM:
-        model = import_module("tests.support.vllm_hosts").chained_model()
+        model = import_module("tests.support.vllm.hosts").chained_model()
         flags += ("--vllm", "enforce_eager=true", "--vllm", "dtype=float32", "--vllm", "block_size=32")
         variables = environment(folder)
     else:

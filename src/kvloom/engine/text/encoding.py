@@ -12,7 +12,7 @@ from tokenizers import pre_tokenizers
 from kvloom.engine.text.pieces import is_divisible, pieces, spec
 
 # NFC may turn this many bytes into one: the longest text canonically equivalent to a character is 3.5 times as long
-# (U+0390; tests/engine/test_encoding.py checks all characters)
+# (U+0390; tests/engine/text/test_encoding.py checks all characters)
 _NFC_SHRINKS = 4
 _SPACE = "▁"
 MAX_WHOLE_CHARS = 1 << 15  # characters; a shorter text is not cut into pieces

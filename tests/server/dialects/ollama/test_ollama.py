@@ -15,9 +15,9 @@ from kvloom.server.dialects.ollama import shapes
 from kvloom.server.dialects.ollama.bodies import Asked
 from kvloom.server.dialects.ollama.shapes import AnswerWriter, Heading
 from kvloom.server.observe.timing import Timing
-from tests.support.ollama import GREEDY, HELLO, error, lines, prompt_of, truth, whole
+from tests.support.models.templates import HERMES, QWEN3, R1, TemplateTokenizer
 from tests.support.servers import MODEL, FakeServer, fake_server
-from tests.support.templates import HERMES, QWEN3, R1, TemplateTokenizer
+from tests.support.wire.ollama import GREEDY, HELLO, error, lines, prompt_of, truth, whole
 
 DURATIONS = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
 

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from kvloom.checkpoints.facts import ModelFacts, facts_of
 from kvloom.rank.fake import FakeRunner
 from kvloom.server.serving.options import WireOptions
-from tests.support.ollama import GREEDY, HELLO, error, lines, whole
 from tests.support.servers import MODEL, FakeServer, fake_server
+from tests.support.wire.ollama import GREEDY, HELLO, error, lines, whole
 
 KEY = "kvl-0123456789abcdef0123456789abcdef"
 

@@ -8,8 +8,8 @@ import pytest
 from kvloom.contract.request import TokenLogprob
 from kvloom.rank.fake import ByteTokenizer
 from kvloom.server.dialects.openai.shapes import TextLogprobs
+from tests.support.models.templates import HERMES, R1, TemplateTokenizer
 from tests.support.servers import FakeServer, fake_server
-from tests.support.templates import HERMES, R1, TemplateTokenizer
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 HI = {"role": "user", "content": "hi"}

@@ -17,7 +17,7 @@ from kvloom.engine.text.tokenizer import load_tokenizer
 from kvloom.server.dialects.vllm.tokenizer_info import _encode
 from kvloom.server.serving.card import ModelCard
 from kvloom.server.serving.service import GenerationService
-from tests.server.test_daemon import DAEMON, install
+from tests.server.run.test_daemon import DAEMON, install
 from tests.support.lazily import lazily
 from tests.support.ports import free_port
 from tests.support.processes import serving
