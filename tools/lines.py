@@ -73,8 +73,7 @@ def main() -> int:
                 problems += long_functions(path)
             if path.suffix == ".py" and folder == "src" and not path.is_relative_to(DOCUMENTED):
                 problems += wide_functions(path)
-        if folder in ("src", "benches"):
-            problems += full_folders(paths)
+        problems += full_folders(paths)
     print("\n".join(problems) or "lines: every file, function and folder within its limit")
     return 1 if problems else 0
 
