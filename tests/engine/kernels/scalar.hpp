@@ -1,4 +1,4 @@
-// What every vector kernel computes, in plain loops over the same packed data: the tests hold the two together.
+// Scalar references of the kernels: plain loops over the same packed data, to which tests compare every kernel.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace kvl::scalar {
 
-// Weight k of channel c of a packed panel, as a float.
+// Weight k of channel c of a packed panel, dequantised.
 inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     const int in_group = int(k % group_size(format));
     const uint8_t* group = panel + head_bytes(format) + k / group_size(format) * group_bytes(format);
@@ -33,14 +33,14 @@ inline float weight_at(const uint8_t* panel, int format, int64_t k, int c) {
     return float(number - (format == KVL_INT6 ? 32 : 0)) * scale + minimum;
 }
 
-// Activation k of a row, as a float.
+// Activation k of a row, dequantised.
 inline float activation_at(const Activations& x, int64_t row, int64_t cols, int format, int64_t k) {
     if (format == KVL_BF16) return bf16_to_float(reinterpret_cast<const uint16_t*>(x.data)[row * cols + k]);
     const int64_t scales = num_scales(format, cols);
     return float(x.data[row * cols + k]) * x.scale[row * scales + (is_whole(format) ? 0 : k / group_size(format))];
 }
 
-// One row times one channel.
+// The dot product of one row and one channel.
 inline double dot(const Activations& x, int64_t row, int64_t cols, int format, const uint8_t* panel, int c) {
     double total = 0;
     for (int64_t k = 0; k < cols; k++)
@@ -48,8 +48,9 @@ inline double dot(const Activations& x, int64_t row, int64_t cols, int format, c
     return total;
 }
 
-// The same of bf16 weights, every bit of it: the first halves of a stretch's pairs are a chain, the second halves
-// another, and both are added to what is there.
+// The dot product with bf16 weights in the order of the tile unit, bit by bit: products of the first elements of a
+// stretch's pairs are one chain, those of the second elements another, and their sum is added to that of earlier
+// stretches.
 inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
     float total = 0;
     for (int64_t k = 0; k < cols; k += kFileGroup) {
@@ -61,7 +62,8 @@ inline float dot_in_order(const Activations& x, int64_t row, int64_t cols, const
     return total;
 }
 
-// The same in the order of vdpbf16ps: one chain, of each pair the second product before the first.
+// The dot product with bf16 weights in the order of vdpbf16ps, bit by bit: one chain, to which each pair adds its
+// second product, then its first.
 inline float dot_in_pairs(const Activations& x, int64_t row, int64_t cols, const uint8_t* panel, int c) {
     float total = 0;
     for (int64_t k = 0; k < cols; k += 2)
@@ -69,7 +71,7 @@ inline float dot_in_pairs(const Activations& x, int64_t row, int64_t cols, const
     return total;
 }
 
-// Column k of rank r of a module's A, and rank r of B of a channel, `lane` of a half panel, as floats.
+// Dequantised elements of a module: A at rank r and column k; B at rank r of the channel in `lane` of a half panel.
 inline float a_at(const LoraPart& part, const LoraInput& input, int64_t r, int64_t k) {
     const uint8_t* tile = part.a + r / kLanes * input.tile_bytes();
     const int64_t lane = r % kLanes;
@@ -84,7 +86,7 @@ inline float b_at(const uint8_t* half, bool is_bf16, int64_t r, int64_t lane) {
     return float(int(half[32 + r / 4 * 64 + 4 * lane + r % 4]) - 128) * bf16_to_float(halves[lane]);
 }
 
-// What an adapter adds to a channel of a row, and how far rounding h to a byte may move it.
+// What an adapter adds to a channel of a row, and the largest error that rounding h to int8 can cause.
 struct LowRankSum {
     double value = 0, most_off = 0;
 };
@@ -123,7 +125,7 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
     for (int64_t k = 0; k < real; k++) out[k] = float((double(x[k]) - mean) * factor * double(weight[k]) + double(bias[k]));
 }
 
-// What int8 quantisation may at most change: half a step of the group's scale.
+// The largest error of int8 quantisation: half a step of the group's scale.
 inline float half_step(const float* x, int64_t k, int group) {
     const float* first = x + k / group * group;
     float peak = 0;
@@ -139,7 +141,7 @@ inline void rotate(float* head, const float* table, int dim) {
     }
 }
 
-// Element `index` of a tile that holds token `slot` there, as a float.
+// Element `index` of a cached tile, dequantised; it belongs to token `slot` of the block.
 inline float tile_at(const uint8_t* tile, int kv_format, int64_t index, int64_t slot) {
     const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile);
     if (kv_format == KVL_KV_BF16) return bf16_to_float(halves[index]);
@@ -160,7 +162,7 @@ inline float query_at(const Query& query, int kv_format, int d) {
     return (kv_format == KVL_KV_BF16 ? bf16_to_float(query.as<uint16_t>()[d]) : float(query.as<int16_t>()[d])) * query.scale;
 }
 
-// Softmax attention of one query over the keys it sees; out[head_dim].
+// Softmax attention of one query over the keys that it sees; out[head_dim].
 inline void attend(const PagedHead& head, int kv_format, const Query& query, double* out) {
     std::vector<double> scores;
     for (int64_t key = query.from; key < query.until; key++) {
@@ -182,13 +184,13 @@ inline void attend(const PagedHead& head, int kv_format, const Query& query, dou
     for (int d = 0; d < head.head_dim; d++) out[d] /= weight;
 }
 
-// What limits and shares make of gate and up, see gates.hpp.
+// See clamped_gate in activations/gates.hpp.
 inline double clamped_gate(double gate, double up, double limit, double alpha) {
     gate = std::min(gate, limit);
     return gate / (1 + std::exp(-alpha * gate)) * (std::clamp(up, -limit, limit) + 1);
 }
 
-// The experts of a row and their weights, by their definition: everything sorted, everything summed.
+// The experts of a row and their weights, by definition: sorts all logits, adds all weights.
 inline std::vector<Choice> choose(const std::vector<float>& logits, int count, bool weighs_chosen) {
     std::vector<int32_t> ids(logits.size());
     std::iota(ids.begin(), ids.end(), 0);
@@ -200,7 +202,7 @@ inline std::vector<Choice> choose(const std::vector<float>& logits, int count, b
     return found;
 }
 
-// The token that `point` falls on, by its definition: everything sorted, everything summed.
+// The token that `point` falls on, by definition: sorts all tokens, adds all weights.
 inline int32_t draw(const std::vector<float>& logits, const kvl_draw_rules& rules) {
     std::vector<int32_t> ids(logits.size());
     std::iota(ids.begin(), ids.end(), 0);

@@ -1,26 +1,26 @@
-// Sizes and layouts that packing, kernels and tests share.
+// Layouts of weights and of the KV cache in memory, and the sizes that packing, kernels and tests share.
 //
-// Weights: panels of 32 output channels. A panel is a row of groups along K, each group holding what one pass of the
-// micro-kernel needs, contiguous:
+// Weights: panels of 32 output channels. A panel is a sequence of groups along K; a group is contiguous and holds the
+// weights and scales that a micro-kernel reads in one iteration:
 //   int8:     32 fp16 scales | [16 quads of k][32 channels][4 k] bytes, value = (byte - 128) * scale    (64 k a group)
-//   int8_32:  the same with 8 quads                                                               (from here on 32 k)
-//   int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum
-//   int4:     32 fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of
-//             the octet, high nibble = second; value = nibble * scale + minimum
-//   int5:     as int4, a plane of fifth bits before the nibbles: [32][4] bytes, bit q = that of quad q
-//   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k a plane [32][4] of the upper two bits,
-//             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value = (number - 32) * scale
-//   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale
-//   bf16:     [16 pairs of k][32][2] bf16
-// A form with one scale a channel has it before the first group:
+// int8_32:  the same with 8 quads                                                               (from here on 32 k)
+// int8_min: 32 fp16 scales | 32 fp16 minimums | 8 quads of bytes, value = (byte - 128) * scale + minimum   int4:     32
+// fp16 scales | 32 fp16 minimums | [4 octets of k][32][4] bytes, low nibble = first quad of             the octet, high
+// nibble = second; value = nibble * scale + minimum   int5:     as int4, a plane of fifth bits before the nibbles:
+// [32][4] bytes, bit q = that of quad q   int6:     32 fp16 scales of the first 16 k | 32 of the others | for each 16 k
+// a plane [32][4] of the upper two bits,             bits 2q and 2q + 1 = those of its quad q | nibbles as int4; value
+// = (number - 32) * scale   iq4, fp4: 32 fp16 scales | nibbles as int4; value = table[nibble] * scale   bf16:     [16
+// pairs of k][32][2] bf16 A format with one scale per channel stores the scales before the first group:
 //   int8_channel: 32 float scales, then groups [16 quads of k][32 channels][4 k], value = (byte - 128) * scale
-// int8 is for what is quantised here; the others hold the blocks of files as they are (decisions 036, 070).
-// K is padded with zero weights to a multiple of kPad, so no kernel has a tail along K.
+// int8 is for weights that are quantised while they are packed; the others but bf16 hold the quantised blocks of files
+// without loss (decisions 036, 070). K is padded with zero weights to a multiple of kPad, so kernels need no code for
+// a tail along K.
 //
-// KV cache: a block of 16 tokens of one kv head is a K tile [head_dim / 2][16 keys][2] and, elsewhere, a V tile
-// [8 pairs of keys][head_dim][2], so that both products are pair products with a key or a dim in each lane.
-//   bf16: as it is
-//   int8: 16 fp16 scales, one a token, then the tile's bytes; value = byte * scale, bytes in -127 .. 127
+// KV cache: a block of 16 tokens of one kv head has a K tile [head_dim / 2][16 keys][2] and, elsewhere in memory, a
+// V tile [8 pairs of keys][head_dim][2]. Both products (scores; weighted values) are thus products of pairs, with one
+// key or one dimension in each lane.
+//   bf16: bf16 elements
+//   int8: 16 fp16 scales, one per token, then the tile's bytes; value = byte * scale, bytes in -127 .. 127
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@
 
 namespace kvl {
 
-// Four bytes, wherever they lie.
+// Reads four bytes as an integer; `from` needs no alignment.
 inline int32_t word_at(const void* from) {
     int32_t word;
     std::memcpy(&word, from, 4);
@@ -39,35 +39,38 @@ inline int32_t word_at(const void* from) {
 }
 
 constexpr int kLanes = 16;        // floats in the widest register; narrower machines use several
-// output channels per panel: two registers, so one activation broadcast feeds two dot products
+// output channels per panel: two vectors, so that each broadcast activation is used by two dot products
 constexpr int kPanel = 32;
 constexpr int kInt8Group = 64;    // weights that share a scale: perplexity +0.5 %, and 3 % of the bytes
-constexpr int kFileGroup = 32;    // GGUF's own group, so that the blocks of its files are held exactly
+constexpr int kFileGroup = 32;    // the group size of GGUF, so that blocks of its files are held without loss
 constexpr int kRun = 16;          // weights of Q6_K that share a scale
-constexpr int kPad = 64;          // every K is padded to this
+constexpr int kPad = 64;          // every K is padded to a multiple of this
 constexpr int kBlockTokens = 16;  // keys of a KV block
-// keys of one attention chunk, at absolute positions: a query's sums never depend on the step
+// Keys of one attention chunk. Chunks begin at multiples of it, so a query's sums do not depend on how the prompt is
+// divided into steps.
 constexpr int kChunkKeys = 128;
 
-constexpr int64_t kMostChannelCols = 1 << 17;  // of the form with one scale a channel: its sums are below 2^31
+// Most columns of the format with one scale per channel: its integer sums over all of K stay below 2^31.
+constexpr int64_t kMostChannelCols = 1 << 17;
 
 constexpr int64_t round_up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
 
-// What the nibbles of the forms with a table stand for: IQ4_NL of GGUF; E2M1 numbers, doubled.
+// Values of the 16 nibbles in the formats with a table: IQ4_NL of GGUF; E2M1 numbers, doubled to be integers.
 constexpr int8_t kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
-// One scale for all of a channel's weights, and one for all of a row's activations.
+// Whether all weights of a channel share one scale, and all activations of a row share one.
 constexpr bool is_whole(int format) { return format == KVL_INT8_CHANNEL; }
 
 constexpr bool has_groups(int format) { return format != KVL_BF16 && !is_whole(format); }
 
 constexpr int group_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kFileGroup; }
 
-// Weights of a group that share a scale; activations have a sum for as many.
+// Number of consecutive activations for which one sum is stored: a group in KVL_INT8, else kRun, because KVL_INT6 has a
+// scale for each run. (KVL_INT8_CHANNEL stores one sum for the whole row.)
 constexpr int run_size(int format) { return format == KVL_INT8 || is_whole(format) ? kInt8Group : kRun; }
 
-// Scales, and sums, of a row of activations of `cols` columns.
+// Number of scales, and of sums, of a row of activations with `cols` columns.
 constexpr int64_t num_scales(int format, int64_t cols) { return is_whole(format) ? 1 : cols / group_size(format); }
 constexpr int64_t num_sums(int format, int64_t cols) { return is_whole(format) ? 1 : cols / run_size(format); }
 
@@ -77,7 +80,8 @@ constexpr bool has_bytes(int format) {
 }
 constexpr int high_bits(int format) { return format == KVL_INT5 ? 1 : format == KVL_INT6 ? 2 : 0; }
 
-// The parts of a group: scales and minimums, planes of upper bits, the rest of each weight.
+// Bytes of the parts of a group, which lie in this order: scales and minimums; planes of upper bits; the lower bits, or
+// all bits, of each weight. Then bytes of the whole group.
 constexpr int scale_bytes(int format) {
     if (format == KVL_BF16 || is_whole(format)) return 0;
     return has_min(format) || format == KVL_INT6 ? kPanel * 4 : kPanel * 2;
@@ -88,21 +92,21 @@ constexpr int64_t group_bytes(int format) {
     return scale_bytes(format) + plane_bytes(format) + rest;
 }
 
-// Bytes of a panel before its first group, and of all of it.
+// Bytes of a panel before its first group, and of the whole panel.
 constexpr int64_t head_bytes(int format) { return is_whole(format) ? kPanel * 4 : 0; }
 constexpr int64_t panel_bytes(int format, int64_t cols) { return head_bytes(format) + cols / group_size(format) * group_bytes(format); }
 
-// Byte of weight k (within its group) of channel c, counted from the first weight byte of a group of bytes.
+// Formats of one byte per weight: offset of weight k (within its group) of channel c from the group's first weight.
 constexpr int byte_offset(int k, int c) { return (k / 4) * kPanel * 4 + c * 4 + k % 4; }
-// The same for nibbles; it is the high one when k % 8 >= 4.
+// Formats of nibbles: offset of the byte with the nibble of that weight; it is the high nibble if k % 8 >= 4.
 constexpr int nibble_offset(int k, int c) { return (k / 8) * kPanel * 4 + c * 4 + k % 4; }
-// Where the upper bits of weight k are: a byte, counted from the first plane, and the lowest of them in it.
+// Position of the upper bits of weight k: offset of their byte from the first plane, and their lowest bit in it.
 constexpr int plane_offset(int format, int k, int c) { return (format == KVL_INT6 ? k / kRun : 0) * kPanel * 4 + c * 4 + k % 4; }
 constexpr int plane_shift(int format, int k) { return format == KVL_INT6 ? k % kRun / 4 * 2 : k / 4; }
-// Element (not byte) of a bf16 group.
+// bf16: offset of that weight in elements, not bytes, from the beginning of its group.
 constexpr int bf16_offset(int k, int c) { return (k / 2) * kPanel * 2 + c * 2 + k % 2; }
 
-// Bytes of a block of one kv head, keys or values.
+// Bytes of one K tile or V tile: the keys, or the values, of one block and kv head.
 constexpr int64_t kv_tile_bytes(int kv_format, int head_dim) {
     return kv_format == KVL_KV_INT8 ? kBlockTokens * (2 + int64_t(head_dim)) : kBlockTokens * 2 * int64_t(head_dim);
 }
@@ -127,7 +131,7 @@ inline uint16_t float_to_bf16(float value) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Exact for every finite fp16, subnormals included, also where tiny floats are zero (pool.hpp).
+// Exact for every finite fp16, subnormals included, even while subnormal floats are flushed to zero (TinyIsZero).
 inline float fp16_to_float(uint16_t value) {
     const uint32_t rest = value & 0x7fff;
     const float magnitude = rest < 0x0400 ? float(rest) * 0x1p-24f : bits_to_float((rest << 13) + (112u << 23));

@@ -1,11 +1,11 @@
-// Activations that combine gate and up.
+// Activation functions that combine the gate and up projections of an MLP.
 #pragma once
 
 #include "isa/simd.hpp"
 
 namespace kvl {
 
-// min(gate, limit) times its sigmoid at `alpha`, times clip(up, -limit, limit) + 1: gpt-oss.
+// KVL_CLAMPED (gpt-oss): g sigmoid(alpha g) (clip(up, -limit, limit) + 1) with g = min(gate, limit).
 inline F32 clamped_gate(F32 gate, F32 up, float limit, float alpha) {
     gate = min(gate, splat(limit));
     up = max(min(up, splat(limit)), splat(-limit));
@@ -20,7 +20,9 @@ inline F32 gated(int epilogue, const kvl_shape& shape, F32 gate, F32 up) {
     return mul(epilogue == KVL_SWIGLU ? silu(gate) : gelu_tanh(gate), up);
 }
 
-// A row of `cols` gates and as many ups, each in panels of its own because they are held in different forms, as one.
+// Combines a row of `cols` gates and as many ups into to[cols, padded to kPad with zeros]; returns `to`. For linears
+// that hold gate and up in different formats and therefore in separate panels: ups begin at gate + (cols padded to
+// kPanel).
 inline const float* activate(int epilogue, const kvl_shape& shape, const float* gate, int64_t cols, float* to) {
     const int64_t width = round_up(cols, kPanel), padded = round_up(cols, kPad);
     for (int64_t k = 0; k < width; k += kLanes)

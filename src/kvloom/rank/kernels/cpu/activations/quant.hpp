@@ -1,4 +1,4 @@
-// Input activations of a linear: RMSNorm, then quantisation to int8 per group (or conversion to bf16).
+// Input activations of a linear: RMSNorm or LayerNorm, then quantisation to int8 or conversion to bf16.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace kvl {
 
-// rows of memory, of any content, that follow the last row, because tiles of the last rows are read whole
+// Rows of memory that must follow the last row, of any content: kernels on tiles read a whole tile of rows.
 constexpr int kRowsBehind = 12;
 
 // Quantised rows. cols is padded to kPad.
@@ -19,7 +19,7 @@ struct Activations {
     int32_t* sum;
 };
 
-// Largest size of `count` floats, which may be any number.
+// Largest magnitude of `count` floats, which need not be a multiple of kLanes.
 inline float peak_of(const float* values, int64_t count) {
     float peak = 0;
     for (int64_t k = 0; k < count; k++) peak = max_of(peak, std::fabs(values[k]));
@@ -31,7 +31,8 @@ constexpr bool is_quantising(int kind) {
     return kind == KVL_NORM_QUANT || kind == KVL_QUANT || kind == KVL_ROWS_NORM_QUANT || kind == KVL_ROUTE;
 }
 
-// out[k] = x[k] * weight[k] / rms(x); count is padded (zeros), `real` is what the mean is taken over.
+// out[k] = x[k] * weight[k] / rms(x). count: elements with padding, which must be zero; `real`: elements without it,
+// over which the mean is taken. x and out may be the same.
 inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t real, float eps, float* out) {
     F32 squares = splat(0);
     for (int64_t k = 0; k < count; k += kLanes) {
@@ -42,8 +43,8 @@ inline void rms_norm(const float* x, const float* weight, int64_t count, int64_t
     for (int64_t k = 0; k < count; k += kLanes) store(out + k, mul(mul(load(x + k), factor), load(weight + k)));
 }
 
-// out[k] = (x[k] - mean) / deviation * weight[k] + bias[k]; count is padded (zeros), `real` is what the mean is taken
-// over. x and out may be the same.
+// out[k] = (x[k] - mean) / deviation * weight[k] + bias[k]. count: elements with padding, which must be zero; `real`:
+// elements without it, over which the means are taken. x and out may be the same.
 inline void layer_norm(const float* x, const float* weight, const float* bias, int64_t count, int64_t real, float eps, float* out) {
     F32 total = splat(0), squares = splat(0);
     for (int64_t k = 0; k < count; k += kLanes) total = add(total, load(x + k));
@@ -57,8 +58,8 @@ inline void layer_norm(const float* x, const float* weight, const float* bias, i
         store(out + k, fma(mul(sub(load(x + k), mean), factor), load(weight + k), load(bias + k)));
 }
 
-// Row `row` of `to`: int8 with one scale a group: largest value -> 127. A group of zeros gets scale 0. One sum for each
-// run.
+// Quantises x[count] into row `row` of `to`: int8, one scale per group, which maps the largest magnitude to 127 (0 for
+// a group of zeros), and one sum of the int8 values per run.
 template <int GROUP, int RUN>
 void quantize_row(const Activations& to, int64_t row, const float* x, int64_t count) {
     int8_t* data = to.data + row * count;
@@ -82,9 +83,10 @@ void quantize_row(const Activations& to, int64_t row, const float* x, int64_t co
     }
 }
 
-// Row `row` of `to`: int8 with one scale, largest value of the row -> 127, and one sum. A row of zeros gets scale 0.
+// Quantises x[count] into row `row` of `to`: int8, one scale, which maps the row's largest magnitude to 127 (0 for a
+// row of zeros), and one sum of the int8 values.
 inline void quantize_whole_row(const Activations& to, int64_t row, const float* x, int64_t count) {
-    constexpr int kChains = kPad / kLanes;  // of maxima: one would wait for its own latency
+    constexpr int kChains = kPad / kLanes;  // independent maxima: a single chain would be bound by its latency
     int8_t* data = to.data + row * count;
     F32 peaks[kChains];
 #pragma GCC unroll 4
@@ -105,7 +107,7 @@ inline void quantize_whole_row(const Activations& to, int64_t row, const float* 
     to.sum[row] = sum(total);
 }
 
-// Row `row` of `to` from float x[count], in the form that a linear of `format` reads.
+// Stores float x[count] as row `row` of `to`, in the form that a linear of weight format `format` reads.
 inline void store_activations(const Activations& to, int64_t row, const float* x, int64_t count, int format) {
     if (format == KVL_BF16) {
         uint16_t* data = reinterpret_cast<uint16_t*>(to.data) + row * count;

@@ -1,11 +1,11 @@
-// Rotary position embedding of one head, or of its first dimensions.
+// Rotary position embedding (RoPE) of one head, or of its first dimensions.
 #pragma once
 
 #include "isa/simd.hpp"
 
 namespace kvl {
 
-// Rotates head[dim] in place; partners are i and i + dim / 2; `table` holds dim / 2 cosines, then as many sines.
+// Rotates head[dim] in place, elements i and i + dim / 2 together. table: dim / 2 cosines, then as many sines.
 inline void rotate(float* head, const float* table, int dim) {
     const int half = dim / 2;
     for (int i = 0; i < half; i += kLanes) {

@@ -1,26 +1,28 @@
-// Paged attention of a few query rows that share a kv head, one chunk of keys at a time.
+// Paged attention of a few query rows that share a kv head, on vector instructions, one chunk of keys at a time.
 //
-// Chunks begin at absolute positions (multiples of kChunkKeys) and are computed from nothing, then merged in order of
-// position: a query's result has the same bits however its prompt was cut and whatever shares its tile or its thread.
+// Chunks begin at positions that are multiples of kChunkKeys. Each is computed independently and then merged in order
+// of position (online softmax), so a query's result has the same bits however its prompt was divided into steps, and
+// whichever rows share its task or thread.
 #pragma once
 
 #include "attention/kvcache.hpp"
 
 namespace kvl {
 
-// Where the tiles of one kv head of one sequence are: block b's K tile is at keys + table[b] * stride.
+// Locates the cached tiles of one kv head of one sequence: the K tile of the sequence's block b is at
+// keys + table[b] * stride, its V tile at values + table[b] * stride.
 struct PagedHead {
     const uint8_t *keys, *values;
     const int32_t* table;
     int64_t stride;  // bytes
     int head_dim;
-    float softcap;  // of scores, in log2 units; 0 = none
+    float softcap;  // of scores, which are in log2 units; 0 = none
     const uint8_t* key_tile(int64_t block) const { return keys + table[block] * stride; }
     const uint8_t* value_tile(int64_t block) const { return values + table[block] * stride; }
 };
 
-// A query row: numbers [head_dim], as the cache's form stores them or as its factors; times `scale`, the query times
-// log2(e) / sqrt(head_dim). Sees keys in [from, until).
+// A query row. numbers [head_dim], as the cache form's Stored or Factor; multiplied by `scale` they are the query times
+// log2(e) * attention_scale, so that scores are in log2 units. It sees the keys at positions [from, until).
 struct Query {
     const void* numbers;
     float scale;
@@ -31,8 +33,8 @@ struct Query {
     }
 };
 
-// Softmax of up to kLanes rows over what was seen so far: weighted values, not divided by `weight` yet; peaks are in
-// log2 units.
+// State of the online softmax of up to kLanes rows over the chunks merged so far: the largest score in log2 units, the
+// sum of the weights 2^(score - peak), and the weighted sums of values, not yet divided by `weight`.
 struct Partials {
     Partials() {
         store(peak, splat(kMasked));
@@ -43,7 +45,7 @@ struct Partials {
     float* sums = nullptr;  // [rows][head_dim]
 };
 
-// The visible blocks of one chunk: keys [first_key, first_key + num_keys).
+// The blocks of one chunk that lie before position `until`: keys [first_key, first_key + num_keys), whole blocks.
 struct Chunk {
     Chunk() = default;
     Chunk(const PagedHead& head, int64_t chunk, int64_t until) : first_key(chunk * kChunkKeys) {
@@ -61,7 +63,7 @@ struct Chunk {
     const uint8_t *keys[kChunkBlocks], *values[kChunkBlocks];
 };
 
-// Scores of ROWS queries against some K tiles, into scores[m * kChunkKeys + ...].
+// Computes the scores of ROWS queries with TILES K tiles, and stores those of query m at scores + m * kChunkKeys.
 template <class Cache, int ROWS, int TILES>
 void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* queries, float* scores) {
     constexpr int kStretch = 16;  // pairs of dims
@@ -96,13 +98,13 @@ void score_blocks(const uint8_t* const* tiles, int head_dim, const Query* querie
             store(scores + m * kChunkKeys + t * kBlockTokens, Cache::scores(sums[m][t], tiles[t], queries[m].scale));
 }
 
-// Scores of keys that the query must not see become kMasked, in place.
+// Replaces the scores of keys that the query must not see by kMasked.
 inline void mask_scores(const Query& query, const Chunk& chunk, float* scores) {
     const int64_t seen = query.until - chunk.first_key, hidden = query.from - chunk.first_key;
     if (seen >= chunk.num_keys && hidden <= 0) return;
     for (int k = 0; k < chunk.num_keys; k += kLanes) {
         F32 value = first_lanes(load(scores + k), int(max_of(min_of(seen - k, kLanes), 0)), kMasked);
-        if (hidden > k) {  // keys that have left the sliding window: what is not among the first `hidden`
+        if (hidden > k) {  // the first `hidden` keys have left the sliding window
             const F32 late = first_lanes(splat(kMasked), int(min_of(hidden - k, kLanes)), 0.0f);
             value = max(add(value, late), splat(kMasked));
         }
@@ -110,7 +112,7 @@ inline void mask_scores(const Query& query, const Chunk& chunk, float* scores) {
     }
 }
 
-// The largest of VECS * 16 scores of each row.
+// The largest of VECS * 16 scores of each row: that of row m in lane m.
 template <int VECS>
 F32 peaks_of(const float* scores, int rows) {
     F32 peaks[kLanes];
@@ -124,8 +126,9 @@ F32 peaks_of(const float* scores, int rows) {
     return largest_of(peaks);
 }
 
-// Turns VECS * 16 scores into probabilities relative to `peak`, which become factors of the chunk's values; returns
-// what the factors' sums are to be multiplied by, and in `total` lanes whose sum is that of the probabilities.
+// Turns VECS * 16 scores of a row into weights 2^(score - peak), and stores these as factors of the chunk's values.
+// Returns the scale by which sums of factors * values must be multiplied. The lanes of `total` add up to the sum of the
+// weights.
 template <class Form, int VECS>
 float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Form::Factor* factors, F32& total) {
     F32 p[VECS];
@@ -138,14 +141,14 @@ float weigh_row(const float* scores, float peak, const Chunk& chunk, typename Fo
     return Form::store_probabilities(factors, p, chunk.values);
 }
 
-// Factors of the sums of up to kLanes rows when a chunk is merged: of the old sums, and of the chunk's own.
+// Factors with which a chunk is merged into the sums of up to kLanes rows: new = old * keep + the chunk's * gain.
 struct Shares {
     alignas(64) float keep[kLanes];
     alignas(64) float gain[kLanes];
 };
 
-// Up to kLanes queries, where their scores with a chunk are, and where their factors go: [rows][kChunkKeys], factors
-// `stride` apart. A row's factors may take the place of its scores.
+// Up to kLanes queries, their scores with a chunk [rows][kChunkKeys], and the destination of their factors
+// [rows][stride]. A row's factors may overwrite its scores.
 template <class Factor>
 struct Scored {
     const Query* queries;
@@ -155,14 +158,15 @@ struct Scored {
     int stride;
 };
 
-// Between two rows of a softmax, which is compiled anew for each type of this.
+// Does nothing between the rows of a softmax (argument `meanwhile`). A type of its own for each ROWS makes the compiler
+// instantiate the softmax for each number of rows.
 template <int ROWS>
 struct NothingMeanwhile {
     void operator()(int) const {}
 };
 
-// Softmax of some queries over a chunk of VECS blocks, merged into `out`; their scores become factors, as Form wants
-// them. After each row `meanwhile` is told which it was.
+// Softmax of some queries over a chunk of VECS blocks: turns scores into factors of the values in the form's type, and
+// merges peaks and weights into `out`. Returns the factors for merging the sums. Calls meanwhile(m) after row m.
 template <class Form, int VECS, class Meanwhile>
 Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
     alignas(64) float peak[kLanes], scale[kLanes] = {};
@@ -177,7 +181,7 @@ Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<type
     store(peak, own);
     for (int m = 0; m < kLanes; m++) totals[m] = splat(0);
     for (int m = 0; m < of.rows; m++) {
-        const float top = peak[m] > kMasked / 2 ? peak[m] : 0.0f;  // where nothing is visible nothing has a share
+        const float top = peak[m] > kMasked / 2 ? peak[m] : 0.0f;  // if the row sees no key, all weights become 0
         scale[m] = weigh_row<Form, VECS>(of.scores + m * kChunkKeys, top, chunk, of.factors + m * of.stride, totals[m]);
         meanwhile(m);
     }
@@ -191,7 +195,7 @@ Shares weigh_blocks(const PagedHead& head, const Chunk& chunk, const Scored<type
     return shares;
 }
 
-// The same for any number of blocks.
+// weigh_blocks for a chunk of any number of blocks.
 template <class Form, int VECS = Chunk::kChunkBlocks, class Meanwhile>
 Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Scored<typename Form::Factor>& of, Partials& out, Meanwhile&& meanwhile) {
     if constexpr (VECS > 1)
@@ -199,13 +203,14 @@ Shares weigh_keys(const PagedHead& head, const Chunk& chunk, const Scored<typena
     return weigh_blocks<Form, VECS>(head, chunk, of, out, meanwhile);
 }
 
-// New sums of `count` dims of row m to the old ones at `to`.
+// Merges a chunk's sums of `count` dims of row m into those at `to`.
 inline void join(float* to, const float* sums, int count, const Shares& shares, int m) {
     const F32 keep = splat(shares.keep[m]), gain = splat(shares.gain[m]);
     for (int i = 0; i < count; i += kLanes) store(to + i, fma(load(to + i), keep, mul(load(sums + i), gain)));
 }
 
-// Adds VECS * 16 dims of the chunk's values, weighted, into sums[m][dim ..].
+// Multiplies VECS * 16 dims, from `dim` on, of the chunk's values by the factors of ROWS rows, and merges the sums into
+// out.sums.
 template <class Cache, int ROWS, int VECS>
 void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cache::Factor* factors, const Shares& shares,
                   Partials& out) {
@@ -239,7 +244,7 @@ void weigh_values(const Chunk& chunk, int head_dim, int dim, const typename Cach
     }
 }
 
-// One chunk of ROWS queries, merged into out.
+// Attention of ROWS queries over one chunk, merged into `out`.
 template <class Cache, int ROWS>
 void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chunk, Partials& out) {
     alignas(64) float scores[ROWS * kChunkKeys];
@@ -258,7 +263,8 @@ void attend_chunk(const PagedHead& head, const Query* queries, const Chunk& chun
         weigh_values<Cache, ROWS, 1>(chunk, head.head_dim, dim, factors, shares, out);
 }
 
-// Factor that the sums are multiplied by, given a sink, which takes its share of the softmax; null = no sink.
+// Factor that normalises a row's sums: 1 / weight, or less if a sink, a logit without a value, takes part in the
+// softmax. sink: null = none. peak, weight: the row's in Partials.
 inline float share_beside(const float* sink, float peak, float weight) {
     if (sink == nullptr) return 1.0f / weight;
     const float score = *sink * kLog2E, top = max_of(peak, score);
@@ -268,7 +274,7 @@ inline float share_beside(const float* sink, float peak, float weight) {
 
 using ChunkKernel = void (*)(const PagedHead&, const Query*, const Chunk&, Partials&);
 
-// The kernel for 1 <= rows <= kAttentionRows.
+// attend_chunk for 1 <= rows <= kAttentionRows.
 template <class Cache, int ROWS = kAttentionRows>
 ChunkKernel chunk_kernel(int rows) {
     if constexpr (ROWS > 1)

@@ -1,5 +1,6 @@
-// Attention on the tile unit of Intel's processors (AMX): a chunk of keys and a group of up to 16 query rows at a time.
-// The bits are those of attention.hpp: integers are exact, and floats are added there in the order of this unit.
+// Attention on the tile unit of Intel's processors (AMX), for a chunk of keys and a group of up to 16 query rows at a
+// time. Results have the same bits as those of attention.hpp: integer sums are exact, and attention.hpp adds floats in
+// the unit's order.
 #pragma once
 
 #include "attention/attention.hpp"
@@ -7,16 +8,16 @@
 
 namespace kvl {
 
-constexpr int kTileGroups = 2;  // of a task: what they read of the cache comes from further away once
+constexpr int kTileGroups = 2;  // most groups of a task: they share one read of a chunk from memory
 constexpr int kTileQueries = kTileGroups * kLanes;
-constexpr int kTaskRows = kAttentionGroups * kAttentionRows;  // of a task without tiles
+constexpr int kTaskRows = kAttentionGroups * kAttentionRows;  // most rows of a task on vector instructions
 constexpr int kMostGroups = max_of(kTileGroups, kAttentionGroups);
 static_assert(kTaskRows <= kTileQueries);
 constexpr int kMaxHeadDim = 256;
 
 #ifdef KVL_HAS_TILES
 
-constexpr int kTileQueriesFrom = 3;  // fewer are sooner done by attention.hpp
+constexpr int kTileQueriesFrom = 3;  // fewer query rows are faster in attention.hpp
 
 inline bool can_attend_in_tiles(int kv_format) { return kv_format == KVL_KV_INT8 ? has_tiles() : has_bf16_tiles(); }
 
@@ -32,22 +33,24 @@ struct AttentionShapes : TileConfig {
     }
 };
 
-// A Tiles holds the queries of a task, a group of kLanes behind the other. Of one group it gives scores [m][kChunkKeys]
-// with a chunk (behind its last block there may be anything), and the weighted sums [m][kMaxHeadDim] of the chunk's
-// values, in steps: those of a chunk in order, and no others of the same kind between them. Factors are kFactors apart.
-// Compilers do not see what tiles are loaded of, so they are told that memory was written before.
-constexpr int kFactors = 2 * kChunkKeys;  // words of a row of factors, in the place of as many scores
+// The classes Bf16Tiles and Int8Tiles, below called Tiles, hold the queries of a task in groups of kLanes. For one
+// group and one chunk, score() computes the scores [m][kChunkKeys] (undefined after the chunk's last block) and weigh()
+// the weighted sums [m][kMaxHeadDim] of the values. Both work in steps; a caller must run all steps of a chunk in
+// order, with no steps of the same kind for another chunk or group between them. Rows of factors are kFactors words
+// apart. Compilers do not know what memory tile loads read, hence the memory barriers before them.
+constexpr int kFactors = 2 * kChunkKeys;  // 16-bit words of a row of factors, which overwrites a row of scores
 
-// Prefetches a tile of the cache, or a part of it, before it is read.
+// Prefetches `bytes` of a tile of the KV cache.
 inline void ask_for(const uint8_t* tile, int bytes) {
     for (int at = 0; at < bytes; at += 64) prefetch(tile + at);
 }
 
-// Decodes wait for memory: a chunk's values are prefetched while its keys arrive. What prompts read is already in a
-// cache, which has no room to spare.
+// Whether a chunk's values are prefetched while its keys are read: in tasks of few rows (decoding), which are bound by
+// memory. Prompts find their keys and values in a processor cache, where prefetched data would displace others.
 constexpr bool asks_for_values(int rows) { return rows <= kLanes; }
 
-// A K tile of the cache holds 32 dims of 16 keys and a V tile 16 dims of 16 keys, as the unit wants them.
+// For the bf16 cache, whose K and V tiles in memory have the unit's layout: it loads 32 dims of 16 keys of a K tile, or
+// 16 dims of 16 keys of a V tile, directly.
 struct Bf16Tiles {
     using Factor = uint16_t;
 
@@ -56,11 +59,11 @@ struct Bf16Tiles {
         PairOrder::store_factors(to, p);
         return 1.0f;
     }
-    // Sums 0 to 3; queries 4, probabilities of a block 5; keys 6, values 7.
+    // Tiles 0 to 3 hold sums; 4 queries, 5 probabilities of a block; 6 keys, 7 values.
     static AttentionShapes shapes(int rows) {
         return {{{rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 32}, {16, 64}, {8, 64}}};
     }
-    // The queries lie one behind the other, and behind them is memory of so many that the last group is whole.
+    // The queries must be contiguous in memory, and memory for a whole last group must follow them.
     Bf16Tiles(const Query* of, int rows, int head_dim)
         : asks(asks_for_values(rows)), head_dim(head_dim), queries(of[0].as<Bf16Cache::Stored>()) {}
 
@@ -107,7 +110,8 @@ struct Bf16Tiles {
     }
 
   private:
-    static constexpr int kOnce = 4, kStretch = 32, kDims = 64;  // blocks and dims of a step of scores, dims of one of sums
+    // a step of score() covers kOnce blocks and kStretch dims; a step of weigh() one block and kDims dims
+    static constexpr int kOnce = 4, kStretch = 32, kDims = 64;
 
     KVL_IN_ALL_TILES static void zero_sums() {
         _tile_zero(0);
@@ -115,7 +119,7 @@ struct Bf16Tiles {
         _tile_zero(2);
         _tile_zero(3);
     }
-    // Side by side, in rows of `stride` bytes.
+    // Stores the four tiles side by side, in rows of `stride` bytes.
     KVL_IN_ALL_TILES static void store_sums(float* to, int stride) {
         _tile_stored(0, to, stride);
         _tile_stored(1, to + kLanes, stride);
@@ -128,11 +132,11 @@ struct Bf16Tiles {
     const uint16_t* const queries;
 };
 
-// Queries and probabilities are words: their upper bytes, with a sign, and their lower ones, without, are multiplied
-// apart. The unit wants quads of dims, or keys, where the cache has pairs: the first group of a chunk takes them up for
-// all.
+// For the int8 cache. Queries and probabilities are 16-bit words; their upper bytes (signed) and lower bytes (unsigned)
+// are multiplied separately. The unit needs quads of dims or keys, but the cache holds pairs: the first group of a task
+// converts each chunk for all its groups.
 struct Int8Tiles {
-    using Factor = int16_t;  // a row: kChunkKeys upper bytes, then as many lower ones
+    using Factor = int16_t;  // a row of factors is kChunkKeys upper bytes, then as many lower ones
 
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const* tiles) {
@@ -141,7 +145,8 @@ struct Int8Tiles {
         split(words, int(round_up(VECS * kLanes, kQuads)), reinterpret_cast<int8_t*>(to), kChunkKeys);
         return scale;
     }
-    // Sums 0 to 3, of upper and lower bytes in turn; upper 4 and lower bytes 5; keys or values 6 and 7.
+    // Tiles 0 and 2 hold sums of upper bytes, 1 and 3 of lower bytes; 4 upper bytes, 5 lower bytes; 6 and 7 keys or
+    // values.
     static AttentionShapes shapes(int rows) {
         return {{{rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {rows, 64}, {16, 64}, {16, 64}}};
     }
@@ -193,30 +198,32 @@ struct Int8Tiles {
     }
 
   private:
-    static constexpr int kDims = 32, kQuads = 64;     // dims of a step of sums; dims, or keys, of a tile
-    static constexpr int kScales = kBlockTokens * 2;  // bytes of a cache's tile before its elements
+    static constexpr int kDims = 32, kQuads = 64;     // dims of a step of weigh(); dims, or keys, that a tile holds
+    static constexpr int kScales = kBlockTokens * 2;  // bytes of scales before the elements of a cached tile
 
-    // Words k and k + `behind` for k = first, first + 1, ...
+    // Indices for permuting words: k, k + `behind` for k = first, first + 1, ...
     static __m512i in_turn(int first, int behind) {
         const __m512i all = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3,
                                              2, 2, 1, 1, 0, 0);
         const __m512i odd = _mm512_set1_epi32(behind << 16);
         return _mm512_add_epi16(all, _mm512_add_epi16(odd, _mm512_set1_epi16(int16_t(first))));
     }
-    // Two dims of 16 keys, then the next two.
+    // Converts a K tile from pairs to quads of dims: interleaves two dims of 16 keys with the next two.
     void take_keys(const uint8_t* tile, int8_t* to) const {
         const __m512i order = in_turn(0, 16);
         for (int at = 0; at < head_dim * kBlockTokens; at += 64)
             _mm512_store_si512(to + at, _mm512_permutexvar_epi16(order, _mm512_loadu_si512(tile + kScales + at)));
     }
     static void split(const int16_t* words, int count, int8_t* to, int lower) {
-        for (int i = 0; i < count; i += kLanes) {  // as they were stored: what is put together of stores waits for them
+        // loads as wide as the stores before them: a load that spans several stores would wait for them
+        for (int i = 0; i < count; i += kLanes) {
             const __m256i both = _mm256_load_si256((const __m256i*)(words + i));
             _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtepi16_epi8(_mm256_srai_epi16(both, 8)));
             _mm_storeu_si128((__m128i*)(to + lower + i), _mm256_cvtepi16_epi8(both));
         }
     }
-    // Two keys of 32 dims, and the next two, a row each.
+    // Converts the V tiles of a chunk from pairs to quads of keys: interleaves 32 dims of two keys with those of the
+    // next two.
     void take_values(const Chunk& chunk) {
         const __m512i first = in_turn(0, 32), second = in_turn(16, 32);
         int8_t* to = values;
@@ -236,7 +243,7 @@ struct Int8Tiles {
         _tile_zero(2);
         _tile_zero(3);
     }
-    // Tiles 4 and 5 times two tiles of quads, whose rows are `stride` bytes apart.
+    // Adds the products of tiles 4 and 5 with two tiles of quads, whose rows are `stride` bytes apart.
     KVL_IN_ALL_TILES static void add_products(const int8_t* first, const int8_t* second, int stride) {
         asm volatile("" ::: "memory");
         _tile_loadd(6, first, stride);
@@ -252,7 +259,8 @@ struct Int8Tiles {
         _tile_stored(2, sums[2], 64);
         _tile_stored(3, sums[3], 64);
     }
-    // Of row m, with the first or the second tile of quads.
+    // Sums of row m with the first (0) or second (1) tile of quads: those of upper bytes times 256 plus those of lower
+    // ones.
     I32 total(int tile, int m) const {
         const __m512i upper = _mm512_load_si512(sums[2 * tile] + m * kLanes);
         return {_mm512_add_epi32(_mm512_slli_epi32(upper, 8), _mm512_load_si512(sums[2 * tile + 1] + m * kLanes))};
@@ -260,22 +268,23 @@ struct Int8Tiles {
 
     const Query* const of;
     const int rows, head_dim;
-    alignas(64) int8_t queries[kTileQueries * 2 * kMaxHeadDim];  // a row: kMaxHeadDim upper bytes, then as many lower ones
-    alignas(64) int8_t keys[kChunkKeys * kMaxHeadDim], values[kChunkKeys * kMaxHeadDim];  // of a chunk, in quads
+    // a row of queries is kMaxHeadDim upper bytes, then as many lower bytes
+    alignas(64) int8_t queries[kTileQueries * 2 * kMaxHeadDim];
+    alignas(64) int8_t keys[kChunkKeys * kMaxHeadDim], values[kChunkKeys * kMaxHeadDim];  // of the chunk, as quads
     alignas(64) int32_t sums[4][kTileQueries * kLanes];
 };
 
-// A chunk and a group of rows in progress: scored, then weighed.
+// A turn: one group of rows over one chunk. It is scored, goes through the softmax, and then weighs the values.
 template <class Tiles>
 struct Turn {
     typename Tiles::Factor* factors() { return reinterpret_cast<typename Tiles::Factor*>(scores); }
     Chunk chunk;
     int group, rows;
     Shares shares;
-    alignas(64) float scores[kLanes * kChunkKeys];  // a row's factors take their place
+    alignas(64) float scores[kLanes * kChunkKeys];  // the softmax overwrites a row of scores with its factors
 };
 
-// The turns of some rows, one after the other. While the vector unit computes the softmax of one turn, the tile unit
+// Runs the turns of some rows in a pipeline: while the vector unit computes the softmax of one turn, the tile unit
 // weighs the values of the previous turn and scores the next one.
 template <class Tiles>
 class Turns {
@@ -301,11 +310,11 @@ class Turns {
             if (i >= 0 && i < count) own(turns[i % 3]);
             else take_steps(1, 1);
         }
-        _tile_release();  // a thread that sleeps has 8 KB less to be kept
+        _tile_release();  // saves the system from keeping 8 KB of tiles when the thread is switched out
     }
 
   private:
-    static constexpr int kJoined = 4;  // rows whose sums are joined in a step
+    static constexpr int kJoined = 4;  // rows whose sums one step merges
 
     void own(Turn<Tiles>& turn) {
         const Query* const queries = queries_ + turn.group * kLanes;
@@ -318,7 +327,7 @@ class Turns {
         scores_ = weighs_ + (next_ ? tiles_.score_steps(next_->chunk) : 0);
         steps_ = scores_ + (last_ ? (last_->rows + kJoined - 1) / kJoined : 0);
     }
-    // `part` of `parts` of them.
+    // Runs steps of the previous and the next turn until part / parts of them are done.
     KVL_IN_ALL_TILES void take_steps(int part, int parts) {
         asm volatile("" ::: "memory");
         for (const int end = steps_ * part / parts; taken_ < end; taken_++) {
@@ -340,11 +349,12 @@ class Turns {
     Partials* const out_;  // of each group
     Tiles tiles_;
     Turn<Tiles> *last_ = nullptr, *next_ = nullptr;
-    int taken_ = 0, weighs_ = 0, scores_ = 0, steps_ = 0;  // steps: done, until all is weighed, until all is scored, of all
+    // steps done; steps until the values are weighed; until the next turn is scored too; all steps
+    int taken_ = 0, weighs_ = 0, scores_ = 0, steps_ = 0;
     alignas(64) float sums_[kLanes * kMaxHeadDim];
 };
 
-// The chunks of [from, until) for up to kTileQueries rows, merged into out[group].
+// Attention of up to kTileQueries rows over the chunks of positions [from, until), merged into out[group].
 template <class Tiles>
 void attend_in_tiles(const PagedHead& head, const Query* queries, int rows, int64_t from, int64_t until, Partials* out) {
     Turns<Tiles>(head, queries, rows, out).run(from, until);
@@ -361,8 +371,8 @@ void attend_in_tiles(const PagedHead&, const Query*, int, int64_t, int64_t, Part
 
 #endif
 
-// The chunks of [from, until) for a few rows: in tiles up to kTileQueries, otherwise up to kTaskRows. `out` of each
-// group: kLanes in tiles, otherwise kAttentionRows.
+// Attention of a task's rows over the chunks of positions [from, until). in_tiles: up to kTileQueries rows in groups of
+// kLanes; otherwise up to kTaskRows rows in groups of kAttentionRows. out[g]: the result of group g.
 template <class Cache, class Tiles>
 void attend_rows(const PagedHead& head, const Query* queries, int rows, int64_t from, int64_t until, bool in_tiles, Partials* out) {
     if (in_tiles && rows >= kTileQueriesFrom) return attend_in_tiles<Tiles>(head, queries, rows, from, until, out);

@@ -1,4 +1,4 @@
-// The part of a step that handles heads and the paged cache: RoPE and cache writes, attention.
+// Step: heads and the paged KV cache (q/k norm, RoPE, cache writes, attention), and the probe of memory bandwidth.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -8,13 +8,13 @@
 
 namespace kvl {
 
-// Side 0 holds K tiles, side 1 V tiles: [layers][side][blocks][kv_heads] tiles.
+// The tiles of a layer: side 0 = keys, 1 = values. The cache is [layers][side][blocks][kv_heads] tiles.
 uint8_t* Step::cache(int layer, int side) const {
     return batch_.kv + (int64_t(layer) * 2 + side) * batch_.num_blocks * shape_.num_kv_heads * tile_bytes_;
 }
 
-// Tokens are dealt out, except that a pair of keys shares a word of a V tile, so two threads may write to one word: to
-// its own half each, which is a store of that size and safe.
+// KVL_ROPE_KV. Tokens are divided among the threads. Two neighbouring tokens of a V tile share a pair, which two
+// threads may write at the same time: each stores only its own element, which is safe.
 void Step::place_heads(const kvl_instruction& instruction, int thread) {
     const bool is_int8 = shape_.kv_format == KVL_KV_INT8;
     ask_for(thread, (&instruction)[1]);
@@ -23,8 +23,8 @@ void Step::place_heads(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Norms, rotates and stores a query, key or value of a token, the first, then the second, then the third kind; in
-// place.
+// Normalises and rotates a query or key head of a token in place and stores it; a value head is only stored. `head`
+// counts queries first, then keys, then values. Queries go to the step's scratch memory, keys and values to the cache.
 template <class Cache>
 void Step::place_head(const kvl_instruction& instruction, int64_t token, int head, float* at) {
     const int dim = shape_.head_dim, position = batch_.pos[token];
@@ -45,12 +45,12 @@ void Step::place_head(const kvl_instruction& instruction, int64_t token, int hea
     scratch_.query_scale[query] = Cache::store_query(to, at, dim, scale);
 }
 
-// Where a query is: those of a kv head lie together, token by token.
+// Index of a query in the scratch memory: [kv head][token][heads per kv head].
 int64_t Step::query_at(int64_t token, int head) const {
     return (head / heads_per_kv_ * batch_.num_tokens + token) * heads_per_kv_ + head % heads_per_kv_;
 }
 
-// Of a whole row of the qkv buffer, which is not needed afterwards.
+// Handles all heads of a token's row of the qkv buffer, and overwrites the row.
 template <class Cache>
 void Step::place_token(const kvl_instruction& instruction, int64_t token) {
     float* row = scratch_.qkv.row(token);
@@ -66,7 +66,7 @@ void Step::place_token(const kvl_instruction& instruction, int64_t token) {
 template void Step::place_head<Bf16Cache>(const kvl_instruction&, int64_t, int, float*);
 template void Step::place_head<Int8Cache>(const kvl_instruction&, int64_t, int, float*);
 
-// Tasks are handed out one by one: their costs differ by the lengths of the sequences.
+// KVL_ATTENTION. Threads take tasks one by one, because the cost of a task depends on the length of its sequence.
 void Step::attend(const kvl_instruction& instruction, int thread) {
     const int64_t count = int64_t(tasks_.size());
     for (int64_t i; (i = next(instruction)) < count;) {
@@ -77,9 +77,9 @@ void Step::attend(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Prefetches the first keys and values of a task of one token, which are not in the cache: they lie in pieces of a
-// block, too short for the hardware prefetcher. A task of more tokens finds them in the cache, or reads them more than
-// once.
+// Prefetches the first keys and values of task `index` if its sequence has one token in this step: they come from
+// memory, in pieces of one block, too short for the hardware prefetcher. Sequences with more tokens find them in the
+// processor's cache, or read them more than once.
 void Step::ask_for(int64_t index, const kvl_instruction& attention) const {
     if (index >= int64_t(tasks_.size())) return;
     const AttentionTask& task = tasks_[size_t(index)];
@@ -104,7 +104,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
                          shape_.num_kv_heads * tile_bytes_, dim, shape_.attention_softcap * kLog2E};
     Query queries[kTileQueries];
     Partials partials[kMostGroups];
-    const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows of a group
+    const int each = attends_in_tiles_ ? kLanes : kAttentionRows;  // rows per group
     alignas(64) float sums[kTileQueries * kMaxHeadDim];
     std::fill(sums, sums + rows * dim, 0.0f);
     for (int g = 0; g < kMostGroups; g++) partials[g].sums = sums + g * each * dim;
@@ -140,7 +140,7 @@ void Step::attend_task(const AttentionTask& task, const kvl_instruction& instruc
 
 }  // namespace kvl
 
-// Every thread sums its own stretch of memory that no cache holds; four sums, so that only memory is waited for.
+// Reads `lines` cache lines and returns their sum. Four independent sums, so that the loop waits for memory only.
 static int64_t read_all(const uint8_t* data, int64_t lines) {
     kvl::I32 sums[4] = {kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0), kvl::splat_int(0)};
     for (int64_t line = 0; line + 4 <= lines; line += 4)
@@ -154,8 +154,8 @@ static int64_t read_all(const uint8_t* data, int64_t lines) {
 
 double kvl_probe_bandwidth(kvl_model* model, int64_t bytes, int32_t repeats) {
     const kvl::HugeBuffer buffer(bytes);
-    std::memset(buffer.as(), 1, size_t(bytes));  // pages never written are all the same page of zeros
-    std::atomic<int64_t> keep{0};  // the sum is kept so that the reads are
+    std::memset(buffer.as(), 1, size_t(bytes));  // pages never written would all map to one page of zeros
+    std::atomic<int64_t> keep{0};  // uses the sums, so that compilers do not drop the reads
     double best = 0;
     for (int i = 0; i < repeats; i++) {
         const auto start = std::chrono::steady_clock::now();

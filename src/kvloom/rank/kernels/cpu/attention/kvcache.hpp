@@ -1,11 +1,11 @@
-// The two forms of the paged cache: how a token's key and value are stored, and how a tile is multiplied. Attention is
-// written once over either.
+// The two forms of the paged cache, bf16 and int8: how a token's key and value are stored, and how a tile is
+// multiplied. The attention kernels are templates over the form.
 //
-// Both forms multiply pairs: of bf16 into floats, or of int8 (widened to words as it is loaded) with 15-bit queries and
-// probabilities into exact integers. int8 halves the bytes that attention streams; the rounding of a cached number is
-// its only loss that can be measured. Largest sum: 256 dims * 32767 * 127 < 2^31.
+// Both forms multiply pairs: bf16 pairs give floats; int8, widened to 16 bits when loaded, times 15-bit queries and
+// probabilities gives exact integers. int8 halves the bytes that attention reads; rounding the cached numbers is its
+// only measurable loss. The largest sum is 256 dims * 32767 * 127 < 2^31.
 //
-// Floats are added in one of two orders (pairs.hpp). A stretch is 32 dims of a key, or the 16 keys of a block.
+// Floats are added in one of two orders (isa/pairs.hpp). A stretch is 32 dims of a key, or the 16 keys of a block.
 #pragma once
 
 #include "activations/quant.hpp"
@@ -16,31 +16,34 @@ namespace kvl {
 constexpr float kWordPeak = 32767.0f;
 constexpr float kBytePeak = 127.0f;
 constexpr float kLargestFp16 = 65504.0f;
-constexpr float kNothing = 1e-30f;  // what is smaller counts as zero: its inverse would not be finite
+constexpr float kNothing = 1e-30f;  // smaller magnitudes count as zero: their inverse would not be finite
 
-// Largest size of x[count].
+// Largest magnitude of x[count]; count is a multiple of kLanes.
 inline float peak_size(const float* x, int count) {
     F32 peak = splat(0);
     for (int i = 0; i < count; i += kLanes) peak = max(peak, abs(load(x + i)));
     return largest(peak);
 }
 
-// A key's elements in column `slot` of a K tile [dim / 2][16][2]: pairs of dims stay together.
+// Writes `count` elements of a key, dims from `first_dim` on, to column `slot` of a K tile [dim / 2][16][2]: two
+// neighbouring dims are a pair.
 template <class T>
 void scatter_key(T* tile, const T* elements, int count, int first_dim, int slot) {
     for (int j = 0; j < count; j += 2)
         std::memcpy(tile + ((first_dim + j) / 2 * kBlockTokens + slot) * 2, elements + j, 2 * sizeof(T));
 }
 
-// kLanes of a value's elements in a V tile [8][dim][2]: neighbouring keys are a pair.
+// Writes kLanes elements of a value, dims from `first_dim` on, for key `slot` to a V tile [8][dim][2]: two neighbouring
+// keys are a pair.
 template <class T>
 void scatter_value(T* tile, const T* elements, int first_dim, int slot, int dim) {
     store_apart(tile + (slot / 2 * dim + first_dim) * 2 + slot % 2, elements);
 }
 
-// A query as it is stored: Stored. What it, or the probabilities of its keys, are multiplied with: Factor. Sums of one
-// of them over tiles, a lane for each key or dim: Sum, to be closed at the end of each stretch. kTilesOnce, kVectors:
-// of keys, and of values, that share a load of the factors.
+// The bf16 form, in an order of addition. Stored: the type of a stored query. Factor: the type of queries and
+// probabilities in products. Sum: sums of products over tiles, with one key or dim per lane; close() must be called at
+// the end of each stretch. kTilesOnce, kVectors: number of key tiles, and of vectors of values, that share a load of
+// factors.
 template <class Order>
 struct Bf16Form {
     static constexpr int kFormat = KVL_KV_BF16, kTilesOnce = Order::kTilesOnce, kVectors = kTilesOnce;
@@ -53,16 +56,16 @@ struct Bf16Form {
     }
     static void add_pair(Sum& sum, const typename Order::Pairs& tile, const Factor* pair) { Order::add_pair(sum, tile, pair); }
     static void close(Sum& sum) { Order::close(sum); }
-    // Sums of a query over a K tile as scores; `scale` is the query's.
+    // Converts a query's sums with a K tile to scores; `scale` is the query's.
     static F32 scores(const Sum& sum, const uint8_t*, float) { return Order::whole(sum); }
     static F32 sums(const Sum& sum) { return Order::whole(sum); }
 
-    // A query head times `scale`; returns the scale that is left to apply.
+    // Stores a query head times `scale`; returns the factor that scores must still be multiplied by.
     static float store_query(Stored* to, const float* head, int dim, float scale) {
         for (int i = 0; i < dim; i += kLanes) store_bf16(to + i, mul(load(head + i), splat(scale)));
         return 1.0f;
     }
-    // A stored query as factors, in `room` [dim] where they are not the same.
+    // Converts a stored query to factors in `room` [dim] and returns it; if no conversion is needed, returns `query`.
     static const Factor* factors_of(const Stored* query, int dim, Factor* room) { return Order::factors_of(query, dim, room); }
     static void store_key(uint8_t* tile, const float* head, int dim, int slot) {
         alignas(64) uint16_t half[kLanes];
@@ -78,8 +81,8 @@ struct Bf16Form {
             scatter_value(reinterpret_cast<uint16_t*>(tile), half, i, slot, dim);
         }
     }
-    // Probabilities of the keys of VECS blocks (whose V tiles are tiles[0 ..]) as factors of the tiles' elements;
-    // returns what the sums are to be multiplied by.
+    // Stores the probabilities of the keys of VECS blocks as factors of their values, whose V tiles are tiles[0..VECS);
+    // returns the scale that sums of products must be multiplied by.
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const*) {
         Order::store_factors(to, p);
@@ -124,7 +127,7 @@ struct Int8Cache {
             scatter_value(elements(tile), bytes, i, slot, dim);
         }
     }
-    // The values' scales go into the probabilities, so that one sum runs over all keys of a chunk.
+    // Multiplies the probabilities by the values' scales, so that one integer sum can run over all keys of a chunk.
     template <int VECS>
     static float store_probabilities(Factor* to, const F32 (&p)[VECS], const uint8_t* const* tiles) {
         F32 weighed[VECS], top = splat(0);
@@ -141,16 +144,16 @@ struct Int8Cache {
     static F32 scales(const uint8_t* tile) { return load_fp16(reinterpret_cast<const uint16_t*>(tile)); }
     static int8_t* elements(uint8_t* tile) { return reinterpret_cast<int8_t*>(tile) + kBlockTokens * 2; }
 
-    // What puts the largest size at kWordPeak.
+    // The factor that maps the magnitude `peak` to kWordPeak; 0 if `peak` counts as zero.
     static float inverse_of(float peak) { return peak > kNothing ? kWordPeak / peak : 0.0f; }
-    // x[count] as words, the largest at kWordPeak; returns the scale.
+    // Quantises x[count] to 16 bits, the largest magnitude to kWordPeak; returns the scale.
     static float store_scaled(Factor* to, const float* x, int count) {
         const float peak = peak_size(x, count);
         const F32 inverse = splat(inverse_of(peak));
         for (int i = 0; i < count; i += kLanes) store_words(to + i, to_int(mul(load(x + i), inverse)));
         return peak / kWordPeak;
     }
-    // The scale of a token's head into the tile; returns its inverse, 0 for a head of zeros.
+    // Stores the scale of a token's key or value head in the tile; returns its inverse, 0 for a head of zeros.
     static float store_scale(uint8_t* tile, const float* head, int dim, int slot) {
         const uint16_t bits = float_to_fp16(min_of(peak_size(head, dim) / kBytePeak, kLargestFp16));
         std::memcpy(tile + slot * 2, &bits, 2);

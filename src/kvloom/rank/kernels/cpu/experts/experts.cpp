@@ -1,7 +1,8 @@
-// The part of a step that computes experts.
+// Step: routing and computing mixtures of experts.
 //
-// Rows are grouped by expert, and only experts that some row has chosen are read. The outputs of a row's experts are
-// added in the order of their numbers, by the thread that has the panel: the sum does not depend on other rows.
+// Rows are grouped by expert, and only the weights of chosen experts are read. One thread adds the outputs of all
+// experts for a panel of output channels, in the order of the experts' numbers, so a row's sum does not depend on other
+// rows.
 #include "experts/experts.hpp"
 
 #include <cmath>
@@ -35,8 +36,9 @@ uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uin
     return at;
 }
 
-// Rows are normed and quantised; the router's logits of small steps are dealt out among the threads, each of which then
-// chooses for itself, as it quantises for itself.
+// KVL_ROUTE: normalises, quantises and scores rows, and chooses their experts. In small steps every thread quantises
+// all rows, computes the logits of its share of the experts, and after a barrier chooses the experts of all rows for
+// itself.
 void Step::route(const kvl_instruction& instruction, int thread) {
     const kvl_mixture& mixture = model_.mixtures[size_t(instruction.layer)];
     const Linear& linear = model_.linears[size_t(instruction.linear)];
@@ -57,7 +59,8 @@ void Step::route(const kvl_instruction& instruction, int thread) {
     if (!small) gather(linear, to, thread);
 }
 
-// The router's logits of a row, those of this thread in a small step, and the weight of the shared expert.
+// Computes the router's logits of a row (in a small step those of the thread's share of experts) and the weight of the
+// shared expert.
 void Step::score_row(const kvl_mixture& mixture, int64_t row, const float* x, int thread) {
     const bool small = is_small(batch_.num_tokens);
     const int64_t cols = model_.hidden_stride();
@@ -80,7 +83,8 @@ void Step::choose_row(const kvl_mixture& mixture, int64_t row, int thread, Choic
     choose(own, mixture.num_experts, mixture.per_token, mixture.weighs_chosen != 0, out);
 }
 
-// The quantised rows, in the order of their slots: rows of an expert lie together. Ends with a barrier.
+// Copies the quantised rows into the order of their slots, so that the rows of an expert are contiguous. Ends with a
+// barrier.
 void Step::gather(const Linear& linear, const Activations& from, int thread) {
     const ExpertScratch& e = scratch_.experts;
     const Groups& groups = e.groups[size_t(thread)];
@@ -111,7 +115,8 @@ void Step::multiply_up(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Multiplies one panel of gate and up of an expert by the expert's rows.
+// Multiplies one panel of gate and up of the expert of `group` by the expert's rows, and stores the results in the
+// scratch memory of experts.
 void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread) {
     static_assert(kOwnTokens == 2, "the rows of an expert lie together in a small step, too");
     const kvl_mixture& mixture = model_.mixtures[size_t(instruction.layer)];
@@ -142,8 +147,8 @@ void Step::up_panel(const kvl_instruction& instruction, int64_t group, int64_t i
     }
 }
 
-// Small steps quantise for themselves and stream their own panels, expert by expert; in large ones the thread that
-// takes a panel takes it of all experts, because they add to the same channels.
+// KVL_EXPERTS_DOWN. In small steps every thread quantises all slots and reads its own panels, expert by expert. In
+// large steps a thread that takes a panel computes it for all experts, because they add to the same output channels.
 void Step::multiply_down(const kvl_instruction& instruction, int thread) {
     const Linear& any = model_.linears[size_t(instruction.linear)];
     const ExpertScratch& e = scratch_.experts;
@@ -168,8 +173,8 @@ void Step::multiply_down(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Multiplies one panel of an expert's down by the expert's rows, and adds the products, weighted by the router, to the
-// residual stream.
+// Multiplies one panel of the down projection of the expert of `group` by the expert's rows, and adds the results,
+// weighted by the router, to the residual stream.
 void Step::down_panel(const kvl_instruction& instruction, int64_t group, int64_t index, int thread) {
     const kvl_mixture& mixture = model_.mixtures[size_t(instruction.layer)];
     const ExpertScratch& e = scratch_.experts;

@@ -1,6 +1,7 @@
-// Which experts work on a row, with what weight, and which rows each of them works on.
+// Routing of a mixture of experts: the experts chosen for a row and their weights, and the rows of each expert.
 //
-// A row's choice is made of its own numbers alone, each logit a sum in one fixed order: it never depends on the others.
+// A row's choice depends only on the row itself, and each logit is a sum in one fixed order, so other rows of the step
+// do not change it.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +12,14 @@
 
 namespace kvl {
 
-constexpr int kScoreRows = 4;  // experts that share each load of a row
+constexpr int kScoreRows = 4;  // rows of the router's weights that share each load of an activation
 
 struct Choice {
     int32_t expert;
     float weight;
 };
 
-// logits[ROWS] = rows of the router times x[cols].
+// logits[ROWS] = router [ROWS][cols] times x[cols].
 template <int ROWS>
 inline void score_tile(const float* router, const float* x, int64_t cols, float* logits) {
     F32 sums[ROWS];
@@ -33,15 +34,16 @@ inline void score_tile(const float* router, const float* x, int64_t cols, float*
     for (int r = 0; r < ROWS; r++) logits[r] = sum(sums[r]);
 }
 
-// The same of `count` experts.
+// logits[count] = router [count][cols] times x[cols].
 inline void score(const float* router, const float* x, int64_t cols, int64_t count, float* logits) {
     int64_t e = 0;
     for (; e + kScoreRows <= count; e += kScoreRows) score_tile<kScoreRows>(router + e * cols, x, cols, logits + e);
     for (; e < count; e++) score_tile<1>(router + e * cols, x, cols, logits + e);
 }
 
-// The `count` largest of logits[num_experts], largest first, of equal ones the smaller expert first, and their weights.
-// logits must have room for a multiple of 16, and is spoilt. What is no number ends in some choice, too.
+// Chooses the `count` experts with the largest of logits[num_experts], in descending order, equal ones by ascending
+// number, and computes their softmax weights: over the chosen ones (weighs_chosen) or over all. `logits` must have room
+// for a multiple of 16 floats, and is overwritten. With NaN the choice is arbitrary but valid.
 inline void choose(float* logits, int num_experts, int count, bool weighs_chosen, Choice* out) {
     const float peak = *std::max_element(logits, logits + num_experts);
     float total = 0;
@@ -64,7 +66,8 @@ inline void choose(float* logits, int num_experts, int count, bool weighs_chosen
     for (int i = 0; i < count; i++) out[i].weight /= total;
 }
 
-// The rows of a step by expert: slots [begin[g], begin[g + 1]) are those of expert[g], in their order in the step.
+// The rows of a step, grouped by expert. A slot is one row of one expert; slots [begin[g], begin[g + 1]) belong to
+// expert[g], in the rows' order in the step. row, weight: per slot.
 struct Groups {
     std::vector<int32_t> expert, begin, row, counts;
     std::vector<float> weight;
@@ -73,7 +76,7 @@ struct Groups {
     int64_t slots() const { return int64_t(row.size()); }
     int64_t count(int64_t g) const { return begin[size_t(g + 1)] - begin[size_t(g)]; }
 
-    // Of chosen[rows][per_token].
+    // Groups the rows by chosen[rows][per_token].
     void build(const Choice* chosen, int64_t rows, int per_token, int num_experts) {
         counts.assign(size_t(num_experts), 0);
         for (int64_t i = 0; i < rows * per_token; i++) counts[size_t(chosen[i].expert)]++;

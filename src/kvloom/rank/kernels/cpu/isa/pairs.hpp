@@ -1,21 +1,22 @@
-// Sums of products of bf16 pairs, in one of two orders. A Pairs has a lane for each key, dim or channel, a Factor is of
-// the number that all lanes are multiplied by: two of them a pair. A Sum is to be closed at the end of each stretch.
+// Sums of products of bf16 pairs, in one of two orders of addition. A `Pairs` vector holds one pair per lane (a lane is
+// a key, a dimension or a channel). All lanes are multiplied by the same pair of `Factor` numbers. A `Sum` accumulates
+// such products; close() must be called on it at the end of each stretch.
 #pragma once
 
 #include "isa/simd.hpp"
 
 namespace kvl {
 
-// The order of the processor's tile unit (Intel SDM, TDPBF16PS), so that it gives the same bits: the first halves of
-// the pairs of a stretch are a chain of fused multiply-adds, the second halves another, then both are added to what is
-// there.
+// The order of Intel's tile unit (Intel SDM, TDPBF16PS), so that both give the same bits: within a stretch, the
+// products of the first elements of the pairs are one chain of fused multiply-adds and those of the second elements
+// another; then the sum of both chains is added to the sum of the earlier stretches.
 struct UnitOrder {
     using Pairs = PairHalves;
     using Factor = float;  // a bf16, widened
     struct Sum {
         F32 first, second, whole;
     };
-    static constexpr int kTilesOnce = (kvl::kTilesOnce + 1) / 2;  // a sum has two registers while products are added
+    static constexpr int kTilesOnce = (kvl::kTilesOnce + 1) / 2;  // half as many: each sum needs two registers
     static Sum zero() { return {splat(0), splat(0), splat(0)}; }
     static Pairs load_pairs(const uint16_t* from) { return load_halves(from); }
     static void add_pair(Sum& sum, const Pairs& pairs, const Factor* pair) {
@@ -25,7 +26,7 @@ struct UnitOrder {
     static void close(Sum& sum) { sum = {splat(0), splat(0), add(sum.whole, add(sum.first, sum.second))}; }
     static F32 whole(const Sum& sum) { return sum.whole; }
 
-    // bf16 numbers as factors, in `room` [count] where they are not the same.
+    // Converts bf16 numbers to factors in `room` [count] and returns it; without conversion returns `numbers`.
     static const Factor* factors_of(const uint16_t* numbers, int count, Factor* room) {
         for (int i = 0; i < count; i += kLanes) store(room + i, load_bf16(numbers + i));
         return room;
@@ -39,8 +40,8 @@ struct UnitOrder {
 
 #ifdef KVL_HAS_PAIRS
 
-// The order of vdpbf16ps (Intel SDM; AMD's cores do the same, which tests check): one chain, of each pair the second
-// product before the first, each rounded.
+// The order of vdpbf16ps (Intel SDM; tests check that AMD's processors follow it): one chain, to which each pair adds
+// first its second product, then its first one, rounding after each.
 struct PairOrder {
     using Pairs = kvl::Pairs;
     using Factor = uint16_t;

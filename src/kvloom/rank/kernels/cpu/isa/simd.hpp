@@ -1,4 +1,4 @@
-// The vector type of this build, and the functions that are made of its operations alone.
+// Selects the vector types of this build (one of simd_*.hpp), and defines functions that use only their operations.
 #pragma once
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BF16__) && !defined(KVL_PORTABLE)
@@ -37,8 +37,8 @@ inline F32 exp2(F32 x) {
     return scale_by_power(p, whole);
 }
 
-// 2^x for x <= 0, relative error below 4e-6, which is less than probabilities lose when they are rounded. 2^0 is 1, and
-// 0 what is below 2^-126. Minimax polynomial on [0, 1].
+// 2^x for x <= 0, relative error below 4e-6, which is smaller than the error of rounding a probability. 2^0 is exactly
+// 1; results below 2^-126 are 0. Minimax polynomial on [0, 1].
 inline F32 exp2_share(F32 x) {
     const F32 part = fraction(x);
     F32 p = splat(1.3425155e-2f);
@@ -52,15 +52,15 @@ inline F32 exp2_share(F32 x) {
 // x / (1 + e^-x)
 inline F32 silu(F32 x) { return div(x, add(splat(1.0f), exp2(mul(x, splat(-kLog2E))))); }
 
-// Gelu by its tanh formula, written as x * sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
+// GELU in its tanh approximation, computed as x * sigmoid(2u) with u = sqrt(2/pi) (x + 0.044715 x^3).
 inline F32 gelu_tanh(F32 x) {
     const F32 cube = mul(mul(x, x), x);
     const F32 twice_u = mul(splat(2 * 0.7978845608f), fma(splat(0.044715f), cube, x));
     return div(x, add(splat(1.0f), exp2(mul(twice_u, splat(-kLog2E)))));
 }
 
-// Gelu by the normal distribution, x Phi(x). Its tail is erfc(|x| / sqrt 2) by Abramowitz and Stegun 7.1.26, 1.5e-7 off
-// at most: max(x, 0) - |x| tail / 2.
+// GELU by the normal distribution, x Phi(x), computed as max(x, 0) - |x| tail / 2 with tail = erfc(|x| / sqrt 2) by
+// Abramowitz and Stegun 7.1.26, whose error is at most 1.5e-7.
 inline F32 gelu_erf(F32 x) {
     const F32 size = abs(x), t = div(splat(1.0f), fma(size, splat(0.3275911f * 0.70710678f), splat(1.0f)));
     F32 p = splat(1.061405429f);
@@ -72,20 +72,20 @@ inline F32 gelu_erf(F32 x) {
     return sub(max(x, splat(0.0f)), mul(mul(size, splat(0.5f)), tail));
 }
 
-// cap * tanh(x / cap), the tanh as 1 - 2 / (1 + e^2y).
+// cap * tanh(x / cap), with tanh y computed as 1 - 2 / (1 + e^2y).
 inline F32 softcap(F32 x, float cap) {
     const F32 power = exp2(mul(x, splat(2 * kLog2E / cap)));
     return mul(splat(cap), sub(splat(1.0f), div(splat(2.0f), add(power, splat(1.0f)))));
 }
 
-// Scalars through the same polynomial, so that a correction factor is the same bits wherever it is computed.
+// exp2 of a scalar, computed by the vector polynomial: a factor has the same bits in scalar and in vector code.
 inline float exp2_scalar(float x) {
     alignas(64) float lane[kLanes];
     store(lane, exp2(splat(x)));
     return lane[0];
 }
 
-// value where the score belongs to a visible key, 0 where it is masked.
+// Lane by lane: `value` if `score` is that of a visible key, 0 if it is masked (kMasked).
 inline F32 zero_where_masked(F32 value, F32 score) {
     const F32 visible = max(min(sub(score, splat(kMasked / 2)), splat(1.0f)), splat(0.0f));
     return mul(value, visible);
@@ -93,10 +93,11 @@ inline F32 zero_where_masked(F32 value, F32 score) {
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }
 
-// The same for what will be written: another core's copy of it goes.
+// Prefetches for writing: requests the cache line exclusively, which invalidates other cores' copies.
 inline void prefetch_to_write(void* at) {
 #if defined(__x86_64__)
-    asm volatile("prefetchw %0" : : "m"(*static_cast<char*>(at)));  // compilers take it for an option
+    // as assembly: without -mprfchw compilers emit an ordinary prefetch for the builtin
+    asm volatile("prefetchw %0" : : "m"(*static_cast<char*>(at)));
 #else
     __builtin_prefetch(at, 1, 2);
 #endif

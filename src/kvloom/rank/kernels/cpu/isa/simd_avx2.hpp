@@ -1,4 +1,4 @@
-// Sixteen lanes on AVX2 with FMA and F16C: two registers each. Same functions as simd_portable.hpp.
+// Vectors of 16 lanes on AVX2 with FMA and F16C: two registers each. Functions and constants as in simd_portable.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -15,8 +15,8 @@ constexpr int kAttentionRows = 2;
 constexpr bool kUnrollsRows = true;
 constexpr int kAttentionGroups = 1;
 constexpr int kTilesOnce = 1;
-constexpr int kByteZero = 0;  // dot_weights subtracts 128 itself: vpmaddubsw would saturate on bytes above 127
-constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
+constexpr int kByteZero = 0;  // load_bytes subtracts 128: vpmaddubsw would saturate with bytes above 127
+constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
 
 struct F32 {
     __m256 lo, hi;
@@ -92,7 +92,7 @@ inline F32 round_even(F32 a) {
     return {_mm256_round_ps(a.lo, kNearest), _mm256_round_ps(a.hi, kNearest)};
 }
 
-// a - floor(a); 2^floor(a) times b in [1, 2], 0 where that is below normal floats. a <= 0.
+// fraction: a - floor(a). scale_by_floor: b * 2^floor(a) for b in [1, 2]; 0 if that is below the normal floats. a <= 0.
 inline F32 fraction(F32 a) { return sub(a, {_mm256_floor_ps(a.lo), _mm256_floor_ps(a.hi)}); }
 inline F32 scale_by_floor(F32 b, F32 a) {
     const __m256 least = _mm256_set1_ps(-126.0f);
@@ -129,7 +129,7 @@ inline void store_bytes(int8_t* to, I32 a) {
 }
 
 inline Bytes load_bytes(const uint8_t* from) {
-    const __m256i zero = _mm256_set1_epi8(-128);  // u8 with zero at 128 -> s8
+    const __m256i zero = _mm256_set1_epi8(-128);  // converts bytes that are 128 too large to signed bytes
     return {_mm256_xor_si256(_mm256_loadu_si256((const __m256i*)from), zero),
             _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)(from + 32)), zero)};
 }
@@ -159,7 +159,7 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     return {with_bits_half(low.lo, plane, shift, mask), with_bits_half(low.hi, plane + 32, shift, mask)};
 }
 
-// |w| x (x with w's sign): both at most 127 in size, so the pair sums stay below 32767 and nothing saturates.
+// Multiplies |w| by x with the sign of w. Both are at most 127 in size, so sums of two products do not saturate.
 inline __m256i dot_signed(__m256i acc, __m256i weights, __m256i x) {
     const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
     return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -186,7 +186,7 @@ inline PairHalves load_halves(const uint16_t* from) {
 }
 inline F32 round_bf16(F32 a) { return {first_half(rounded_bf16(a.lo)), first_half(rounded_bf16(a.hi))}; }
 
-// 16 elements to every other place; what is between is not written.
+// Stores 16 elements to to[0], to[2], to[4], ...; the elements between are not written.
 template <class T>
 void store_apart(T* to, const T* from) {
     for (int i = 0; i < kLanes; i++) to[2 * i] = from[i];

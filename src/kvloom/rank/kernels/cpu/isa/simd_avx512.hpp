@@ -1,4 +1,5 @@
-// Sixteen lanes on AVX-512 with VNNI and BF16: one register each. Same functions as simd_portable.hpp.
+// Vectors of 16 lanes on AVX-512 with VNNI and BF16: one register each. Functions and constants as in
+// simd_portable.hpp.
 #pragma once
 
 #include <immintrin.h>
@@ -8,17 +9,19 @@
 namespace kvl {
 
 constexpr const char* kIsaName = "avx512";
-// 16 accumulators + 16 float sums: the sums spill once per group, which is cheaper than a second pass
+// 16 integer and 16 float sums do not fit the registers: the float sums are spilled once per group, which costs less
+// than a second pass
 constexpr int kRowsOnce = 8;
-constexpr int kRowsMany = 6;       // 12 + 12 + weights and a broadcast fit 32 registers
+constexpr int kRowsMany = 6;       // 12 integer sums, 12 float sums, weights and a broadcast fit 32 registers
 constexpr int kRowsPlain = 12;     // 24 sums, and both halves of a pair of weights
-constexpr int kAttentionRows = 6;  // 6 queries x 4 value registers
-constexpr bool kUnrollsRows = false;  // in the softmax of attention: a hundredth of a step, and twice as long to compile
-// groups of as many queries: their inputs from a chunk and their results fit the first-level cache
+constexpr int kAttentionRows = 6;  // 6 queries x 4 registers of values
+constexpr bool kUnrollsRows = false;  // it would gain 1 % of a step and double the time to compile
+// a chunk's keys and values and the results of these groups fit the first-level cache
 constexpr int kAttentionGroups = 3;
-constexpr int kTilesOnce = 4;      // of keys, or of values: 24 sums of 6 queries
-constexpr int kByteZero = 128;     // vpdpbusd takes bytes 0..255: the caller starts sums at -128 * (sum of activations)
-constexpr int kQuadsUnrolled = 8;  // shifts of planes by constants
+constexpr int kTilesOnce = 4;      // 24 sums with 6 queries
+// vpdpbusd reads unsigned bytes: the caller starts sums at -128 * (sum of activations)
+constexpr int kByteZero = 128;
+constexpr int kQuadsUnrolled = 8;  // so that planes are shifted by constants
 
 struct F32 {
     __m512 v;
@@ -60,8 +63,8 @@ inline F32 abs(F32 a) { return {_mm512_abs_ps(a.v)}; }
 inline float sum(F32 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F32 a) { return _mm512_reduce_max_ps(a.v); }
 
-// A number of each row, in row m's lane: what `join` makes of its lanes, in the order of `sum`: 8 apart, then 4, 2 and
-// 1.
+// Reduces each of 16 rows to one number, in lane m of the result for row m. `join` combines lanes that are 8 apart,
+// then 4, 2 and 1: the order in which `sum` adds.
 template <class Join>
 inline F32 across(const F32 (&rows)[kLanes], Join join) {
     __m512 halves[8], quarters[4];
@@ -73,7 +76,8 @@ inline F32 across(const F32 (&rows)[kLanes], Join join) {
         quarters[i] = join(_mm512_shuffle_f32x4(halves[i], halves[i + 4], 0x88), _mm512_shuffle_f32x4(halves[i], halves[i + 4], 0xdd));
     const __m512 even = join(_mm512_shuffle_ps(quarters[0], quarters[2], 0x44), _mm512_shuffle_ps(quarters[0], quarters[2], 0xee));
     const __m512 odd = join(_mm512_shuffle_ps(quarters[1], quarters[3], 0x44), _mm512_shuffle_ps(quarters[1], quarters[3], 0xee));
-    const __m512 all = join(_mm512_shuffle_ps(even, odd, 0x88), _mm512_shuffle_ps(even, odd, 0xdd));  // 0, 2, 1, 3 of each quarter
+    // in each quarter: rows 0, 2, 1, 3
+    const __m512 all = join(_mm512_shuffle_ps(even, odd, 0x88), _mm512_shuffle_ps(even, odd, 0xdd));
     return {_mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15), all)};
 }
 inline F32 sums_of(const F32 (&rows)[kLanes]) {
@@ -118,7 +122,7 @@ inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     const __m512i moved = shift < 0 ? _mm512_srli_epi16(bits, unsigned(-shift)) : _mm512_slli_epi16(bits, unsigned(shift));
     return {_mm512_or_si512(low.v, _mm512_and_si512(moved, _mm512_set1_epi8(char(mask))))};
 }
-// As text: of the compiler's own functions GCC makes two copies of each sum in each turn of a loop, more work than the
+// Written as assembly: for the intrinsics GCC copies each sum twice per loop iteration, which costs more than the
 // products.
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc.v) : "v"(weights.v), "v"(_mm512_set1_epi32(quad)));
@@ -133,7 +137,7 @@ inline F32 dot_pairs(F32 acc, Pairs a, int32_t pair) {
     return acc;
 }
 
-// The first and the second of each pair of bf16, as floats.
+// The first and the second elements of 16 pairs of bf16, widened to floats.
 inline PairHalves load_halves(const uint16_t* from) {
     const __m512i pairs = _mm512_loadu_si512(from);
     const __m512i second = _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000u)));
@@ -144,7 +148,7 @@ inline F32 round_bf16(F32 a) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 
-// 16 elements to every other place; what is between is not written.
+// Stores 16 elements to to[0], to[2], to[4], ...; the elements between are not written.
 inline void store_apart(uint16_t* to, const uint16_t* from) {
     _mm512_mask_storeu_epi16(to, 0x55555555, _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)));
 }

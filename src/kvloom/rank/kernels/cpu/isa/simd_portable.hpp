@@ -1,4 +1,5 @@
-// Sixteen lanes in plain C++: the variant of every machine without its own, and the model of what the others do.
+// Vectors of 16 lanes in plain C++, for processors without a variant of their own. It documents the operations: the
+// other variants define the same functions.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +10,18 @@
 namespace kvl {
 
 constexpr const char* kIsaName = "portable";
-constexpr int kRowsOnce = 2;      // rows of one pass over a panel when the whole step fits in it
-constexpr int kRowsMany = 2;      // rows of a pass when there are several
-constexpr int kRowsPlain = 2;     // of any pass, with weights that have no groups
-constexpr int kAttentionRows = 4; // queries that share each load of a key tile
-constexpr bool kUnrollsRows = false;  // in the softmax of attention: here it gains nothing, and takes long to compile
-constexpr int kAttentionGroups = 1;  // of a task: a chunk is read for all of them
-constexpr int kTilesOnce = 1;     // loads of keys, or of values, that share those of a query's factors
-constexpr int kByteZero = 0;      // what is subtracted from an int8 weight's byte by the caller: dot_weights does it here
-constexpr int kQuadsUnrolled = 1;  // loops inside loops: unrolled they take minutes to compile
+constexpr int kRowsOnce = 2;      // most rows of a pass over a panel, if one pass covers all rows of the step
+constexpr int kRowsMany = 2;      // most rows of a pass, if the step needs several
+constexpr int kRowsPlain = 2;     // most rows of any pass in formats without groups
+constexpr int kAttentionRows = 4; // query rows of a group: they share each load of a key or value tile
+// whether the softmax of attention is compiled for each number of rows: no gain here, and it takes long to compile
+constexpr bool kUnrollsRows = false;
+constexpr int kAttentionGroups = 1;  // most groups of query rows in a task: a chunk is read once for all of them
+constexpr int kTilesOnce = 1;     // key tiles, or vectors of values, that share each load of a query's factors
+// offset of an int8 weight's byte that the caller must subtract from sums; none: load_bytes subtracts 128 itself
+constexpr int kByteZero = 0;
+// quads of nibbles whose loop is unrolled; not here, where each operation is a loop: it would compile for minutes
+constexpr int kQuadsUnrolled = 1;
 
 struct F32 {
     float lane[kLanes];
@@ -82,26 +86,26 @@ inline float sum(F32 a) {
 }
 inline float largest(F32 a) { return *std::max_element(a.lane, a.lane + kLanes); }
 
-// Lanes below `count` of a, `other` in the rest. count may be negative or above kLanes.
+// The first `count` lanes of a; `other` in the remaining lanes. count may be negative or above kLanes.
 inline F32 first_lanes(F32 a, int count, float other) {
     return each([&](int i) { return i < count ? a.lane[i] : other; });
 }
 
-// 2 to the power of an integer-valued a, times b.
+// b * 2^a for integer-valued a.
 inline F32 scale_by_power(F32 b, F32 a) {
     return each([&](int i) { return b.lane[i] * bits_to_float(uint32_t(int32_t(a.lane[i]) + 127) << 23); });
 }
 inline F32 round_even(F32 a) {
     return each([&](int i) { return std::nearbyint(a.lane[i]); });
 }
-// a - floor(a); 2^floor(a) times b in [1, 2], 0 where that is below normal floats. a <= 0.
+// fraction: a - floor(a). scale_by_floor: b * 2^floor(a) for b in [1, 2]; 0 if that is below the normal floats. a <= 0.
 inline F32 fraction(F32 a) {
     return each([&](int i) { return a.lane[i] - std::floor(a.lane[i]); });
 }
 inline F32 scale_by_floor(F32 b, F32 a) {
     return each([&](int i) { return a.lane[i] < -126.0f ? 0.0f : std::ldexp(b.lane[i], int(std::floor(a.lane[i]))); });
 }
-// Of each row, in row m's lane.
+// Lane m of the result is the sum (the largest lane) of rows[m].
 inline F32 sums_of(const F32 (&rows)[kLanes]) {
     return each([&](int m) { return sum(rows[m]); });
 }
@@ -155,7 +159,7 @@ inline Bytes high_nibbles(const uint8_t* from) {
     return each_byte([&](int i) { return from[i] >> 4; });
 }
 
-// What a table holds for each low or high nibble.
+// The table's entries for the low, or the high, nibbles of 64 bytes.
 inline Bytes low_entries(const uint8_t* from, const int8_t (&table)[16]) {
     return each_byte([&](int i) { return table[from[i] & 15]; });
 }
@@ -163,12 +167,13 @@ inline Bytes high_entries(const uint8_t* from, const int8_t (&table)[16]) {
     return each_byte([&](int i) { return table[from[i] >> 4]; });
 }
 
-// Weights below 16 with the bits of `mask` of a plane, which lie `shift` places lower there.
+// Adds upper bits to 4-bit weights: the bits of a plane, shifted left by `shift` (right if negative), under `mask`.
 inline Bytes with_bits(Bytes low, const uint8_t* plane, int shift, int mask) {
     return each_byte([&](int i) { return low.of[i] | ((shift < 0 ? plane[i] >> -shift : plane[i] << shift) & mask); });
 }
 
-// Four activations (a quad, packed in an int) times 16 channels of weights.
+// Adds to each of 16 channels the dot product of its four weights with four activations (`quad`, int8 packed in an
+// int).
 inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
     int8_t x[4];
     std::memcpy(x, &quad, 4);
@@ -178,7 +183,7 @@ inline I32 dot_weights(I32 acc, Bytes weights, int32_t quad) {
 }
 inline I32 dot_nibbles(I32 acc, Bytes weights, int32_t quad) { return dot_weights(acc, weights, quad); }
 
-// The first and the second of each pair of bf16, as floats.
+// The first and the second elements of 16 pairs of bf16, widened to floats.
 struct PairHalves {
     F32 first, second;
 };
@@ -189,13 +194,14 @@ inline F32 round_bf16(F32 a) {
     return each([&](int i) { return bf16_to_float(float_to_bf16(a.lane[i])); });
 }
 
-// 16 elements to every other place; what is between is not written.
+// Stores 16 elements to to[0], to[2], to[4], ...; the elements between are not written.
 template <class T>
 void store_apart(T* to, const T* from) {
     for (int i = 0; i < kLanes; i++) to[2 * i] = from[i];
 }
 
-// Adds, in each lane, the product of two pairs of words: the lane's own (bytes in memory) and the broadcast one.
+// dot_words adds to each lane the dot product of two pairs of 16-bit words: the lane's own, widened from int8 in
+// memory, and `pair`, which all lanes share.
 struct Words {
     const int8_t* at;
 };

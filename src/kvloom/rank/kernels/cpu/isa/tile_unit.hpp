@@ -1,4 +1,4 @@
-// The tile unit of Intel's processors (AMX): whether a build can have it, and whether this machine has.
+// The tile unit of Intel's processors (AMX): detection at compile time and at run time, and shapes of its tiles.
 #pragma once
 
 #include "isa/simd.hpp"
@@ -16,8 +16,8 @@ namespace kvl {
 
 #ifdef KVL_HAS_TILES
 
-// Whether this processor has the unit and the system lets this process use it (Linux,
-// Documentation/arch/x86/xstate.rst).
+// Whether this processor has the unit and the system allows this process to use it. The first call requests that
+// permission for the process (Linux, Documentation/arch/x86/xstate.rst).
 inline bool has_tiles() {
     static const bool has = [] {
         constexpr unsigned kUnit = 1u << 24, kInt8 = 1u << 25;  // of CPUID 7.0, EDX
@@ -29,7 +29,7 @@ inline bool has_tiles() {
     return has;
 }
 
-// Whether the unit, where there is one, multiplies bf16 too.
+// Whether has_tiles() and the unit multiplies bf16 too.
 inline bool has_bf16_tiles() {
     static const bool has = [] {
         constexpr unsigned kBf16 = 1u << 22;  // of CPUID 7.0, EDX
@@ -42,7 +42,7 @@ inline bool has_bf16_tiles() {
 // Shapes of the eight tiles (Intel SDM, LDTILECFG): rows, and bytes of each.
 struct alignas(64) TileConfig {
     KVL_IN_TILES void load() const {
-        asm volatile("" ::"r"(this) : "memory");  // compilers do not see that all of it is read
+        asm volatile("" ::"r"(this) : "memory");  // compilers do not know that the instruction reads the whole object
         _tile_loadconfig(this);
     }
     uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -50,8 +50,8 @@ struct alignas(64) TileConfig {
     uint8_t num_rows[16] = {};
 };
 
-// Where sums stay in the tiles, for 1 to 32 rows: 0 and 1 sums of the first 16, 2 and 3
-// of the others; 4 and 5 their activations; 6 and 7 weights. Where there are 16 at most, 2, 3 and 5 are not used.
+// Tiles for kernels that keep sums of 1 to 32 rows in tiles: 0 and 1 hold sums of the first 16 rows, 2 and 3 sums of
+// the others; 4 and 5 hold the activations of both; 6 and 7 hold weights. With at most 16 rows, 2, 3 and 5 are unused.
 struct BlockShapes : TileConfig {
     explicit BlockShapes(int rows) {
         const int first = min_of(rows, kLanes), second = max_of(rows - kLanes, 1);

@@ -1,8 +1,8 @@
-// bf16 linears on the tile unit of Intel's processors (AMX). The order in which tile_bf16 adds is this unit's, so a row
-// has the same bits here and there.
+// bf16 linears on the tile unit of Intel's processors (AMX). tile_bf16 adds in the unit's order, so both give a row the
+// same bits.
 //
-// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a pair of k a row. There are no scales, so
-// sums stay in tiles from the first stretch to the last.
+// In memory a stretch of a panel already has the layout of two tiles: 16 channels each, one pair of k per tile row.
+// There are no scales, so sums stay in tiles from the first stretch to the last.
 #pragma once
 
 #include "isa/tile_unit.hpp"
@@ -12,19 +12,21 @@ namespace kvl {
 
 #ifdef KVL_HAS_TILES
 
-constexpr int kBf16BlockRows = 32;  // two tiles of rows times the panel's two of channels: four of the eight hold sums
-constexpr int kBf16TilesFrom = 4;   // fewer rows are done as soon without the unit, at the rate of the memory (measured)
+// Rows of a block: two tiles of rows times the panel's two tiles of channels keep sums in four of the eight tiles.
+constexpr int kBf16BlockRows = 32;
+// Fewer rows are as fast on vector instructions, which then reach the memory's bandwidth (measured).
+constexpr int kBf16TilesFrom = 4;
 
-// Sums of some rows that have left the tiles, and those of them whose epilogue is done.
+// A block of rows whose sums were stored from tiles; `finished` of them have been through their epilogue.
 struct Bf16Block {
-    // Rows from `first` on of the `of_pass` that a pass has.
+    // Starts the block at row `first` of a pass of `of_pass` rows.
     void begin(const Pass& of, int first, int of_pass) {
         epilogue = of.end().from(first);
         rows = min_of(of_pass - first, kBf16BlockRows);
         behind = of_pass - first - rows;
         finished = 0;
     }
-    // `count` rows more.
+    // Applies the epilogue to the next `count` rows.
     template <Sort SORT>
     void finish(int count) {
         const int until = min_of(finished + count, rows);
@@ -34,13 +36,13 @@ struct Bf16Block {
         }
         finished = until;
     }
-    Epilogue epilogue;  // of row r of the block
-    int rows = 0, finished = 0, behind = 0;  // behind: rows of the pass that come later
+    Epilogue epilogue;  // with rows counted from the block's first
+    int rows = 0, finished = 0, behind = 0;  // behind: rows of the pass after this block
     alignas(64) float sums[kBf16BlockRows * kPanel];
 };
 
-// The rows that tiles are shaped for: 17 to 32 with IS_WIDE, else 16 at most. The epilogue of those of `before` is done
-// meanwhile. is_first: the panel comes from memory.
+// Multiplies a block of 17 to 32 rows (IS_WIDE) or at most 16, for which the tiles are configured. Between the tile
+// instructions it applies the epilogue of block `before`. is_first: prefetches the panel, which is not cached yet.
 template <bool IS_WIDE, Sort SORT>
 KVL_IN_ALL_TILES void multiply_bf16_block(const uint16_t* x, const Pass& pass, float* sums, Bf16Block& before, bool is_first) {
     const uint16_t* weights = reinterpret_cast<const uint16_t*>(pass.panel);
@@ -73,7 +75,7 @@ KVL_IN_ALL_TILES void multiply_bf16_block(const uint16_t* x, const Pass& pass, f
 
 template <Sort SORT>
 KVL_IN_ALL_TILES void multiply_bf16_pass(const Pass& pass, int rows) {
-    asm volatile("" ::: "memory");  // compilers do not see what a tile is loaded of, and what it is stored to
+    asm volatile("" ::: "memory");  // compilers do not know what memory tile loads and stores access
     Bf16Block blocks[2];
     int turn = 0;
     for (int r = 0; r < rows; r += kBf16BlockRows, turn = 1 - turn) {
@@ -90,10 +92,10 @@ KVL_IN_ALL_TILES void multiply_bf16_pass(const Pass& pass, int rows) {
         asm volatile("" ::: "memory");
     }
     blocks[1 - turn].finish<SORT>(kBf16BlockRows);
-    _tile_release();  // a thread that sleeps has 8 KB less to be kept
+    _tile_release();  // saves the system from keeping 8 KB of tiles when the thread is switched out
 }
 
-// Any number of rows. Nothing is read or written behind the last.
+// Multiplies any number of rows by one panel. No memory after the last row is read or written.
 inline void multiply_bf16_in_tiles(const Pass& pass, int rows) {
     switch (pass.end().sort()) {
         case Sort::kStores: return multiply_bf16_pass<Sort::kStores>(pass, rows);

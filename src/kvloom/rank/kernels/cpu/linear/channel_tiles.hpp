@@ -1,9 +1,8 @@
-// int8 linears with one scale a channel and one a row on the tile unit of Intel's processors (AMX). Sums over all of K
-// are the same integers that dot products give, and they are scaled in the same way, so a row has the same bits here
-// and there.
-//
-// A stretch of a panel is two tiles as it lies in memory: 16 channels each, a quad of k a row. Bytes are unsigned
-// there, and what that adds is taken off the sums, which stay in tiles from the first stretch to the last.
+// int8 linears with one scale per channel and one per row (KVL_INT8_CHANNEL) on the tile unit of Intel's processors
+// (AMX). Sums over all of K are exact integers and are scaled as in tile_channel, so both give a row the same bits.
+// In memory a group of a panel already has the layout of two tiles: 16 channels each, one quad of k per tile row. Sums
+// stay in tiles from the first group to the last. Weight bytes are unsigned, 128 too large; ChannelBlock corrects the
+// sums.
 #pragma once
 
 #include "isa/tile_unit.hpp"
@@ -13,14 +12,15 @@ namespace kvl {
 
 #ifdef KVL_HAS_TILES
 
-constexpr int kChannelRows = 32;      // of a block: two tiles of rows times the panel's two of channels, four of the eight
-// fewer rows take as long with dot products, at the rate of the memory (measured in whole steps)
+// Rows of a block: two tiles of rows times the panel's two tiles of channels keep sums in four of the eight tiles.
+constexpr int kChannelRows = 32;
+// Fewer rows are as fast on vector instructions, which then reach the memory's bandwidth (measured in whole steps).
 constexpr int kChannelTilesFrom = 12;
 
-// Sums of some rows that have left the tiles, and those of them whose epilogue is done.
+// A block of rows whose sums were stored from tiles; `finished` of them have been through their epilogue.
 struct ChannelBlock {
     ChannelBlock() : scales(kNoScales) {}
-    // Rows from `first` on of the `of_pass` that a pass has.
+    // Starts the block at row `first` of a pass of `of_pass` rows.
     void begin(const Pass& of, int first, int of_pass) {
         pass = &of;
         scales = ChannelScales(of.panel);
@@ -31,7 +31,7 @@ struct ChannelBlock {
         finished = 0;
         for (int r = 0; r < rows; r++) starts[r] = -kByteZero * of.x.sum[of.row + first + r];
     }
-    // `count` rows more.
+    // Scales the sums of the next `count` rows and applies the epilogue.
     template <Sort SORT>
     void finish(int count) {
         const int until = min_of(finished + count, rows);
@@ -46,15 +46,16 @@ struct ChannelBlock {
     }
     const Pass* pass = nullptr;
     ChannelScales scales;
-    Epilogue epilogue;  // of row r of the block
+    Epilogue epilogue;  // with rows counted from the block's first
     const float* x_scale = nullptr;
-    int rows = 0, finished = 0, behind = 0;  // behind: rows of the pass that come later
+    int rows = 0, finished = 0, behind = 0;  // behind: rows of the pass after this block
     int32_t starts[kChannelRows];
     alignas(64) int32_t sums[kChannelRows * kPanel];
     static constexpr uint8_t kNoScales[kPanel * 4] = {};
 };
 
-// A part of the next panel that comes while a block is multiplied: of each group so many lines from `at` on.
+// The part of the next panel that is prefetched while a block is multiplied: `lines` cache lines of each group, from
+// `at` on.
 struct NextPanel {
     void ask(int64_t step) const {
         for (int line = 0; line < lines; line++) prefetch(at + step * kInt8Group * kPanel + line * 64);
@@ -63,8 +64,8 @@ struct NextPanel {
     int lines;
 };
 
-// The rows that tiles are shaped for: 17 to 32 with IS_WIDE, else 16 at most. The epilogue of those of `before` is done
-// meanwhile, which the unit leaves time for.
+// Multiplies a block of 17 to 32 rows (IS_WIDE) or at most 16, for which the tiles are configured. Between the tile
+// instructions, which leave the vector unit idle, it applies the epilogue of block `before`.
 template <bool IS_WIDE, Sort SORT>
 KVL_IN_TILES void multiply_channel_block(const int8_t* x, const Pass& pass, int32_t* sums, ChannelBlock& before, NextPanel next) {
     const int64_t cols = pass.cols, steps = cols / kInt8Group;
@@ -95,13 +96,14 @@ KVL_IN_TILES void multiply_channel_block(const int8_t* x, const Pass& pass, int3
     if (IS_WIDE) _tile_stored(3, others + kLanes, kPanel * 4);
 }
 
-// The passes have the same rows, and epilogues of the same sort.
+// Runs passes over several panels with the same rows; SORT fits the epilogue of every pass.
 template <Sort SORT>
 KVL_IN_TILES void multiply_channel_passes(const Pass* passes, int64_t count, int rows) {
-    asm volatile("" ::: "memory");  // compilers do not see what a tile is loaded of, and what it is stored to
+    asm volatile("" ::: "memory");  // compilers do not know what memory tile loads and stores access
     ChannelBlock blocks[2];
     const int num_blocks = (rows + kChannelRows - 1) / kChannelRows;
-    const int lines = (kChannelRows + num_blocks - 1) / num_blocks;  // a group of a panel has as many as a block has rows
+    // per block, so that together the blocks prefetch the kChannelRows lines of each group
+    const int lines = (kChannelRows + num_blocks - 1) / num_blocks;
     int turn = 0, shaped = 0;
     for (const Pass* pass = passes; pass < passes + count; pass++) {
         const uint8_t* const next = pass->panel + panel_bytes(KVL_INT8_CHANNEL, pass->cols) + head_bytes(KVL_INT8_CHANNEL);
@@ -122,11 +124,11 @@ KVL_IN_TILES void multiply_channel_passes(const Pass* passes, int64_t count, int
         }
     }
     blocks[1 - turn].finish<SORT>(kChannelRows);
-    _tile_release();  // a thread that sleeps has 8 KB less to be kept
+    _tile_release();  // saves the system from keeping 8 KB of tiles when the thread is switched out
 }
 
-// Any number of rows, the same of all passes, whose epilogues differ in their places alone. Nothing is read or written
-// behind the last.
+// Multiplies any number of rows, which all passes share, by the passes' panels. No memory after the last row is read or
+// written.
 inline void multiply_channel_in_tiles(const Pass* passes, int64_t count, int rows) {
     Sort sort = passes[0].end().sort();
     for (int64_t i = 1; i < count; i++) sort = passes[i].end().sort() == sort ? sort : Sort::kAny;

@@ -1,4 +1,5 @@
-// Epilogue of one panel's sums, row by row, while they are in the first-level cache or in registers.
+// Epilogue of a linear: what happens to the sums of a row and panel while they are in registers or the first-level
+// cache.
 #pragma once
 
 #include "activations/gates.hpp"
@@ -7,26 +8,27 @@
 
 namespace kvl {
 
-// Sorts of epilogues that kernels have code of their own for: whatever one asks is decided before the first row.
+// Kinds of epilogues for which kernels are compiled separately, so that they test no conditions per row. kAny tests
+// them.
 enum class Sort { kAny, kStores, kAdds, kSwiglu };
 
-// Row r's kPanel sums, what its adapter adds and the bias, activated, are stored at to + r * stride, or added to what
-// is there.
+// Adds the adapter's contribution and the bias to the kPanel sums of row r, applies the activation, and stores the
+// result at to + r * stride, or adds it to what is stored there.
 struct Epilogue {
-    // SORT: that of sort(), or kAny.
+    // Applies it to a row whose sums are in registers (channels 0-15, 16-31). SORT: the value of sort(), or kAny.
     template <Sort SORT = Sort::kAny>
     void apply(int64_t row, F32 lo, F32 hi) const {
         if (SORT == Sort::kAny && low_rank.tokens != nullptr) low_rank.add_to(row, lo, hi);
         finish<SORT>(row, lo, hi);
     }
 
-    // Of rows [row, row + count), whose sums [count][kPanel] are in memory.
+    // Applies it to rows [row, row + count), whose sums [count][kPanel] are in memory.
     void apply(int64_t row, int count, float* sums) const {
         if (low_rank.tokens != nullptr) low_rank.add_to(row, count, sums);
         for (int m = 0; m < count; m++) finish<Sort::kAny>(row + m, load(sums + m * kPanel), load(sums + m * kPanel + kLanes));
     }
 
-    // What is done with a row's sums when its adapter has been added.
+    // Everything but the adapter's contribution, which is already in the sums.
     template <Sort SORT>
     void finish(int64_t row, F32 lo, F32 hi) const {
         constexpr bool kAny = SORT == Sort::kAny;
@@ -56,7 +58,7 @@ struct Epilogue {
         return adds ? Sort::kAdds : Sort::kStores;
     }
 
-    // The same of the rows from `row` on.
+    // The same epilogue with rows counted from `row`.
     Epilogue from(int64_t row) const {
         Epilogue later = *this;
         later.to += row * stride;
@@ -65,7 +67,7 @@ struct Epilogue {
         return later;
     }
 
-    // Prefetches the destination of row `row` for writing: it arrives while others are multiplied.
+    // Prefetches the destination of row `row` for writing; called while other rows are multiplied.
     void ask(int64_t row) const {
         if (is_near) return;
         float* at = to + row * stride;
@@ -74,16 +76,16 @@ struct Epilogue {
     }
 
     int kind = KVL_TO_QKV;
-    const kvl_shape* shape = nullptr;  // of gates
+    const kvl_shape* shape = nullptr;  // constants of gated activations
     const float* bias = nullptr;  // [kPanel] of this panel; null = none
     float* to = nullptr;
     int64_t stride = kPanel;
     bool adds = false;
-    bool is_near = false;           // rows go to memory that is in the second-level cache anyway
-    float residual_scale = 1;       // of what is added
-    const float* shares = nullptr;  // [rows] what each row's is multiplied with, too; null = nothing
+    bool is_near = false;           // the destination is already in the second-level cache: not prefetched
+    float residual_scale = 1;       // factor of what is added
+    const float* shares = nullptr;  // [rows] further factor of each row; null = none
     LowRank low_rank;  // of this panel
-    int padding = 0;                // vectors of zeros behind each row's gates
+    int padding = 0;                // number of zero vectors to store after each row's gates
 };
 
 }  // namespace kvl

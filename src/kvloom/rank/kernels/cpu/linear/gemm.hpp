@@ -1,7 +1,7 @@
-// Micro-kernels: a few rows of activations times one panel of 32 output channels.
+// Micro-kernels on vector instructions: they multiply a few rows of activations by one panel of 32 output channels.
 //
-// A row's result is the same bits whatever the other rows of the pass are: sums within a group are exact integers, and
-// the groups are added in one fixed order, as bf16 products are.
+// A row's result has the same bits whichever rows share its pass: sums within a group are exact integers, and groups,
+// like products of bf16, are added in one fixed order.
 #pragma once
 
 #include "activations/quant.hpp"
@@ -10,22 +10,23 @@
 
 namespace kvl {
 
-// Prefetch distance in the weight stream, in bytes: DRAM latency at 20 GB/s per core. Where more rows share a weight,
-// the core is busy with them, and its own prefetching comes too late.
+// Prefetch distance in the weight stream, in bytes: what arrives during one DRAM latency at 20 GB/s per core. From
+// kBusyRows rows on it is longer, because the core is busy with them and the hardware prefetcher then runs too late.
 constexpr int kPrefetchBytes = 4096;
 constexpr int kPrefetchBytesBusy = 8192, kBusyRows = 5;
 
-// One pass: rows of `x` from `row` on, `cols` each, times `panel`, into out [rows][kPanel], and from there, or instead,
-// to where the epilogue puts them (Way::multiply).
+// One pass over a panel: rows of `x` from `row` on, `cols` columns each, times `panel`. Sums go to out [rows][kPanel]
+// and then through the epilogue, or directly through the epilogue, without `out` (Way::multiply).
 struct Pass {
     Activations x{};
     int64_t row = 0, cols = 0;
     const uint8_t* panel = nullptr;
     float* out = nullptr;
-    const Epilogue* epilogue = nullptr;  // of row r of `x`; null = sums stay in `out`
+    const Epilogue* epilogue = nullptr;  // its rows are counted as those of `x`; null = sums stay in `out`
     int64_t ahead = kPrefetchBytes;      // prefetch distance in bytes; ignored for a single row (ahead_of)
 
-    // The epilogue that there is, or the one that leaves sums in `out`; of row r of the pass.
+    // The epilogue with rows counted from the first one of the pass; without an epilogue, one that stores sums in
+    // `out`.
     Epilogue end() const {
         Epilogue end;
         if (epilogue != nullptr) return epilogue->from(row);
@@ -40,7 +41,7 @@ struct Pass {
     void ask(int begin, int end) const {
         for (int r = begin; epilogue != nullptr && r < end; r++) epilogue->ask(row + r);
     }
-    // Of the sums of rows [begin, end), which are in `out`.
+    // Applies the epilogue to rows [begin, end) of the pass, whose sums are in `out`.
     void finish(int begin, int end) const {
         if (epilogue != nullptr) epilogue->apply(row + begin, end - begin, out + begin * kPanel);
     }
@@ -48,18 +49,20 @@ struct Pass {
 
 using Tile = void (*)(const Pass&);
 
-// Independent integer sums a row: one chain of dot products would wait for its own latency when rows are few.
+// Number of independent integer sums per row: with few rows a single chain of dot products would be bound by its
+// latency.
 constexpr int sums_per_row(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-// Adds the integer sums of one row up into sums[0].
+// Adds the independent integer sums of one row into sums[0], and returns it.
 template <int SUMS>
 inline I32 total(I32 (&sums)[SUMS]) {
     for (int s = 1; s < SUMS; s++) sums[0] = add(sums[0], sums[s]);
     return sums[0];
 }
 
-// What a group adds to one row, a and b being weights . x: scale * that, and where the form has minimums, minimum *
-// (sum of x). Sums of integers are exact, so that is all the rounding there is.
+// Scales (and minimums) of a group of a panel. add_to adds the group's contribution to a row: scale * (weights . x) +
+// minimum * (sum of x), times the scale of x; a and b are weights . x of channels 0-15 and 16-31. Integer sums are
+// exact, so rounding happens only here.
 template <int FORMAT>
 struct Scales {
     explicit Scales(const uint16_t* at) : scale_a(load_fp16(at)), scale_b(load_fp16(at + kLanes)) {
@@ -82,7 +85,8 @@ struct Scales {
     F32 scale_a, scale_b, min_a, min_b;
 };
 
-// What becomes of the integer sums of a row in the form with one scale a channel, wherever they are made.
+// KVL_INT8_CHANNEL: scales of the 32 channels of a panel, and the float results of a row's integer sums; vector and
+// tile kernels share it.
 struct ChannelScales {
     explicit ChannelScales(const uint8_t* panel)
         : scale_a(load(reinterpret_cast<const float*>(panel))), scale_b(load(reinterpret_cast<const float*>(panel) + kLanes)) {}
@@ -91,7 +95,7 @@ struct ChannelScales {
     F32 scale_a, scale_b;
 };
 
-// Sum of the activations of a group, of the sums of its runs.
+// Sum of the activations of a group, from the sums of its runs.
 template <int FORMAT>
 inline int32_t group_sum(const int32_t* runs) {
     int32_t sum = 0;
@@ -108,7 +112,7 @@ inline void store_rows(const F32 (&lo)[ROWS], const F32 (&hi)[ROWS], float* out)
     }
 }
 
-// The forms with a byte a weight.
+// Formats of one byte per weight, with groups.
 template <int ROWS, int FORMAT>
 void tile_bytes(const Pass& pass) {
     constexpr int kSums = sums_per_row(ROWS), kGroup = group_size(FORMAT), kRuns = kGroup / run_size(FORMAT);
@@ -156,7 +160,7 @@ void tile_bytes(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// Quad `quad` of a run, of 16 channels, from its nibbles (two quads share a byte) and from the run's plane.
+// Quad `quad` of a run for 16 channels, from its nibbles (two quads share a byte) and the run's plane of upper bits.
 template <int FORMAT>
 inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad) {
     const bool is_low = quad % 2 == 0;
@@ -168,7 +172,7 @@ inline Bytes quad_of(const uint8_t* nibbles, const uint8_t* plane, int quad) {
     return low;
 }
 
-// What a number of a form stands for when it has none of its own: what is to be subtracted from it.
+// Offset that quad_of leaves in the weights of a format; it must be subtracted from them, or from sums of products.
 constexpr int zero_of(int format) { return format == KVL_INT6 ? 32 : format == KVL_IQ4 || format == KVL_FP4 ? kByteZero : 0; }
 
 template <int FORMAT>
@@ -177,7 +181,7 @@ inline I32 dot_quad(I32 acc, Bytes weights, int32_t quad) {
     return kSigned ? dot_weights(acc, weights, quad) : dot_nibbles(acc, weights, quad);
 }
 
-// The forms with a nibble a weight. A group is one part, or (int6) two with scales of their own.
+// Formats of one nibble per weight. A group is one part; in int6 it is two parts with a scale each.
 template <int ROWS, int FORMAT>
 void tile_nibbles(const Pass& pass) {
     constexpr int kParts = FORMAT == KVL_INT6 ? 2 : 1, kRuns = kFileGroup / kRun, kQuads = kFileGroup / 4 / kParts;
@@ -230,9 +234,10 @@ void tile_nibbles(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// Length in k of a stretch of bf16 products, which the processor's tile unit multiplies at once (bf16_tiles.hpp). All
-// variants add in its order (Intel SDM, TDPBF16PS): the first halves of a stretch's pairs are a chain of fused
-// multiply-adds, the second halves another, and their sum is added to that of the stretches before.
+// Length in k of a stretch of bf16 products, which Intel's tile unit multiplies in one instruction (bf16_tiles.hpp).
+// This kernel adds in the unit's order (Intel SDM, TDPBF16PS): products of the first elements of a stretch's pairs are
+// one chain of fused multiply-adds, those of the second elements another, and the sum of both is added to that of
+// earlier stretches.
 constexpr int kBf16Stretch = 32;
 static_assert(kPad % kBf16Stretch == 0);
 
@@ -272,7 +277,7 @@ void tile_bf16(const Pass& pass) {
     }
 }
 
-// The same in the order of vdpbf16ps, for processors that begin it as often as a fused multiply-add.
+// bf16 in the order of vdpbf16ps, for processors on which it has the throughput of a fused multiply-add.
 template <int ROWS, class Order = PairOrder>
 void tile_pairs(const Pass& pass) {
     const uint16_t* x = reinterpret_cast<const uint16_t*>(pass.x.data) + pass.row * pass.cols;
@@ -295,7 +300,7 @@ void tile_pairs(const Pass& pass) {
     store_rows(lo, hi, pass.out);
 }
 
-// One scale a channel and one a row: sums over all of K are integers, and are scaled once.
+// KVL_INT8_CHANNEL: one scale per channel and one per row, so sums over all of K are integers and are scaled once.
 template <int ROWS>
 void tile_channel(const Pass& pass) {
     constexpr int kSums = sums_per_row(ROWS);
@@ -333,7 +338,7 @@ void tile_channel(const Pass& pass) {
     }
 }
 
-// The forms with groups.
+// The micro-kernel of a format with groups, for ROWS rows.
 template <int ROWS>
 Tile tile_of_groups(int format) {
     switch (format) {
@@ -348,12 +353,12 @@ Tile tile_of_groups(int format) {
     }
 }
 
-// Rows of a pass: when it is the only one, and when there are several.
+// Most rows of a pass, if one pass covers all rows (once), and if several are needed (many).
 constexpr int rows_once(int format) { return has_groups(format) ? kRowsOnce : kRowsPlain; }
 constexpr int rows_many(int format) { return has_groups(format) ? kRowsMany : kRowsPlain; }
 
-// The micro-kernel of `format` for 1 <= rows <= rows_once(format). in_pairs: bf16 is added in the order of vdpbf16ps,
-// otherwise in that of the tile unit.
+// The micro-kernel of `format` for 1 <= rows <= rows_once(format). in_pairs: products of bf16 are added in the order of
+// vdpbf16ps instead of that of the tile unit.
 template <int ROWS = max_of(kRowsOnce, kRowsPlain)>
 Tile tile_for(int format, int rows, bool in_pairs = false) {
     if constexpr (ROWS > 1)
@@ -368,11 +373,12 @@ Tile tile_for(int format, int rows, bool in_pairs = false) {
     return nullptr;
 }
 
-// Rows of each pass over a panel: one pass when `once` hold all, else passes of nearly equal size, at most `many`.
+// Divides rows into passes: a single one if there are at most `once` rows, else passes of nearly equal size with at
+// most `many` rows each.
 struct Passes {
     explicit Passes(int64_t rows, int once, int many)
         : rows(rows), count(rows <= once ? 1 : (rows + many - 1) / many) {}
-    // `count` of them, each but the last a multiple of `block` rows.
+    // `count` passes of nearly equal size; each but the last is a multiple of `block` rows.
     static Passes of_blocks(int64_t rows, int64_t count, int64_t block) {
         Passes passes(rows, 1, 1);
         passes.count = count;
@@ -380,7 +386,7 @@ struct Passes {
         return passes;
     }
     int64_t begin(int64_t pass) const { return pass == count ? rows : rows * pass / count / block * block; }
-    int64_t most() const {  // rows of the largest
+    int64_t most() const {  // rows of the largest pass
         int64_t most = 0;
         for (int64_t pass = 0; pass < count; pass++) most = max_of(most, begin(pass + 1) - begin(pass));
         return most;

@@ -1,8 +1,8 @@
-// Micro-kernels of the tile unit of Intel's processors (AMX): many rows of int8 activations times one panel.
+// Micro-kernels on the tile unit of Intel's processors (AMX): many rows of int8 activations times one panel.
 //
-// A part of a panel, that is what shares a scale, is two tiles: 16 channels each, a quad of k a row. The sums of a part
-// are the same integers that dot products give, and what is done with them is the same, so a row's result has the same
-// bits.
+// A part, which is the weights of a panel that share a scale, is unpacked into two tiles: 16 channels each, one quad of
+// k per tile row. Sums of a part are exact integers and are scaled as in the micro-kernels on vectors, so both give a
+// row the same bits.
 #pragma once
 
 #include "linear/bf16_tiles.hpp"
@@ -13,25 +13,27 @@ namespace kvl {
 
 #ifdef KVL_HAS_TILES
 
-constexpr int kBlockRows = 12;  // rows whose sums stay in registers: 24 of 32, beside scales and what is being added
-constexpr int kTileCols = 768;  // of a panel, unpacked at a time: 24 KB, half of a first-level cache
+// Rows whose float sums stay in vector registers: 24 of the 32; scales and the sums of a part need the others.
+constexpr int kBlockRows = 12;
+// Columns of a panel that are unpacked at a time: 24 KB, half of a first-level cache.
+constexpr int kTileCols = 768;
 
 static_assert(kTileRows % kBlockRows == 0 && kBlockRows <= kRowsBehind);
 
-// Fewer rows than this are multiplied sooner by dot products, which read weights while they multiply (measured in whole
-// steps).
+// Fewest rows for which tiles are used. Fewer rows are faster on vector instructions, which read weights while they
+// multiply instead of unpacking them first (measured in whole steps).
 constexpr int tiles_from(int format) { return is_whole(format) ? kChannelTilesFrom : format == KVL_INT8 || format == KVL_INT8_32 ? 24 : 48; }
 
-// Weights that share a scale.
+// Number of consecutive weights of a channel that share a scale.
 constexpr int part_size(int format) { return format == KVL_INT6 ? kRun : group_size(format); }
 
 // Some groups of a panel, unpacked for the tile unit: weights as signed bytes, scales (and minimums) as floats.
 template <int FORMAT>
 struct Unpacked {
     static constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart;
-    static constexpr int kHalves = scale_bytes(FORMAT) / 2;  // of a group
+    static constexpr int kHalves = scale_bytes(FORMAT) / 2;  // fp16 scales and minimums of a group
 
-    // Returns where they end.
+    // Unpacks `groups` groups, from `panel` on; returns their end.
     const uint8_t* fill(const uint8_t* panel, int64_t groups) {
         for (int64_t g = 0; g < groups; g++, panel += group_bytes(FORMAT)) {
             for (int at = 0; at < group_bytes(FORMAT); at += 64) prefetch(panel + kPrefetchBytes + at);
@@ -42,7 +44,7 @@ struct Unpacked {
         return panel;
     }
 
-    // The quads of one group, from its planes on.
+    // Unpacks the weights of one group; `planes` is where its planes, or without any its weights, begin.
     static void fill_weights(const uint8_t* planes, int8_t* to) {
         constexpr int kQuads = kPart / 4, kZero = has_bytes(FORMAT) ? kByteZero : zero_of(FORMAT);
         const uint8_t* from = planes + plane_bytes(FORMAT);
@@ -65,7 +67,7 @@ struct Unpacked {
     alignas(64) float scales[kTileCols / kGroup * kHalves];
 };
 
-// Tiles used to multiply parts: 0 to 3 sums, of two parts in turn; 4 activations; 6 and 7 weights.
+// Tiles used to multiply parts: 0 and 1, or in the next part 2 and 3, hold sums; 4 activations; 6 and 7 weights.
 struct PartShapes : TileConfig {
     explicit PartShapes(int part) {
         for (int tile = 0; tile < 8; tile++) {
@@ -75,8 +77,9 @@ struct PartShapes : TileConfig {
     }
 };
 
-// Where sums begin: an integer s that is added to the bits of 1.5 * 2^23 makes them those of 1.5 * 2^23 + s, a float.
-// To subtract is then to convert, on a port that multiplications do not need: the unit blocks one of their two.
+// Start value of integer sums in tiles: the bits of the float 1.5 * 2^23. Adding an integer s to them gives the bits of
+// the float 1.5 * 2^23 + s, so a float subtraction replaces the conversion to float. It runs on a port that
+// multiplications do not need, of whose two ports the tile unit blocks one.
 struct Start {
     static constexpr float kValue = 12582912.0f;
     static constexpr int32_t kBits = 0x4b400000;
@@ -88,7 +91,7 @@ struct Start {
 inline constexpr Start kStart;
 static_assert(kInt8Group * 128 * 128 < 1 << 22, "sums stay in the mantissa");
 
-// Sums of kBlockRows rows over one part, begun in tiles that the part before does not use.
+// Multiplies kBlockRows rows by one part, in the tiles that the previous part does not use. end_part stores the sums.
 KVL_IN_TILES inline void begin_part(bool is_odd, const int8_t* x, int64_t cols, const int8_t* weights) {
     _tile_loadd(4, x, cols);
     _tile_loadd(6, weights, kPanel * 4);
@@ -117,7 +120,8 @@ KVL_IN_TILES inline void end_part(bool is_odd, float* dots) {
     }
 }
 
-// `groups` groups of a pass, from `first` on, as they are unpacked, times ROWS of its rows, at most kBlockRows.
+// Multiplies `groups` unpacked groups, from group `first` of the panel on, by the first ROWS <= kBlockRows rows of a
+// pass, and adds the results to `out` (first == 0: stores them).
 template <int ROWS, int FORMAT>
 KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups, const Unpacked<FORMAT>& unpacked) {
     constexpr int kGroup = group_size(FORMAT), kPart = part_size(FORMAT), kParts = kGroup / kPart, kRuns = kGroup / run_size(FORMAT);
@@ -151,7 +155,8 @@ KVL_IN_TILES void multiply_block(const Pass& pass, int64_t first, int64_t groups
     store_rows(lo, hi, pass.out);
 }
 
-// 1 <= rows <= kTileRows. Whole blocks of the activations are read, and `out` has room for them.
+// Multiplies 1 <= rows <= kTileRows rows by one panel. It reads whole blocks of kBlockRows rows of activations; `out`
+// must have room for as many.
 template <int FORMAT>
 KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
     constexpr int64_t kChunk = kTileCols / group_size(FORMAT);
@@ -162,7 +167,7 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
     for (int64_t g = 0; g < groups; g += kChunk) {
         const int64_t count = groups - g < kChunk ? groups - g : kChunk;
         panel = unpacked.fill(panel, count);
-        asm volatile("" ::: "memory");  // compilers do not see what a tile is loaded of
+        asm volatile("" ::: "memory");  // compilers do not know what memory tile loads access
         for (int r = 0; r < rows; r += kBlockRows) {
             const Pass block{pass.x, pass.row + r, pass.cols, nullptr, pass.out + r * kPanel};
             if (g + count == groups) pass.ask(r, min_of(r + kBlockRows, rows));
@@ -172,7 +177,7 @@ KVL_IN_TILES void multiply_panel(const Pass& pass, int rows) {
         }
     }
     pass.finish(0, rows);
-    _tile_release();  // a thread that sleeps has 8 KB less to be kept
+    _tile_release();  // saves the system from keeping 8 KB of tiles when the thread is switched out
 }
 
 inline void multiply_in_tiles(int format, const Pass& pass, int rows) {

@@ -1,4 +1,4 @@
-// Packing adapters, and finding those of a step.
+// Packing adapters, and the part of a step that applies them.
 #include "lora/lora.hpp"
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 namespace kvl {
 namespace {
 
-// A byte of A or B. NaN cannot be: values of adapters are finite.
+// A value of A or B as a byte, 128 + value / scale. Values of adapters are finite, so NaN cannot occur.
 uint8_t byte_of(float value, float scale) {
     const float number = scale > 0 ? std::nearbyint(value / scale) : 0;
     return uint8_t(int(std::clamp(number, -127.0f, 127.0f)) + 128);
 }
 
-// One rank of A[cols], `lane` of a tile, times `scale`.
+// Packs one rank, A[cols], into `lane` of a tile; `scale` is multiplied into the tile's scale of the rank.
 void pack_rank(uint8_t* tile, int64_t lane, const float* a, int64_t cols, float scale, bool is_bf16) {
     const float own = is_bf16 ? 1 : peak_of(a, cols) / 127;
     reinterpret_cast<float*>(tile)[lane] = own * scale;
@@ -34,7 +34,7 @@ void fill_zeros(uint8_t* tile, const LoraInput& input) {
     if (!input.is_bf16()) std::fill(tile + kLanes * sizeof(float), tile + input.tile_bytes(), uint8_t(128));
 }
 
-// A channel's row of B, `lane` of 16.
+// Packs the row of B of one channel into `lane` of a half panel.
 void pack_channel(uint8_t* half, int64_t lane, const float* b, int64_t rank, bool is_bf16) {
     uint16_t* const halves = reinterpret_cast<uint16_t*>(half);
     const uint16_t scale = float_to_bf16(peak_of(b, rank) / 127);
@@ -57,7 +57,7 @@ struct Module {
     int64_t halves() const { return round_up(count, kLanes) / kLanes; }
     int64_t b_ranks() const { return round_up(rank, kRankPad); }
     int64_t half_bytes(bool is_bf16) const { return kLanes * (is_bf16 ? 2 * b_ranks() : b_ranks() + 2); }
-    // Its channels are those that pack.cpp gives to the module's own rows.
+    // The channels are those to which kvl_fill_f32 packs rows with the same `first` and `interleave`.
     LoraPart part(const uint8_t* own_a, const uint8_t* own_b, const LoraLinear& of) const {
         const int64_t begin = interleave < 0 ? first / kLanes : 2 * (first / kLanes) + interleave;
         return {own_a, own_b, int32_t(of.h_bytes), int32_t(tiles()), int32_t(b_ranks()), int32_t(half_bytes(of.is_bf16)),
@@ -65,14 +65,14 @@ struct Module {
     }
 };
 
-// Its tiles at `at`.
+// Packs A of a module into tiles at `at`.
 void pack_a(uint8_t* at, const Module& module, int64_t cols, const LoraInput& input) {
     for (int64_t tile = 0; tile < module.tiles(); tile++) fill_zeros(at + tile * input.tile_bytes(), input);
     for (int64_t r = 0; r < module.rank; r++)
         pack_rank(at + r / kLanes * input.tile_bytes(), r % kLanes, module.a + r * cols, cols, module.scale, input.is_bf16());
 }
 
-// Its rows at `at`.
+// Packs B of a module into half panels at `at`.
 void pack_b(uint8_t* at, const Module& module, bool is_bf16) {
     const int64_t bytes = module.half_bytes(is_bf16), head = is_bf16 ? 0 : kLanes * 2;
     for (int64_t half = 0; half < module.halves(); half++, at += bytes) {
@@ -101,7 +101,8 @@ static bool changes(const Adapter* adapter, int32_t linear) {
     return adapter != nullptr && !adapter->linears[size_t(linear)].parts.empty();
 }
 
-// Leaves everything empty in a step without adapters.
+// Finds the adapter of each token, and divides the tokens among the threads: each gets equally many with and without an
+// adapter, sorted by adapter. In a step without adapters all its fields stay empty.
 void Step::find_adapters() {
     for (int s = 0; batch_.adapters != nullptr && s < batch_.num_seqs; s++) {
         const int32_t id = batch_.adapters[s];
@@ -123,7 +124,7 @@ void Step::find_adapters() {
         LoraToken &before = tokens_[size_t(with[i - 1])], &token = tokens_[size_t(with[i])];
         if (before.adapter == token.adapter) before.behind = token.before = with[i] - with[i - 1];
     }
-    for (int thread = 0; thread < model_.pool.size(); thread++)  // as many of both to each
+    for (int thread = 0; thread < model_.pool.size(); thread++)
         for (const std::vector<int32_t>* some : {&with, &without}) {
             const int64_t count = int64_t(some->size());
             by_adapter_.insert(by_adapter_.end(), some->begin() + deal(count, thread), some->begin() + deal(count, thread + 1));
@@ -136,8 +137,8 @@ bool Step::has_low_rank(int32_t linear) const {
     return std::any_of(step_adapters_.begin(), step_adapters_.end(), [=](const Adapter* adapter) { return changes(adapter, linear); });
 }
 
-// Prefetches the beginning of A that the thread multiplies once it has quantised its rows, before it waits for the
-// others.
+// Prefetches the beginning of the A that the thread will multiply after quantising its rows for the next instruction;
+// called before it waits for the other threads.
 void Step::ask_for_a(const kvl_instruction& done, int thread) const {
     const kvl_instruction* const next = &done + 1;
     if (step_adapters_.empty() || next == model_.program.data() + model_.program.size()) return;
@@ -147,7 +148,7 @@ void Step::ask_for_a(const kvl_instruction& done, int thread) const {
     if (changes(adapter, next->linear)) prefetch(adapter->linears[size_t(next->linear)].parts.front().a, kAskedBytes);
 }
 
-// h of the tokens by_adapter_[span.begin, span.end), of what `linear` reads; some of one adapter share each load of A.
+// Computes h for `linear` of the tokens by_adapter_[span.begin, span.end). Tokens of one adapter share each load of A.
 void Step::shrink_tokens(int32_t linear, Span span, const Activations& x, int thread) {
     const Linear& of = model_.linears[size_t(linear)];
     const LoraInput input{x, of.padded_cols, of.activation_format()};

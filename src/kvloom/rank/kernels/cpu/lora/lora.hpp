@@ -1,14 +1,14 @@
-// Low-rank adapters (Hu et al. 2021): y += B h with h = scale * A x, for the rows of a step that have one.
+// LoRA, low-rank adapters (Hu et al. 2021): y += B h with h = scale * A x, for the rows of a step that have an adapter.
 //
-// h is made of the activations as the linear itself reads them, and B h is added to a row's sums where its epilogue is
-// done, in registers. A and B are held as the activations are: bf16, or int8 with a scale for each rank of A and each
-// channel of B, and then h is int8 too, with a scale for each module (decision 086). Sums of integers are exact and all
-// others have an order that only the adapter's own shape fixes: a row's bits never depend on the others.
+// h is computed from the activations as the linear itself reads them, and B h is added to a row's sums before the
+// epilogue stores them. A and B have the type of these activations: bf16, or int8 with one scale per rank of A and per
+// channel of B; then h is int8 too, with one scale per module (decision 086). Integer sums are exact, and the order of
+// all other sums depends only on the adapter's shape, so a row's bits do not depend on other rows.
 //
-// Ranks come in tiles of 16, one a lane; a module's last is filled with zeros:
+// Ranks are stored in tiles of 16, one per lane; a module's last tile is padded with zeros:
 //   A, a tile:           16 floats, scales | bf16: [cols / 2][16][2], int8: [cols / 4][16][4] bytes, value = byte - 128
-//   B, of 16 channels:   bf16: [ranks][16]; int8: 16 bf16, scales | [ranks / 4][16][4] bytes; ranks = the module's, rounded up to 8
-//   h, of a module:      bf16: float [tiles][16]; int8: an IntHead, then bytes [tiles][16]
+// B, of 16 channels:   bf16: [ranks][16]; int8: 16 bf16, scales | [ranks / 4][16][4] bytes; ranks = the module's,
+// rounded up to 8   h, of a module:      bf16: float [tiles][16]; int8: an IntHead, then bytes [tiles][16]
 #pragma once
 
 #include <algorithm>
@@ -22,22 +22,22 @@ namespace kvl {
 
 constexpr int kLoraTokens = kRowsOnce;  // tokens of one adapter that share each load of A or B
 constexpr int kMostRanks = 512;         // of a module
-constexpr int kRankPad = 8;             // ranks of B come in so many: two chains of quads, or of ranks
-constexpr int kAskedBytes = 4096;       // of A, before they are multiplied
-constexpr int kLine = 64;               // bytes of a line of the cache
+constexpr int kRankPad = 8;             // ranks of B are padded to a multiple of it: two quads
+constexpr int kAskedBytes = 4096;       // distance at which A is prefetched
+constexpr int kLine = 64;               // bytes of a cache line
 
 inline void prefetch(const uint8_t* at, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += kLine) prefetch(at + i);
 }
 
-// What stands before a module's h in int8.
+// Header of a module's h in int8.
 struct IntHead {
     float scale;
-    int32_t start;  // of sums: what bytes that are 128 too large add to them, taken off
+    int32_t start;  // start value of sums: minus what weight bytes that are kByteZero too large add to them
     int32_t unused[2];
 };
 
-// What tokens read, and how: `format` is that of the linear's activations.
+// The input activations of a linear [rows][cols]; `format`: the linear's format that determines their type.
 struct LoraInput {
     Activations x;
     int64_t cols;
@@ -47,27 +47,27 @@ struct LoraInput {
     int64_t tile_bytes() const { return kLanes * (4 + cols * (is_bf16() ? 2 : 1)); }
 };
 
-// One module: tiles of A, and B for `count` halves of panels from `first` on, every other one if `skips`. That is all
-// that says where B is, for a list of its pieces would come from memory before them.
+// One module: tiles of A, and B for `count` half panels (16 channels) from `first` on, or for every other one if
+// `skips`. The address of B is computed: a list of addresses would have to be read from memory first.
 struct LoraPart {
     const uint8_t *a, *b;
-    int32_t h;             // byte of a token's h where the module's begins
-    int32_t tiles, ranks;  // of A; of B
-    int32_t half_bytes;    // of B for 16 channels
+    int32_t h;             // offset in bytes of the module's h in a token's h
+    int32_t tiles, ranks;  // tiles of A; ranks of B, padded
+    int32_t half_bytes;    // bytes of B for a half panel
     int32_t first, count;
     int32_t skips;         // 0 or 1
 
-    // B of half `index` of the linear's panels; null = it is no half of this module.
+    // B for half panel `index` of the linear; null = the module does not change it.
     const uint8_t* half(int64_t index) const {
         const uint32_t at = uint32_t(index - first), own = at >> skips;
         return own < uint32_t(count) && own << skips == at ? b + own * uint32_t(half_bytes) : nullptr;
     }
 };
 
-// What an adapter adds to one linear; nothing when it has no parts.
+// An adapter's modules for one linear. Without parts it changes nothing.
 struct LoraLinear {
     bool is_bf16 = false;
-    int64_t h_bytes = 0;  // of all parts together
+    int64_t h_bytes = 0;  // bytes of a token's h for all parts
     std::vector<LoraPart> parts;
 
     // Prefetches B of a panel.
@@ -79,11 +79,11 @@ struct LoraLinear {
 };
 
 struct Adapter {
-    std::vector<LoraLinear> linears;  // as the model's
-    int64_t widest = 0;               // most bytes of h of a linear
+    std::vector<LoraLinear> linears;  // indexed like the model's
+    int64_t widest = 0;               // largest h_bytes of its linears
 
-    // Room for `bytes`, zeros, behind those before: a step reads them in the order in which they came. Throws
-    // std::bad_alloc.
+    // Allocates `bytes` of zeros after those of earlier calls: a step reads them in the order of allocation. The
+    // adapter owns them. Throws std::bad_alloc.
     uint8_t* take(int64_t bytes);
 
   private:
@@ -92,10 +92,12 @@ struct Adapter {
     int64_t left_ = 0;  // bytes
 };
 
-// A tile of A times some rows: sums[m] = what is 16 ranks of h of row rows[m]. `next`: what is read behind the tile.
+// Multiplies a tile of A by ROWS rows, in int8: h[m] = 16 ranks of A x of row rows[m], without the scales of A. `next`:
+// the memory to prefetch after this tile.
 template <int ROWS>
 inline void shrink_bytes(const uint8_t* a, const LoraInput& input, const int32_t* rows, const uint8_t* next, F32 (&h)[ROWS]) {
-    constexpr int kChains = ROWS == 1 ? 4 : ROWS <= 4 ? 2 : 1;  // of dot products: one would wait for its own latency
+    // independent dot products per row: a single chain would be bound by its latency
+    constexpr int kChains = ROWS == 1 ? 4 : ROWS <= 4 ? 2 : 1;
     const int64_t group = is_whole(input.format) ? input.cols : group_size(input.format), groups = input.cols / group;
     const int64_t runs = num_sums(input.format, input.cols) / groups;
     const uint8_t *weights = a + kLanes * 4, *ahead = weights + kAskedBytes, *const end = a + input.tile_bytes();
@@ -155,7 +157,7 @@ inline void shrink_bf16(const uint8_t* a, const LoraInput& input, const int32_t*
     for (int m = 0; m < ROWS; m++) h[m] = add(h[m], odd[m]);
 }
 
-// h of a module of one token in int8: the largest -> 127.
+// Quantises h of a module of one token to int8, the largest magnitude to 127, and stores it with its IntHead.
 inline void quantize_h(const float* h, int64_t tiles, uint8_t* to) {
     F32 peak = splat(0);
     for (int64_t r = 0; r < tiles * kLanes; r += kLanes) peak = max(peak, abs(load(h + r)));
@@ -193,14 +195,14 @@ inline void shrink_rows(const LoraLinear& linear, const LoraInput& input, const 
     }
 }
 
-// Rows of one adapter at a time.
+// Rows of one adapter that are computed together.
 struct LoraRows {
     int count = 0;  // at most kLoraTokens
     int32_t rows[kLoraTokens];
-    uint8_t* h[kLoraTokens];  // of each: [linear.h_bytes]
+    uint8_t* h[kLoraTokens];  // output of each row: [linear.h_bytes]
 };
 
-// h of 1 to kLoraTokens rows; `then`: what is read next.
+// Computes h of 1 to kLoraTokens rows. `then`: the memory to prefetch at the end.
 template <int ROWS = kLoraTokens>
 inline void shrink(const LoraLinear& linear, const LoraInput& input, const LoraRows& of, const uint8_t* then) {
     if constexpr (ROWS > 1)
@@ -208,8 +210,8 @@ inline void shrink(const LoraLinear& linear, const LoraInput& input, const LoraR
     shrink_rows<ROWS>(linear, input, of.rows, of.h, then);
 }
 
-// sums + B h of 16 channels, of ROWS tokens; h: what each has of the module. One token has two chains, because one
-// would wait for its own latency.
+// Adds B h of 16 channels to the sums of ROWS tokens, in int8; h: each token's h of the module. A single token uses two
+// chains of products, because one would be bound by its latency.
 template <int ROWS>
 inline void expand_bytes(const uint8_t* b, int ranks, const uint8_t* const (&h)[ROWS], F32 (&sums)[ROWS]) {
     constexpr int kChains = ROWS == 1 ? 2 : 1;
@@ -259,14 +261,14 @@ inline void expand_bf16(const uint8_t* b, int ranks, const uint8_t* const (&h)[R
     for (int m = 0; m < ROWS; m++) sums[m] = add(sums[m], odd[m]);
 }
 
-// Tokens of one adapter: the sums of a panel of each, and all h that it has for the linear.
+// Tokens of one adapter that are computed together: each one's sums of a panel, and its h for the linear.
 struct LoraSums {
     int count = 0;  // at most kLoraTokens
     float* sums[kLoraTokens];
     const uint8_t* h[kLoraTokens];
 };
 
-// Adds a module's contribution to `half`, 0 or 1, of the sums of 1 to kLoraTokens tokens.
+// Adds a module's contribution to the first (half = 0) or last 16 channels (1) of the sums of 1 to kLoraTokens tokens.
 template <int ROWS = kLoraTokens>
 inline void expand(const LoraLinear& linear, const LoraPart& part, const uint8_t* b, int half, const LoraSums& of) {
     if constexpr (ROWS > 1)
@@ -280,7 +282,7 @@ inline void expand(const LoraLinear& linear, const LoraPart& part, const uint8_t
     for (int m = 0; m < ROWS; m++) store(of.sums[m] + half * kLanes, sums[m]);
 }
 
-// Adds an adapter's contribution to the sums of a panel of one token; h: all of the token's h for the linear.
+// Adds an adapter's contribution to the sums of a panel of one token; h: the token's h for the linear, all modules.
 inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F32& lo, F32& hi) {
     for (const LoraPart& part : linear.parts)
         for (int half = 0; half < 2; half++)
@@ -296,17 +298,17 @@ inline void expand(const LoraLinear& linear, int64_t panel, const uint8_t* h, F3
 // A token of a step with adapters.
 struct LoraToken {
     const Adapter* adapter = nullptr;    // null = it has none
-    int32_t before = kFar, behind = kFar;  // how far the nearest tokens with the same adapter are
+    int32_t before = kFar, behind = kFar;  // distance to the previous and the next token with the same adapter
     static constexpr int32_t kFar = 1 << 30;
 };
 
-// What adapters add to the sums of one panel.
+// Adds the adapters' contributions to the sums of one panel.
 struct LowRank {
     void add_to(int64_t row, F32& lo, F32& hi) const {
         if (tokens[row].adapter == nullptr) return;
         expand(tokens[row].adapter->linears[size_t(linear)], panel, h + row * stride, lo, hi);
     }
-    // The same of rows [row, row + count), whose sums [count][kPanel] are in memory. Rows of one adapter go together.
+    // For rows [row, row + count), whose sums [count][kPanel] are in memory. Rows of one adapter are computed together.
     void add_to(int64_t row, int count, float* sums) const {
         for (int first = 0; first < count; first++) {
             const LoraToken& token = tokens[row + first];
@@ -321,7 +323,7 @@ struct LowRank {
             }
         }
     }
-    // The same of the rows from `row` on.
+    // The same object with rows counted from `row`.
     LowRank from(int64_t row) const { return {tokens ? tokens + row : nullptr, h + row * stride, stride, panel, linear}; }
 
     const LoraToken* tokens = nullptr;  // [rows]; null = no row has an adapter that changes the linear

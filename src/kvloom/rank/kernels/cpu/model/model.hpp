@@ -1,4 +1,4 @@
-// A model as the library holds it: packed weights, the layer program, and the scratch memory of a step.
+// A model in memory: packed weights, the program of instructions, and the scratch memory of steps.
 #pragma once
 
 #include <atomic>
@@ -15,13 +15,13 @@
 
 namespace kvl {
 
-// A run of panels in one format: from panel `first` to the first panel of the next stretch.
+// Consecutive panels in one format: from panel `first` up to the first panel of the next stretch.
 struct Stretch {
     int64_t first;
     int format;
 };
 
-// Panels [share(t), share(t + 1)) lie one after the other at part[t], in thread t's arena.
+// A linear layer. Panels [share(t), share(t + 1)) are contiguous at part[t], in the arena of thread t.
 struct Linear {
     int64_t rows, cols, padded_cols, panels;
     std::vector<Stretch> stretches;
@@ -32,7 +32,7 @@ struct Linear {
         while (panel < stretches[last].first) last--;
         return stretches[last].format;
     }
-    // Format that determines how activations are quantised: the same for every stretch.
+    // The format that determines how activations are quantised; the result is the same for every stretch.
     int activation_format() const { return stretches.front().format; }
     // Bytes of the panels before `panel`.
     int64_t offset(int64_t panel) const {
@@ -56,10 +56,10 @@ struct Linear {
     }
 };
 
-// Row `channel` of a linear, each weight as the float that it stands for; out[cols].
+// Reads the weights of an output channel of a linear, dequantised, into out[cols].
 void read_row(const Linear& linear, int64_t channel, float* out);
 
-// Float rows with a padded stride; the padding stays zero.
+// Rows of floats, `stride` floats apart. The padding of a row stays zero.
 struct Rows {
     float* at;
     int64_t stride;
@@ -68,17 +68,18 @@ struct Rows {
 
 // Scratch memory of a step over a model with experts; empty for other models. A slot is one row of one expert.
 struct ExpertScratch {
-    Rows logits;                    // [tokens], then [threads], of the router
-    Rows gates, apart;              // [slots] what down reads; gate and up where they are in panels of their own
+    Rows logits;                    // of the router: [tokens] rows, then a copy to work on for each thread
+    // [slots] the inputs of the down projections; gate and up, if these are in separate panels
+    Rows gates, apart;
     Choice* chosen;                 // [tokens * per_token]
     float* shared;                  // [tokens] weight of the shared expert
-    Activations slots;              // what the experts read: first for gate and up, then for down
-    std::vector<Activations> own;   // the latter of small steps, a copy for each thread
-    std::vector<std::vector<Choice>> own_chosen;  // [threads][kOwnTokens * per_token] of small steps
-    std::vector<Groups> groups;     // of each thread
+    Activations slots;              // the experts' inputs: first of gate and up, then of down
+    std::vector<Activations> own;   // small steps: each thread's own inputs of down
+    std::vector<std::vector<Choice>> own_chosen;  // small steps: [threads][kOwnTokens * per_token]
+    std::vector<Groups> groups;     // each thread's
 };
 
-// Cuts `count` off the front of a buffer, kept to whole cache lines.
+// Takes `count` elements from the front of a buffer and advances `at` past them, to the next whole cache line.
 template <class T>
 T* take(uint8_t*& at, int64_t count) {
     T* result = reinterpret_cast<T*>(at);
@@ -88,7 +89,7 @@ T* take(uint8_t*& at, int64_t count) {
 
 inline Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) {
     tokens += kRowsBehind;
-    int8_t* data = take<int8_t>(at, tokens * cols * 2);  // bf16 is the widest form
+    int8_t* data = take<int8_t>(at, tokens * cols * 2);  // room for bf16, the widest type
     float* scale = take<float>(at, tokens * (cols / kFileGroup));
     return {data, scale, take<int32_t>(at, tokens * (cols / kRun))};
 }
@@ -97,20 +98,22 @@ inline Activations take_activations(uint8_t*& at, int64_t tokens, int64_t cols) 
 struct Scratch {
     HugeBuffer memory;
     int64_t capacity = 0;  // tokens
-    Rows residual, qkv, attended, mlp;  // qkv: what any linear with KVL_TO_QKV gives
-    Rows branch;                        // output of a branch that is normed before it is added to the residual stream
-    uint16_t* queries;                  // [num_kv_heads][tokens][heads of one][head_dim] of what kvcache.hpp stores
-    float* query_scale;                 // of each
-    Activations quantised[2];           // written by all threads; in turns, so that what is read is not what is written next
-    std::vector<float*> unit;           // [threads] of panels that are finished together: their floats, of one pass
-    std::vector<Activations> own;       // small steps: every thread quantises for itself and no barrier is needed
-    std::vector<float*> row;            // a float row a thread
+    Rows residual, qkv, attended, mlp;  // qkv: output of every linear with KVL_TO_QKV
+    Rows branch;                        // output of KVL_TO_BRANCH, not yet normalised
+    uint16_t* queries;                  // [num_kv_heads][tokens][heads per kv head][head_dim], as attention/kvcache.hpp
+    float* query_scale;                 // one per query
+    // Activations that all threads write together. Two, used in turns: an instruction may quantise the input of the
+    // next linear while other threads still read that of the last one.
+    Activations quantised[2];
+    std::vector<float*> unit;           // [threads] floats of the unit that a thread computes (step/fused.cpp)
+    std::vector<Activations> own;       // small steps: every thread quantises for itself, so no barrier is needed
+    std::vector<float*> row;            // one row of floats per thread
     int64_t widest;
     ExpertScratch experts;
-    std::vector<uint8_t> lora;          // h of the rows with an adapter: of all threads, then of each thread for itself
+    std::vector<uint8_t> lora;          // h: an area that all threads share, then an area for each thread
 };
 
-// Cosines and sines of the first `dim` of each head: [positions][dim], the caller's.
+// Cosines and sines for the first `dim` dimensions of each head: [positions][dim]. The caller owns the memory.
 struct RopeTable {
     const float* at;
     int dim;
@@ -118,7 +121,7 @@ struct RopeTable {
 
 }  // namespace kvl
 
-// The model, under the name that the C interface uses.
+// The model, under the name of the C interface.
 struct kvl_model {
     explicit kvl_model(const kvl_shape& shape) : shape(shape), pool(shape.num_threads) {}
 
@@ -130,17 +133,17 @@ struct kvl_model {
     kvl::Pool pool;
     std::vector<kvl::Linear> linears;
     std::vector<std::vector<float>> vectors;  // padded with zeros to kPad
-    // one per thread, linears in execution order: the DRAM stream never jumps
+    // one per thread; linears are in execution order, so that a thread reads its arena sequentially
     std::vector<kvl::HugeBuffer> arenas;
     std::vector<kvl_instruction> program;
-    int64_t last_attention = -1;  // of its instructions
-    std::vector<uint8_t> turns;  // [program] which of Scratch::quantised is the last that has been written
+    int64_t last_attention = -1;  // index of the last KVL_ATTENTION in the program; -1 = none
+    std::vector<uint8_t> turns;  // [program] index of the element of Scratch::quantised that was written last
     std::vector<std::unique_ptr<kvl::Adapter>> adapters;  // by id; null = free
-    const uint16_t* embed = nullptr;  // null: the rows of embed_linear
+    const uint16_t* embed = nullptr;  // null = the embeddings are the rows of embed_linear
     int32_t embed_linear = -1;
     int unit = KVL_NO_UNIT;
     std::vector<kvl::RopeTable> ropes;
     std::vector<kvl_mixture> mixtures;
     kvl::Scratch scratch;
-    std::vector<std::atomic<int64_t>> next;  // [program][threads] work handed out one by one: panels, attention tasks
+    std::vector<std::atomic<int64_t>> next;  // [program][threads] counters of the work items that threads took
 };

@@ -1,4 +1,4 @@
-// Declaring, allocating and filling a model's weights.
+// Declaring, allocating and packing a model's weights, and setting its program.
 #include <algorithm>
 #include <cmath>
 #include <new>
@@ -8,13 +8,14 @@
 namespace kvl {
 namespace {
 
-// Output channel of row r: itself, or its lane in a panel shared by gate (first 16 lanes) and up (last 16).
+// Output channel of row r of a tensor: first + r; or, with interleave 0 or 1, the channel of row first + r in panels
+// whose first 16 lanes are gate and whose last 16 are up.
 int64_t channel_of(int64_t r, int64_t first, int32_t interleave) {
     if (interleave < 0) return first + r;
     return (first + r) / kLanes * kPanel + interleave * kLanes + (first + r) % kLanes;
 }
 
-// Writes the number of weight k of a channel of a group, in any format but bf16.
+// Writes the quantised number of weight k of a channel into a group, in any format but bf16.
 void set_number(uint8_t* group, int format, int channel, int k, int number) {
     uint8_t* planes = group + scale_bytes(format);
     uint8_t* rest = planes + plane_bytes(format);
@@ -41,7 +42,7 @@ int number_at(const uint8_t* group, int format, int channel, int k) {
     return nibble | (upper & ((1 << high_bits(format)) - 1)) << 4;
 }
 
-// What a number stands for, before scale and minimum.
+// The value of a quantised number, before scale and minimum.
 int level_of(int format, int number) {
     if (has_bytes(format)) return number - 128;
     if (format == KVL_IQ4) return kIq4[number];
@@ -49,7 +50,7 @@ int level_of(int format, int number) {
     return format == KVL_INT6 ? number - 32 : number;
 }
 
-// Scale and minimum, or the scales of both runs, of a channel of a group.
+// Writes scale and minimum of a channel, or the scales of its two runs, into a group; both are fp16.
 void set_halves(uint8_t* group, int channel, uint16_t first, uint16_t second) {
     std::memcpy(group + channel * 2, &first, 2);
     std::memcpy(group + kPanel * 2 + channel * 2, &second, 2);
@@ -65,7 +66,7 @@ void pack_int8(uint8_t* group, int format, int channel, const float* values, int
     }
 }
 
-// Fifteen equal steps from the smallest to the largest value of the group.
+// Quantises to 16 levels, equally spaced from the smallest to the largest value of the group.
 void pack_int4(uint8_t* group, int channel, const float* values, int64_t count) {
     float low = 0, high = 0;
     if (count > 0) {
@@ -86,7 +87,8 @@ void pack_bf16(uint8_t* group, int channel, const float* values, int64_t count) 
     for (int k = 0; k < kFileGroup; k++) out[bf16_offset(k, channel)] = k < count ? float_to_bf16(values[k]) : 0;
 }
 
-// One row of floats into its channel of every group of its panel.
+// Packs one row of floats into its channel of every group of its panel, in int8, int8_32, int4 or bf16; other formats
+// are packed from a file's numbers only.
 void pack_row(const Linear& linear, int64_t channel, const float* values) {
     uint8_t* group = linear.panel(channel / kPanel);
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel), size = group_size(format);
@@ -98,8 +100,8 @@ void pack_row(const Linear& linear, int64_t channel, const float* values) {
     }
 }
 
-// Row `row` of the numbers of a file into its channel. What lies behind the last column keeps scales of zero, or meets
-// activations of zero.
+// Packs row `row` of a file's numbers into its channel. Padding after the last column is not written: its scales stay
+// zero, or the activations that it is multiplied by are zero.
 void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from, int64_t row) {
     const int format = linear.format(channel / kPanel), lane = int(channel % kPanel);
     const int64_t runs = (linear.cols + from.run - 1) / from.run;
@@ -122,7 +124,7 @@ void pack_numbers(const Linear& linear, int64_t channel, const kvl_numbers& from
     }
 }
 
-// Lays out a thread's part of every linear, one after the other from `at` on. Returns their end.
+// Places a thread's part of every linear in memory, contiguously from `at` on. Returns the end.
 uint8_t* lay_out(kvl_model& model, int thread, uint8_t* at) {
     for (Linear& linear : model.linears) {
         linear.part[size_t(thread)] = at;
@@ -190,7 +192,7 @@ int64_t kvl_arena_bytes(const kvl_model* model, int32_t thread) {
 
 const uint8_t* kvl_arena(const kvl_model* model, int32_t thread) { return model->linears.front().part[size_t(thread)]; }
 
-// The micro-kernels prefetch past the end of a panel, never read there: no slack is needed at an arena's end.
+// Arenas need no slack at the end: micro-kernels prefetch beyond a panel, but do not read there.
 int64_t kvl_allocate(kvl_model* model) {
     int64_t total = 0;
     try {
@@ -204,14 +206,14 @@ int64_t kvl_allocate(kvl_model* model) {
     return total;
 }
 
-// Only kvl_fill_* writes to an arena, and it is not called then.
+// Casting const away is safe: only kvl_fill_* writes to arenas, and it must not be called for adopted ones.
 void kvl_adopt(kvl_model* model, const uint8_t* arenas) {
     uint8_t* at = const_cast<uint8_t*>(arenas);
     for (int t = 0; t < model->pool.size(); t++) at = kvl::lay_out(*model, t, at);
 }
 
-// Threads of the caller fill different rows at the same time: rows of one panel may be written by two of them, but
-// never the same byte of int8 or int4 data, because a channel owns its bytes.
+// Several threads may fill different rows at the same time, also of one panel: each byte belongs to one channel, so no
+// two threads write the same byte.
 void kvl_fill_f32(kvl_model* model, int32_t linear, const float* values, int64_t count, int64_t first, int32_t interleave) {
     const kvl::Linear& to = model->linears[size_t(linear)];
     for (int64_t r = 0; r < count; ++r) kvl::pack_row(to, kvl::channel_of(r, first, interleave), values + r * to.cols);

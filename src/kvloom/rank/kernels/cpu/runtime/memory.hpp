@@ -1,4 +1,4 @@
-// Large pieces of memory.
+// Large buffers in huge pages.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@ namespace kvl {
 
 constexpr int64_t kHugePage = 2 << 20;
 
-// Memory in huge pages where the system has them, given back when this goes. Fresh pages read as zero.
+// Anonymous memory, aligned to huge pages, which the system is asked to use (MADV_HUGEPAGE). Initially zero; unmapped
+// by the destructor. Movable, not copyable.
 class HugeBuffer {
   public:
     HugeBuffer() = default;

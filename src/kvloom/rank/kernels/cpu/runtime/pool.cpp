@@ -12,14 +12,15 @@
 namespace kvl {
 namespace {
 
-// About 25 us: longer than the gap between phases and between steps of a busy engine, short enough not to steal a core
-// from the server's other threads while the engine is idle.
+// Most spins before a thread sleeps, about 25 us: longer than the gaps between phases, and between the steps of a busy
+// engine; short enough not to take a core from the server's other threads while the engine is idle.
 constexpr int kMostSpins = 2000;
-constexpr int kLeastSpins = 400;  // 5 us, longer than most waits of undisturbed threads, so that these stop sleeping
+// 5 us: longer than most waits of threads that keep their cores, so that such threads soon spin instead of sleeping.
+constexpr int kLeastSpins = 400;
 
-// Spins of this thread before it sleeps in a barrier. After a wait that ended in sleep the next one is short, because
-// the late thread has lost its core, and may get this one; after a wait that ended in time the next one may be twice as
-// long.
+// Number of times that this thread spins in a barrier before it sleeps. A wait that ended in sleep sets it to
+// kLeastSpins: the late thread has probably lost its core and can run on this one. A wait that ended while spinning
+// doubles it, up to kMostSpins.
 thread_local int barrier_spins = kMostSpins;
 
 void pause_cpu() {
@@ -28,7 +29,7 @@ void pause_cpu() {
 #endif
 }
 
-// Sleeps until woken, or returns at once when the value is no longer `old`. May wake for no reason.
+// Sleeps until woken; returns at once if the value is not `old`. May return spuriously.
 void sleep_while(std::atomic<int>& value, int old) {
 #if defined(__linux__)
     syscall(SYS_futex, reinterpret_cast<int*>(&value), FUTEX_WAIT_PRIVATE, old, nullptr, nullptr, 0);
@@ -45,7 +46,8 @@ void wake_all(std::atomic<int>& value) {
 
 }  // namespace
 
-// Sequentially consistent on both sides: either the waiter sees the new value, or this sees the waiter.
+// Sequentially consistent here and in sleep(): either the waiting thread sees the new value, or this call sees that it
+// sleeps and wakes it.
 void Pool::Signal::advance() {
     value.fetch_add(1);
     if (sleepers.load() > 0) wake_all(value);
@@ -99,7 +101,8 @@ void Pool::barrier() {
     }
 }
 
-// A thread counts regions itself: the next one cannot begin before it has left the barrier of the last.
+// Main loop of a thread. It counts regions itself: run() cannot begin the next one before all threads have reached the
+// barrier at the end of the last, so the thread misses none.
 void Pool::work(int thread) {
     const TinyIsZero tiny;
     for (int seen = 0;; seen++) {

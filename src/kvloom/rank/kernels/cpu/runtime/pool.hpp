@@ -1,4 +1,4 @@
-// The threads of one model: one parallel region a step, a barrier between its phases.
+// The threads of one model: each step is one parallel region, with barriers between its phases.
 #pragma once
 
 #include <atomic>
@@ -12,8 +12,9 @@
 
 namespace kvl {
 
-// While it lives, subnormal floats (below 2^-126) are 0 in this thread, as operands and as results: the processor takes
-// a hundred times as long for them, and they do not affect any sum. On other processors than x86-64 it does nothing.
+// During its lifetime, the calling thread treats subnormal floats (below 2^-126) as 0, as operands and as results:
+// processors take about a hundred times as long for them, and sums do not need them. Only x86-64; elsewhere it does
+// nothing.
 class TinyIsZero {
   public:
 #if defined(__x86_64__)
@@ -34,21 +35,23 @@ class TinyIsZero {
 
 class Pool {
   public:
-    explicit Pool(int num_threads);  // the caller of run() is thread 0; the others are started here
+    explicit Pool(int num_threads);  // starts num_threads - 1 threads; the caller of run() is thread 0
     ~Pool();
     Pool(const Pool&) = delete;
     Pool& operator=(const Pool&) = delete;
 
     int size() const { return size_; }
 
-    // Calls body(thread) on every thread and returns when all are back. One caller at a time; body must not throw.
+    // Calls body(thread) on every thread and returns when all calls have returned. One caller at a time; body must not
+    // throw.
     void run(const std::function<void(int)>& body);
 
-    // Inside run(): returns once every thread has called it. Writes made before it are seen by all after it.
+    // To be called inside run() by every thread; returns when all have called it. Writes made before it are visible to
+    // all threads after it.
     void barrier();
 
   private:
-    // A number that threads wait on to change: they spin first, and sleep in the kernel then.
+    // A counter whose change threads wait for: they spin first, then sleep in the kernel (futex).
     struct Signal {
         std::atomic<int> value{0};
         std::atomic<int> sleepers{0};
@@ -60,10 +63,10 @@ class Pool {
     void work(int thread);
 
     const int size_;
-    alignas(64) Signal region_;   // advances when run() has new work, or at the end of the pool
+    alignas(64) Signal region_;   // advances when run() begins a region, and when the pool is destroyed
     alignas(64) Signal phase_;    // advances when the last thread reaches a barrier
     alignas(64) std::atomic<int> arrived_{0};
-    const std::function<void(int)>* body_ = nullptr;  // null in a region = stop
+    const std::function<void(int)>* body_ = nullptr;  // of the current region; null = threads end
     std::vector<std::thread> threads_;
 };
 

@@ -1,7 +1,8 @@
-// The most likely tokens of a row, kept while its logits pass by: the head then writes none of them to memory.
+// Collects the most likely tokens of a row while the head computes its logits, so that the logits need not be written
+// to memory.
 //
-// Order: larger logit first, of equal ones the smaller id. It is a total order, so the result does not depend on which
-// thread has seen which part of the vocabulary, nor when.
+// Candidates are ordered by descending logit, equal ones by ascending id. This is a total order, so the result does not
+// depend on which thread computes which part of the vocabulary, or when.
 #pragma once
 
 #include <limits>
@@ -20,13 +21,15 @@ inline bool is_before(const Candidate& a, const Candidate& b) {
     return a.value > b.value || (a.value == b.value && a.id < b.id);
 }
 
-// The best candidates of `rows` rows, tops[row] of each (0 = none), as each of `threads` threads has met them.
+// The best tops[row] candidates of each of `rows` rows (0 = none). Every thread has lists of its own, so offer() needs
+// no lock; merge() must run after all calls of offer().
 class Candidates {
   public:
     Candidates(const int32_t* tops, int64_t rows, int32_t max_top, int threads)
         : tops_(tops), rows_(rows), max_top_(max_top), lists_(size_t(threads * rows * max_top)), counts_(size_t(threads * rows)) {}
 
-    // `count` <= kPanel logits of tokens first, first + 1, ... of one row, as met by `thread`.
+    // Takes `count` <= kPanel logits of a row, of the tokens first, first + 1, ...; called by `thread`. `logits` must
+    // have kPanel elements.
     void offer(int thread, int64_t row, int32_t first, const float* logits, int count) {
         const int32_t capacity = tops_[row];
         Candidate* const list = this->list(thread, row);
@@ -35,7 +38,8 @@ class Candidates {
         for (int i = 0; i < count; i++) insert(list, held, capacity, {logits[i], first + i});
     }
 
-    // Merges the threads' lists of one row; what no thread has met is left as a default Candidate.
+    // Merges the threads' lists of one row into values and ids [tops[row]]; if there are fewer candidates, the rest are
+    // default ones.
     void merge(int64_t row, float* values, int32_t* ids) const {
         const int threads = int(counts_.size() / size_t(rows_));
         std::vector<int32_t> taken(size_t(threads), 0);
@@ -59,7 +63,7 @@ class Candidates {
     Candidate* list(int thread, int64_t row) { return lists_.data() + (thread * rows_ + row) * max_top_; }
     const Candidate* list(int thread, int64_t row) const { return lists_.data() + (thread * rows_ + row) * max_top_; }
 
-    // Into a list that is in order; the last one falls out of a full list.
+    // Inserts into an ordered list of `held` candidates; a full list (capacity) drops its last one.
     static void insert(Candidate* list, int32_t& held, int32_t capacity, const Candidate& candidate) {
         int32_t at = held;
         if (held == capacity && !is_before(candidate, list[--at])) return;
@@ -70,7 +74,7 @@ class Candidates {
 
     const int32_t* const tops_;
     const int64_t rows_, max_top_;
-    std::vector<Candidate> lists_;  // [threads][rows][max_top], each list in order
+    std::vector<Candidate> lists_;  // [threads][rows][max_top], each list ordered
     std::vector<int32_t> counts_;   // [threads][rows]
 };
 

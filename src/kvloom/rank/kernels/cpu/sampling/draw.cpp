@@ -1,8 +1,9 @@
-// A random token of one row of logits by temperature, top-p and min-p.
+// Draws a random token from one row of logits by temperature, top-p and min-p.
 //
-// Weights are relative to the largest, so they are in (0, 1]. Of each block of them the sum and the largest are kept,
-// and the weights of few blocks are made once more: that of the token, or those whose largest is not too small when the
-// heaviest tokens are gathered. Only these are sorted.
+// A token's weight is e^((logit - largest logit) / temperature), so it is in [0, 1]. A first pass keeps only the sum
+// and the largest weight of each block of tokens. Afterwards the weights of a few blocks are computed again: of the
+// block with the drawn token; or, for top-p and min-p, of blocks whose largest weight is large enough, whose tokens are
+// then sorted.
 #include "sampling/draw.hpp"
 
 #include <algorithm>
@@ -13,15 +14,17 @@
 namespace kvl {
 namespace {
 
-constexpr int kBlock = 64;               // weights whose sum and largest are kept: 4 registers
-constexpr float kFirstShare = 1 / 8.0f;  // tokens at least so likely, beside the likeliest, are looked at first
-constexpr float kNextShare = 1 / 16.0f;  // and this much less likely ones each time they are not enough
+constexpr int kBlock = 64;  // tokens of a block: 4 vectors
+// For top-p, tokens of at least kFirstShare of the largest weight are gathered first; while their sum is too small,
+// that limit is multiplied by kNextShare.
+constexpr float kFirstShare = 1 / 8.0f;
+constexpr float kNextShare = 1 / 16.0f;
 
 struct Block {
     float sum, largest;
 };
 
-// A row of logits, in whole blocks: behind the last one come masked ones.
+// A row of logits in whole blocks: the last block is padded with masked logits.
 class BlockedRow {
   public:
     BlockedRow(const float* logits, int64_t count) : logits_(logits), count_(count), num_whole_(count / kBlock) {
@@ -40,15 +43,15 @@ class BlockedRow {
 
 struct Weights {
     const BlockedRow& row;
-    F32 peak, factor;  // of the logits; from logits to powers of 2
+    F32 peak, factor;  // largest logit; factor that converts logits to powers of 2: log2(e) / temperature
     std::vector<Block> blocks;
     double total = 0;
 
     F32 of(F32 logits) const {
         const F32 power = mul(sub(logits, peak), factor);
-        return zero_where_masked(exp2(power), power);  // -inf stays impossible
+        return zero_where_masked(exp2(power), power);  // a logit of -inf gets weight 0
     }
-    // The weights of block `b`; 0 behind the last token.
+    // Computes the weights of block `b` into to[kBlock]; 0 after the last token.
     void make(int64_t b, float* to) const {
         for (int i = 0; i < kBlock; i += kLanes) store(to + i, of(load(row.block(b) + i)));
         const int64_t end = std::min<int64_t>(kBlock, row.count() - b * kBlock);
@@ -75,7 +78,7 @@ Weights weigh(const BlockedRow& row, float temperature) {
     return weights;
 }
 
-// The token at `point` of the total, in the order of the vocabulary. A token of weight 0 is never it.
+// The token at `point` of the total weight, in the order of the vocabulary. Tokens of weight 0 are never chosen.
 int32_t pick(const Weights& weights, double point) {
     alignas(64) float of[kBlock];
     double left = point * weights.total;
@@ -90,7 +93,7 @@ int32_t pick(const Weights& weights, double point) {
             left -= double(of[i]);
         }
     }
-    for (int64_t b = weights.row.num_blocks() - 1; b >= 0; b--) {  // rounding has left something over
+    for (int64_t b = weights.row.num_blocks() - 1; b >= 0; b--) {  // rounding left a remainder: the last possible token
         weights.make(b, of);
         for (int32_t i = kBlock - 1; i >= 0; i--)
             if (!(of[i] <= 0)) return int32_t(b) * kBlock + i;
@@ -103,7 +106,7 @@ struct Token {
     int32_t id;
 };
 
-// Tokens of weight at least `least`; returns the sum of their weights.
+// Collects the tokens of weight at least `least` (and above 0); returns the sum of their weights.
 double gather(const Weights& weights, float least, std::vector<Token>& tokens) {
     alignas(64) float of[kBlock];
     double total = 0;
@@ -120,7 +123,8 @@ double gather(const Weights& weights, float least, std::vector<Token>& tokens) {
     return total;
 }
 
-// The token at `point` of the likeliest that make up top_p of the total and are at least min_p as likely as the first.
+// The token at `point` of the kept weight: kept are the most likely tokens that together reach top_p of the total, and
+// of these the ones with at least min_p of the largest weight.
 int32_t pick_likely(const Weights& weights, float top_p, float min_p, double point) {
     const double wanted = double(top_p) * weights.total;
     std::vector<Token> tokens;
@@ -140,7 +144,7 @@ int32_t pick_likely(const Weights& weights, float top_p, float min_p, double poi
     return 0;  // no weight at all: every logit is -inf or none is a number
 }
 
-// The high half of a product of 64 bits by 64.
+// The upper 64 bits of the product of two 64-bit integers.
 uint64_t high_half(uint64_t a, uint64_t b) {
     const uint64_t a0 = uint32_t(a), a1 = a >> 32, b0 = uint32_t(b), b1 = b >> 32;
     const uint64_t middle = a1 * b0 + (a0 * b0 >> 32), other = a0 * b1 + uint32_t(middle);
@@ -174,7 +178,7 @@ double uniform(uint64_t seed, uint64_t position) {
 }  // namespace kvl
 
 int32_t kvl_draw(const float* logits, int64_t count, const kvl_draw_rules* rules) {
-    const kvl::TinyIsZero tiny;  // as for rows that a step's threads draw
+    const kvl::TinyIsZero tiny;  // as in the threads of a step
     return kvl::draw(logits, count, *rules);
 }
 

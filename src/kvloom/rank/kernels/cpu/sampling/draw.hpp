@@ -1,4 +1,4 @@
-// How a step's threads choose the next token of a row.
+// Drawing a token from a row of logits.
 #pragma once
 
 #include "abi.h"
@@ -6,7 +6,8 @@
 
 namespace kvl {
 
-// See kvl_draw; in a thread where tiny numbers are 0.
+// See kvl_draw. The calling thread must treat subnormal floats as 0 (TinyIsZero), so that all callers get the same
+// token.
 int32_t draw(const float* logits, int64_t count, const kvl_draw_rules& rules);
 
 // See kvl_uniform.

@@ -8,7 +8,7 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
     : model_(model), batch_(all), num_all_(all.num_tokens),
       has_others_(!model.shape.sees_ahead && model.last_attention >= 0 && all.num_rows + all.num_states < all.num_tokens) {
     if (!has_others_) return;
-    std::vector<int32_t> place(size_t(num_all_), -1);  // of a token among those that are asked for
+    std::vector<int32_t> place(size_t(num_all_), -1);  // index of a token among the requested ones, -1 = not requested
     for (int i = 0; i < all.num_rows; i++) place[size_t(all.rows[i])] = 0;
     for (int i = 0; i < all.num_states; i++) place[size_t(all.state_rows[i])] = 0;
     for (int s = 0; s < all.num_seqs; s++) {
@@ -24,14 +24,15 @@ Asked::Asked(const kvl_model& model, const kvl_batch& all)
     for (int i = 0; i < all.num_rows; i++) rows_.push_back(place[size_t(all.rows[i])]);
     for (int i = 0; i < all.num_states; i++) states_.push_back(place[size_t(all.state_rows[i])]);
     batch_.num_tokens = int32_t(tokens_.size());
-    batch_.ids = batch_.types = nullptr;  // are read before
+    batch_.ids = batch_.types = nullptr;  // only earlier instructions read them
     batch_.pos = pos_.data();
     batch_.qstart = qstart_.data();
     batch_.rows = rows_.data();
     batch_.state_rows = states_.data();
 }
 
-// In place: every row moves towards the beginning, those before it first.
+// Works in place: every row moves towards the beginning, and rows move in ascending order, so none is overwritten
+// before it has moved.
 void Asked::gather(Scratch& scratch) const {
     const int64_t each = model_.shape.num_heads / model_.shape.num_kv_heads, count = int64_t(tokens_.size());
     for (int64_t i = 0; i < count; i++)

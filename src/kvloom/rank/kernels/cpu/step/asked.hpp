@@ -1,6 +1,6 @@
-// The tokens of a step whose logits or states are requested. Behind the last layer's keys and values the others are not
-// needed: the rest of the program runs as a step of the requested tokens alone. A row's bits do not depend on its
-// batch.
+// The tokens of a step whose logits or states are requested. Once the keys and values of the last layer are stored, the
+// other tokens are not needed: the rest of the program, from the last attention on, runs as a step of the requested
+// tokens alone. A row's bits do not depend on its batch, so results do not change.
 #pragma once
 
 #include "model/model.hpp"
@@ -11,13 +11,13 @@ class Asked {
   public:
     Asked(const kvl_model& model, const kvl_batch& all);
 
-    // Whether there are other tokens. Where tokens see later ones, all count as requested.
+    // Whether the step has tokens that are not requested. With bidirectional attention all tokens count as requested.
     bool has_others() const { return has_others_; }
     bool is_nobody() const { return tokens_.empty(); }
-    // The step of these tokens, if there are others; points into this.
+    // The batch of the requested tokens, if has_others(); it points into this object.
     const kvl_batch& batch() const { return batch_; }
-    // Moves the rows of the requested tokens, in the buffers that attention reads and adds to, from their places among
-    // all tokens to their places in `batch`. Called by one thread.
+    // Moves the requested tokens' rows of the residual stream and their queries from their places among all tokens to
+    // their places in `batch`. One thread calls it.
     void gather(Scratch& scratch) const;
 
   private:
@@ -28,7 +28,7 @@ class Asked {
     kvl_batch batch_;
     const int64_t num_all_;
     bool has_others_;
-    std::vector<int32_t> tokens_, pos_, qstart_, rows_, states_;  // tokens_: in order, as all tokens are counted
+    std::vector<int32_t> tokens_, pos_, qstart_, rows_, states_;  // tokens_: ascending indices among all tokens
 };
 
 }  // namespace kvl

@@ -1,7 +1,7 @@
 // Fusion in steps of many rows: a thread runs the next instruction on the floats that it has just computed, while they
-// are in its cache. Heads are rotated and stored as soon as their panels are multiplied, and the next linear's input is
-// quantised. Instructions that need whole rows (a norm, or one scale per row) run after a strip of rows that one thread
-// has multiplied by all panels. The floats, and so all bits, are the same as without fusion.
+// are in its cache. Heads are rotated and stored as soon as their panels are multiplied; other outputs are quantised as
+// the input of the next linear. An instruction that needs whole rows (a norm, or one scale per row) runs after one
+// thread has multiplied a strip of rows by all panels. The floats, and so all bits, are the same as without fusion.
 #include "step/step.hpp"
 
 namespace kvl {
@@ -26,7 +26,7 @@ bool Step::is_done(const kvl_instruction& instruction) const {
     return &instruction != model_.program.data() && does_next((&instruction)[-1]);
 }
 
-// Whether the instruction after a linear needs whole rows to be fused with it.
+// Whether the instruction after a linear works on whole rows.
 bool Step::precedes_rows(const kvl_instruction& linear) const {
     const kvl_instruction* const next = &linear + 1;
     if (next == model_.program.data() + model_.program.size()) return false;
@@ -34,8 +34,8 @@ bool Step::precedes_rows(const kvl_instruction& linear) const {
     return next->kind == KVL_QUANT && is_whole(model_.linears[size_t(next->linear)].activation_format());
 }
 
-// Strips of rows that a thread multiplies at a time by the panels of a linear: equally many per thread, unless they
-// would be too narrow.
+// Divides the rows into strips, each of which a thread multiplies by panels of the linear at a time: as many strips for
+// each thread, unless these would have less than kLeastStrip rows.
 Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
     const bool unpacks = has_groups(model_.linears[size_t(linear.linear)].activation_format());
     const int64_t most = precedes_rows(linear) && !unpacks ? kStripRows : kTileRows;
@@ -43,14 +43,15 @@ Passes Step::strips_of(const kvl_instruction& linear, int64_t rows) const {
     return Passes::of_blocks(rows, rows / even >= kLeastStrip ? even : least, kStripBlock);
 }
 
-// Whether each strip of rows can be one thread's for all panels of a linear, with `floats` of a row that is not done
-// before.
+// Whether one thread can multiply a strip by all panels of a linear: each thread has equally many strips, and `floats`
+// floats per row, which must be kept until the row is complete, fit the cache.
 bool Step::has_strips(const kvl_instruction& linear, int64_t floats) const {
     const Passes strips = strips_of(linear, batch_.num_tokens);
     return strips.count % model_.pool.size() == 0 && strips.most() * floats <= kStripFloats;
 }
 
-// Panels that give a head, or kPad columns of what the next linear reads, or whole rows.
+// Number of panels of a unit, the smallest output on which the next instruction can run: a head, kPad columns of the
+// next linear's input, or whole rows.
 int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
     if (linear.epilogue == KVL_TO_QKV) return shape_.head_dim / kPanel;
     const kvl_instruction& next = (&linear)[1];
@@ -60,11 +61,12 @@ int64_t Step::panels_of_unit(const kvl_instruction& linear) const {
     return is_whole(model_.linears[size_t(next.linear)].activation_format()) ? round_up(panels, least) : least;
 }
 
-// Multiplies the panels of a unit by some rows, at most kTileRows, and runs the next instruction on the results.
+// Multiplies the panels of unit `index` by the rows `span`, at most kTileRows, and runs the next instruction on the
+// results.
 void Step::unit(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const int64_t panels = panels_of_unit(instruction), each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     const int64_t width = panels * each, first = index * panels;
-    float* const floats = scratch_.unit[size_t(thread)] - span.begin * width;  // of row r: at r * width
+    float* const floats = scratch_.unit[size_t(thread)] - span.begin * width;  // those of row r are at r * width
     for (int64_t p = first; p < first + panels; p += kPanelsTogether) {
         const Span few{p, std::min(p + kPanelsTogether, first + panels)};
         multiply_few(instruction, few, x, span, Rows{floats + (p - first) * each, width});
@@ -72,15 +74,15 @@ void Step::unit(const kvl_instruction& instruction, int64_t index, const Activat
     for (int64_t r = span.begin; r < span.end; r++) follow((&instruction)[1], r, index, floats + r * width, thread);
 }
 
-// Multiplies panels [few.begin, few.end), at most kPanelsTogether, by some rows. `floats`: destination of the first
-// panel's results, unless they are added to the residual stream.
+// Multiplies panels [few.begin, few.end), at most kPanelsTogether, by `rows`. floats: destination of the results, from
+// the first panel on, unless they are added to the residual stream. Panels after the linear's last give zeros.
 void Step::multiply_few(const kvl_instruction& instruction, Span few, const Activations& x, Span rows, Rows floats) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t each = is_gate(instruction.epilogue) ? kLanes : kPanel;
     alignas(64) float sums[kTileRows * kPanel];
     Epilogue epilogues[kPanelsTogether];
     Pass passes[kPanelsTogether];
-    for (int64_t p = few.begin, same = p; p < few.end; p++) {  // [same, p]: panels of one form
+    for (int64_t p = few.begin, same = p; p < few.end; p++) {  // [same, p]: panels of one format
         if (p >= linear.panels) {
             for (int64_t r = rows.begin; r < rows.end; r++) std::fill_n(floats.row(r) + (p - few.begin) * each, each, 0.0f);
             continue;
@@ -95,7 +97,8 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
         passes[p - same] = {x, rows.begin, linear.padded_cols, linear.panel(p), sums, &epilogue};
         const Way way(linear.format(p), rows.end - rows.begin, model_.unit);
         const bool is_last = p + 1 == std::min(few.end, linear.panels) || linear.format(p + 1) != linear.format(p);
-        if (!is_last && way.passes.count == 1) continue;  // where rows are cut, a panel stays in the first-level cache
+        // several passes run panel by panel, so that the panel stays in the first-level cache
+        if (!is_last && way.passes.count == 1) continue;
         for (int64_t i = 0; i < way.passes.count; i++) {
             const int64_t begin = way.passes.begin(i), end = way.passes.begin(i + 1);
             for (Pass* pass = passes; pass <= passes + (p - same); pass++) pass->row = rows.begin + begin, pass->ahead = way.ahead(i, linear.padded_cols);
@@ -105,7 +108,8 @@ void Step::multiply_few(const kvl_instruction& instruction, Span few, const Acti
     }
 }
 
-// An instruction, on what the linear before it gave of a row: unit `index` of its floats, or all that it added.
+// Runs an instruction on the output of the linear before it for one row: the floats x of unit `index`, or, for a norm,
+// the row of the residual stream.
 void Step::follow(const kvl_instruction& next, int64_t row, int64_t index, float* x, int thread) {
     if (next.kind == KVL_ROPE_KV) {
         if (shape_.kv_format == KVL_KV_INT8) place_head<Int8Cache>(next, row, int(index), x);
@@ -119,7 +123,7 @@ void Step::follow(const kvl_instruction& next, int64_t row, int64_t index, float
     store_activations(activations(next, batch_.num_tokens, thread), row, from, reader.padded_cols, format);
 }
 
-// `count` floats of a row of what the next linear reads, from column `first` on: both are multiples of kPad.
+// Quantises `count` columns, from `first` on, of a row of the next linear's input; both are multiples of kPad.
 void Step::store_columns(const kvl_instruction& quant, int64_t row, int64_t first, const float* x, int64_t count) const {
     const Linear& linear = model_.linears[size_t(quant.linear)];
     const int format = linear.activation_format();

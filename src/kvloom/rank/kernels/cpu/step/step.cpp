@@ -22,7 +22,7 @@ Step::Step(kvl_model& model, const kvl_batch& batch)
     is_fused_ = batch.num_tokens >= kFusedTokens && tokens_.empty();
 }
 
-// Lays the scratch out for `tokens` at `at` and returns its end.
+// Places the scratch memory for `tokens` tokens at `at`; returns its end.
 static uint8_t* lay_out(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at) {
     const int64_t hidden = model.hidden_stride(), mlp = round_up(model.shape.intermediate, kPad);
     const int64_t queries = round_up(model.query_width(), kPad);
@@ -53,16 +53,17 @@ void Step::reserve() {
     const int64_t tokens = std::max<int64_t>(batch_.num_tokens, batch_.num_rows);
     if (tokens <= scratch_.capacity) return;
     const int64_t capacity = round_up(tokens, 64);
-    uint8_t* const nowhere = reinterpret_cast<uint8_t*>(kHugePage);  // only to measure: never read or written
+    uint8_t* const nowhere = reinterpret_cast<uint8_t*>(kHugePage);  // to compute the size; it is not accessed
     scratch_.memory = HugeBuffer(lay_out(scratch_, model_, capacity, nowhere) - nowhere);
     lay_out(scratch_, model_, capacity, scratch_.memory.as());
     scratch_.capacity = capacity;
 }
 
-// Rows of a kv head (tokens x heads of its group) a few at a time; the last of a prompt see most keys, so they come
-// first and the short tasks fill the gaps at the end.
+// Divides the query rows of each sequence and kv head (tokens x heads of its group) into tasks. The last rows of a
+// prompt see the most keys, so their tasks come first, and the short ones even out the threads' work at the end.
 void Step::plan_attention() {
-    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;  // fewer tokens: more tasks than threads
+    // with few tokens a task is a single group, so that there are more tasks than threads
+    const int of_words = batch_.num_tokens >= kFusedTokens ? kTaskRows : kAttentionRows;
     const int at_once = attends_in_tiles_ ? kTileQueries : of_words;
     for (int s = 0; s < batch_.num_seqs; s++) {
         const int rows = (batch_.qstart[s + 1] - batch_.qstart[s]) * heads_per_kv_;
@@ -116,7 +117,7 @@ void Step::embed_tokens(int thread) {
     }
 }
 
-// Positions and types that are rows of tables. Needs no barrier: a thread's tokens are its own until they are normed.
+// KVL_ADD_POSITIONS. Needs no barrier: KVL_LAYER_NORM, which follows it, gives each thread the same tokens.
 void Step::add_positions(const kvl_instruction& instruction, int thread) {
     const int64_t hidden = shape_.hidden;
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
@@ -126,7 +127,7 @@ void Step::add_positions(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// Normalises rows in place, each by the thread that it is dealt to.
+// KVL_LAYER_NORM: each thread normalises its share of the rows.
 void Step::norm_layer(const kvl_instruction& instruction, int thread) {
     for (int64_t t = deal(batch_.num_tokens, thread); t < deal(batch_.num_tokens, thread + 1); t++) {
         float* row = scratch_.residual.row(t);
@@ -136,7 +137,8 @@ void Step::norm_layer(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Fills the activations of the next linear. Ends with a barrier unless every thread keeps its own copy.
+// KVL_NORM_QUANT, KVL_QUANT, KVL_ROWS_NORM_QUANT: computes the activations of the next linear. Ends with a barrier,
+// except in small steps, where every thread computes a copy of its own.
 void Step::quantize(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const bool asked_only = instruction.kind == KVL_ROWS_NORM_QUANT;
@@ -155,7 +157,7 @@ void Step::quantize(const kvl_instruction& instruction, int thread) {
     if (!small) sync();
 }
 
-// The floats of a row to quantise: a pointer to where they already are, or to `room`, where they are computed.
+// The floats of a row to quantise: returns a pointer to them if they are in memory, else computes them into `room`.
 const float* Step::float_row(const kvl_instruction& instruction, int64_t row, float* room) const {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     if (instruction.kind == KVL_QUANT && instruction.source == KVL_FROM_GATE_UP)
@@ -166,7 +168,7 @@ const float* Step::float_row(const kvl_instruction& instruction, int64_t row, fl
     return room;
 }
 
-// Norms a branch's output and adds it to the residual stream.
+// KVL_ADD_NORMED: normalises a branch's output and adds it to the residual stream.
 void Step::add_normed(const kvl_instruction& instruction, int thread) {
     const int64_t count = model_.hidden_stride();
     float* normed = scratch_.row[size_t(thread)];
@@ -179,7 +181,8 @@ void Step::add_normed(const kvl_instruction& instruction, int thread) {
     sync();
 }
 
-// Whole normed rows, for tokens whose states are requested. Needs no barrier: the residual is not written any more.
+// KVL_STATES: stores the rows, normalised if the instruction has a vector, of tokens whose states are requested. Needs
+// no barrier: no later instruction writes to the residual stream.
 void Step::keep_states(const kvl_instruction& instruction, int thread) {
     const int64_t hidden = shape_.hidden;
     float* normed = scratch_.row[size_t(thread)];
@@ -194,14 +197,14 @@ void Step::keep_states(const kvl_instruction& instruction, int thread) {
     }
 }
 
-// Small steps stream each thread's own panels in order; large ones hand out panels, or units of them, with as many
-// rows as share an unpacked panel.
+// KVL_LINEAR. With few rows each thread multiplies its own panels in order. With more, threads take panels, or units of
+// panels if the next instruction is fused, one by one, each for a strip of rows.
 void Step::multiply(const kvl_instruction& instruction, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     const int64_t rows = instruction.epilogue == KVL_LOGITS ? batch_.num_rows : batch_.num_tokens;
     const Activations& x = activations(instruction, rows, thread);
     const bool has_h = instruction.epilogue != KVL_LOGITS && has_low_rank(instruction.linear);
-    if (has_h && is_fused_) {  // the thread that quantised a row had only parts of it
+    if (has_h && is_fused_) {  // not computed while quantising, where a thread may have only parts of a row
         shrink_tokens(instruction.linear, {deal(rows, thread), deal(rows, thread + 1)}, x, thread);
         sync();
     }
@@ -222,7 +225,7 @@ void Step::multiply(const kvl_instruction& instruction, int thread) {
     if (instruction.epilogue == KVL_LOGITS) choose_tokens(thread);
 }
 
-// Multiplies one panel by some rows and applies the epilogue while the sums are in the first-level cache.
+// Multiplies one panel by the rows `span`, and applies the epilogue while the sums are in the first-level cache.
 void Step::panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread) {
     const Linear& linear = model_.linears[size_t(instruction.linear)];
     alignas(64) float sums[kTileRows * kPanel];
@@ -237,7 +240,7 @@ void Step::panel(const kvl_instruction& instruction, int64_t index, const Activa
     }
 }
 
-// Buffer that a linear's epilogue writes or adds to.
+// The buffer that a linear's epilogue writes or adds to.
 Rows Step::target_of(const kvl_instruction& linear) const {
     switch (linear.epilogue) {
         case KVL_RESIDUAL:
@@ -248,8 +251,8 @@ Rows Step::target_of(const kvl_instruction& linear) const {
     }
 }
 
-// Epilogue of one panel. Float buffers have padded rows, so all but the logits store whole panels; padded channels are
-// zero.
+// The epilogue of one panel. Rows of float buffers are padded, so whole panels are stored (except logits); padded
+// channels are zero.
 Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thread) const {
     const Rows target = target_of(linear);
     const bool is_gated = linear.epilogue == KVL_GATED_RESIDUAL, gives_gates = is_gate(linear.epilogue);
@@ -265,7 +268,7 @@ Epilogue Step::epilogue_of(const kvl_instruction& linear, int64_t panel, int thr
     return epilogue;
 }
 
-// Keeps a panel of logits of one row: writes all to memory, or offers them to the row's candidates.
+// Scales and caps a panel of logits of one row, then writes them to memory or offers them to the row's candidates.
 void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int thread) {
     const int64_t count = std::min<int64_t>(kPanel, shape_.vocab_size - channel);
     alignas(64) float changed[kPanel];
@@ -280,8 +283,8 @@ void Step::keep_logits(int64_t row, int64_t channel, const float* logits, int th
     std::copy(logits, logits + count, batch_.logits + place_[size_t(row)] * shape_.vocab_size + channel);
 }
 
-// Runs after the head: merges the candidates of each row, and chooses its next token if the batch says how. Rows whose
-// logits are all examined are handed out one by one, because they take longest.
+// Runs after the head: merges the candidates of each row and, if the batch has choices, chooses its next token. Threads
+// take rows whose tokens are drawn from all logits one by one, because these take longest.
 void Step::choose_tokens(int thread) {
     for (int64_t r = deal(batch_.num_rows, thread); r < deal(batch_.num_rows, thread + 1); r++) {
         if (batch_.tops[r] == 0) continue;

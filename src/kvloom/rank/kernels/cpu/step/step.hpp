@@ -1,4 +1,5 @@
-// One ragged step: every thread runs the program from its first instruction to its last, with a barrier where needed.
+// One ragged step of a model: every thread runs all instructions of the program, with barriers between them where one
+// needs results of other threads.
 #pragma once
 
 #include "activations/rope.hpp"
@@ -10,23 +11,25 @@
 
 namespace kvl {
 
-constexpr int kOwnTokens = 2;        // up to here each thread quantises all rows for itself: cheaper than a barrier
-constexpr int kHandOutTokens = 8;    // from here panels are handed out one by one, so a disturbed thread does less
-constexpr int kPanelsTogether = 16;  // that rows meet one behind the other, without a pause of the tile unit
-// blocks of a context prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims
+// A small step has at most so many tokens: each thread quantises all rows for itself, which costs less than a barrier.
+constexpr int kOwnTokens = 2;
+// From so many tokens on, threads take panels one by one, so that a thread that loses its core does less of the work.
+constexpr int kHandOutTokens = 8;
+constexpr int kPanelsTogether = 16;  // panels multiplied in one call, so that the tile unit does not pause between them
+// Blocks of a context that are prefetched before attention reads them: 128 KB of bf16 keys and values of 64 dims.
 constexpr int kAskedBlocks = 32;
-constexpr int kFusedTokens = 64;     // from here instructions are fused with the one before (fused.cpp)
+constexpr int kFusedTokens = 64;     // from so many tokens on, instructions are fused (step/fused.cpp)
 
-// Lays the scratch of the experts out for `tokens` at `at` and returns its end.
+// Places the scratch memory of the experts for `tokens` tokens at `at`; returns its end.
 uint8_t* lay_out_experts(Scratch& s, const kvl_model& model, int64_t tokens, uint8_t* at);
 
-// A few query rows of one kv head of one sequence, over all keys they see.
+// Attention of a few query rows of one kv head of one sequence over all keys that they see.
 struct AttentionTask {
     int32_t sequence, kv_head;
     int32_t first_row, num_rows;  // row = token of the sequence * heads a kv head + head within the group
 };
 
-// Rows [begin, end) of a step, or instructions.
+// A range [begin, end) of rows or instructions.
 struct Span {
     int64_t begin, end;
 };
@@ -34,8 +37,8 @@ struct Span {
 class Step {
   public:
     Step(kvl_model& model, const kvl_batch& batch);
-    // Called by every thread, inside the pool's run(): begin() computes the embeddings, work() executes some of the
-    // program's instructions, in order.
+    // Both are called by every thread inside the pool's run(): begin() computes the embeddings, work() executes a range
+    // of the program's instructions in order.
     void begin(int thread);
     void work(Span instructions, int thread);
 
@@ -54,7 +57,7 @@ class Step {
     void panel(const kvl_instruction& instruction, int64_t index, const Activations& x, Span span, int thread);
     bool does_next(const kvl_instruction& instruction) const;
     bool is_done(const kvl_instruction& instruction) const;
-    // Activations that an instruction quantises, or that a linear reads.
+    // The activations that an instruction writes (if it quantises) or reads (if it is a linear).
     const Activations& activations(const kvl_instruction& instruction, int64_t rows, int thread) const {
         if (is_small(rows)) return scratch_.own[size_t(thread)];
         return scratch_.quantised[model_.turns[size_t(&instruction - model_.program.data())]];
@@ -101,12 +104,12 @@ class Step {
     void ask_for(int64_t index, const kvl_instruction& attention) const;
     void attend_task(const AttentionTask& task, const kvl_instruction& instruction);
 
-    // First of the items [0, count) that belong to `thread` when they are dealt out evenly.
+    // First of the items [0, count) that belong to `thread` when they are divided evenly among the threads.
     int64_t deal(int64_t count, int thread) const { return count * thread / model_.pool.size(); }
-    // The next item of an instruction's work, for the calling thread.
+    // Takes the next item of an instruction's work for the calling thread; counts beyond the last item.
     int64_t next(const kvl_instruction& instruction) { return counter(instruction, 0).fetch_add(1, std::memory_order_relaxed); }
-    // The next of `count` items: first those dealt to the thread, so that it reuses the rows and weights that it used
-    // before, then items that other threads have not taken yet. Returns `count` when none is left.
+    // Takes the next of `count` items for `thread`: first those of its own share, whose rows and weights it has used
+    // before, then items of other threads' shares that are not taken yet. Returns `count` when none is left.
     int64_t next(const kvl_instruction& instruction, int64_t count, int thread) {
         for (int i = 0, of = thread; i < model_.pool.size(); i++, of = (of + 1) % model_.pool.size()) {
             const int64_t item = deal(count, of) + counter(instruction, of).fetch_add(1, std::memory_order_relaxed);
@@ -124,7 +127,7 @@ class Step {
         return quant.source == KVL_FROM_MLP ? scratch_.mlp : scratch_.attended;
     }
     const float* vector(int32_t index) const { return index < 0 ? nullptr : model_.vectors[size_t(index)].data(); }
-    // h of token 0: in the shared area, or in this thread's own area in a small step, like the activations. Tokens are
+    // Address of h of token 0, in the shared area or, in a small step, in the thread's own area. Tokens are
     // lora_stride_ bytes apart.
     uint8_t* lora_rows(int thread) const {
         const bool small = is_small(batch_.num_tokens);
@@ -137,21 +140,22 @@ class Step {
     const kvl_shape& shape_;
     Scratch& scratch_;
     const int heads_per_kv_;
-    const int64_t tile_bytes_;  // of a block of one kv head, keys or values
+    const int64_t tile_bytes_;  // bytes of a K or V tile
     const bool attends_in_tiles_;
-    bool is_fused_ = false;  // what can be done with the instruction before it is
-    std::vector<int32_t> sequence_;  // [num_tokens] which one a token belongs to
+    bool is_fused_ = false;  // whether instructions are fused with the one before where possible
+    std::vector<int32_t> sequence_;  // [num_tokens] the sequence of each token
     std::vector<AttentionTask> tasks_;
-    std::vector<int64_t> place_;  // [num_rows] of a row that wants all its logits: where they go
+    std::vector<int64_t> place_;  // [num_rows] index in batch.logits of a row that returns all logits, else -1
     Candidates candidates_;       // of the other rows
-    std::atomic<int64_t> next_row_{0};  // of those whose tokens are drawn of all logits
-    std::vector<LoraToken> tokens_;              // [num_tokens]; empty when the step has no adapter
-    std::vector<const Adapter*> step_adapters_;  // each of them once
-    std::vector<int32_t> by_adapter_;            // [num_tokens] tokens, a thread's of one adapter together; empty as tokens_
-    int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 when the step has no adapter
+    std::atomic<int64_t> next_row_{0};  // next row to look at for tokens that are drawn from all logits
+    std::vector<LoraToken> tokens_;              // [num_tokens]; empty if the step has no adapter
+    std::vector<const Adapter*> step_adapters_;  // the step's adapters, without duplicates
+    // [num_tokens] indices of tokens: each thread's share is contiguous and sorted by adapter. Empty if tokens_ is.
+    std::vector<int32_t> by_adapter_;
+    int64_t lora_stride_ = 0;                    // bytes of a token's h; 0 if the step has no adapter
 };
 
-// Runs the whole program, without the parts that no request needs.
+// Runs the whole program for a batch; leaves out what no requested logits or states depend on (step/asked.hpp).
 void run_step(kvl_model& model, const kvl_batch& batch);
 
 }  // namespace kvl
